@@ -1,0 +1,284 @@
+"""`BufferClient`: prompts in, leases out, groups in, steps out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types.clients.base import Client, Writer
+from slime.types.codec import group_from_proto, sample_from_proto
+from slime.types.errors import InvalidField
+from slime.types.json_fields import to_json
+from slime.types.rpc import chunk_messages, chunk_samples
+from slime.types.rpc.retry import Repeatable
+from slime.types.sample import Sample, SampleGroup
+from slime.types.status import STATUS_BY_NUMBER, SampleStatus
+from slime.v1 import buffer_pb2, buffer_pb2_grpc
+
+SLACK_SECONDS = 10.0  # what a call that waits may take beyond its wait
+
+
+@dataclass(frozen=True)
+class AddPromptsResult:
+    added: int
+    first_group_index: int
+    duplicate: bool
+
+
+@dataclass(frozen=True)
+class LeasedGroup:
+    token: str
+    group: SampleGroup
+    attempt: int
+    expires_in_seconds: float
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """What a planner knows of a sample; lengths in tokens, weight versions -1 where there is none."""
+
+    index: int
+    group_index: int
+    rollout_id: int | None
+    total_length: int
+    response_length: int
+    loss_mask_sum: int
+    reward: float | dict[str, Any] | None
+    status: SampleStatus
+    remove_sample: bool
+    metadata: dict[str, Any]
+    oldest_weight_version: int
+    newest_weight_version: int
+    non_generation_time: float
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    group: SampleGroup
+    state: str
+    reject_reason: str
+    step: int | None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.group, self.state, self.reject_reason, self.step))
+
+
+@dataclass(frozen=True)
+class Stats:
+    writer: Writer
+    groups: dict[str, int]
+    rejected: dict[str, int]
+    next_group_index: int
+    next_sample_index: int
+    prompts_in_dataset: int
+    epoch: int
+    next_step: int
+    payload_bytes: int
+    evaluation_sets: tuple[str, ...]
+    expired_leases: int
+
+
+class BufferClient(Client):
+    """Calls of `slime.v1.BufferService`. Writes carry `writer`, which `open_run` and `get_run` set."""
+
+    stub = buffer_pb2_grpc.BufferServiceStub
+
+    def open_run(self, run_id: str, last_committed_step: int = -1) -> Writer:
+        """Starts a new incarnation of `run_id`; older writers are refused from now on."""
+        request = buffer_pb2.OpenRunRequest(run_id=run_id, last_committed_step=last_committed_step)
+        answer = self._call("OpenRun", request)
+        self.writer = Writer(answer.writer.run_id, answer.writer.incarnation, answer.next_step)
+        return self.writer
+
+    def get_run(self) -> Writer:
+        """Joins the current incarnation."""
+        answer = self._call("GetRun", buffer_pb2.GetRunRequest())
+        self.writer = Writer(answer.writer.run_id, answer.writer.incarnation)
+        return self.writer
+
+    def add_prompts(self, prompts: Iterable[str | Mapping[str, Any]], key: str = "", dataset: str = "train") -> AddPromptsResult:
+        """Adds prompts: texts, or mappings with `prompt` (text or chat messages), `label` and `metadata`.
+
+        key: a name for this batch; adding it again adds nothing. Only with a key is the call repeated on its own while
+        the buffer is unavailable.
+        """
+        messages = [_prompt(prompt, position) for position, prompt in enumerate(prompts)]
+        requests = [buffer_pb2.AddPromptsRequest(key=key, dataset=dataset)]
+        requests += [buffer_pb2.AddPromptsRequest(prompts=chunk) for chunk in chunk_messages(messages)]
+        answer = self._call("AddPrompts", requests if key else iter(requests))
+        return AddPromptsResult(answer.added, answer.first_group_index, answer.duplicate)
+
+    def lease_groups(
+        self, max_groups: int, ttl_seconds: float = 600.0, wait_seconds: float = 0.0, worker_id: str = ""
+    ) -> list[LeasedGroup]:
+        """Up to `max_groups` groups; fewer, or none, where no more came within `wait_seconds`."""
+        request = buffer_pb2.LeaseGroupsRequest(
+            writer=self._writer(),
+            worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            max_groups=max_groups,
+            ttl_seconds=ttl_seconds,
+            wait_seconds=wait_seconds,
+        )
+        return [
+            LeasedGroup(m.lease.token, group_from_proto(m.group), m.lease.attempt, m.lease.expires_in_seconds)
+            for m in self._stream("LeaseGroups", request, _waiting(wait_seconds))
+        ]
+
+    def renew_leases(self, tokens: Sequence[str], ttl_seconds: float = 600.0) -> list[str]:
+        """Returns the tokens whose lease had already ended."""
+        request = buffer_pb2.RenewLeasesRequest(writer=self._writer(), tokens=tokens, ttl_seconds=ttl_seconds)
+        return list(self._call("RenewLeases", request).lost_tokens)
+
+    def return_group(self, token: str, samples: Sequence[Sample] = ()) -> None:
+        """Gives a group back with what its samples have so far; without samples, as it was leased."""
+        self._call("ReturnGroup", self._group_stream(buffer_pb2.ReturnGroupRequest, token, samples))
+
+    def complete_group(self, token: str, samples: Sequence[Sample]) -> bool:
+        """Completes a group of valid samples; True where it had been completed with this token before."""
+        for position, sample in enumerate(samples):
+            try:
+                sample.validate()
+            except InvalidField as error:
+                raise InvalidField(
+                    f"samples[{position}].{error.field}", error.value, error.expected, f"samples[{position}].{error.message}"
+                ) from None
+        return self._call("CompleteGroup", self._group_stream(buffer_pb2.CompleteGroupRequest, token, samples)).duplicate
+
+    def reject_group(self, token: str, reason: str) -> None:
+        self._call("RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason))
+
+    def seal_step(self, step: int, num_groups: int, wait_seconds: float = 0.0) -> list[SampleSummary]:
+        """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones."""
+        request = buffer_pb2.SealStepRequest(
+            writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait_seconds
+        )
+        return [_summary(s) for s in self._call("SealStep", request, _waiting(wait_seconds)).samples]
+
+    def store_plan(self, step: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Stores the plan of a sealed step; returns the one that is stored, which is the first."""
+        request = buffer_pb2.StorePlanRequest(writer=self._writer(), step=step, plan_json=to_json(plan, "plan"))
+        return json.loads(self._call("StorePlan", request).plan_json)
+
+    def get_plan(self, step: int, wait_seconds: float = 0.0) -> dict[str, Any]:
+        request = buffer_pb2.GetPlanRequest(step=step, wait_seconds=wait_seconds)
+        return json.loads(self._call("GetPlan", request, _waiting(wait_seconds)).plan_json)
+
+    def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
+        """Samples of a sealed step at `positions` of its summaries, in that order."""
+        for message in self._stream("ReadStep", buffer_pb2.ReadStepRequest(step=step, positions=positions)):
+            yield from map(sample_from_proto, message.samples)
+
+    def acknowledge_step(self, step: int) -> None:
+        self._call("AcknowledgeStep", buffer_pb2.AcknowledgeStepRequest(writer=self._writer(), step=step))
+
+    def commit_steps(self, step: int) -> None:
+        """Commits every step up to and including `step`."""
+        self._call("CommitSteps", buffer_pb2.CommitStepsRequest(writer=self._writer(), step=step))
+
+    def read_groups(
+        self,
+        states: Sequence[str] = (),
+        group_indexes: Sequence[int] = (),
+        limit: int = 0,
+        after_group_index: int | None = None,
+    ) -> Iterator[StoredGroup]:
+        """Groups in any of `states` ("ready", "completed", ...), lowest group index first; changes nothing."""
+        request = buffer_pb2.ReadGroupsRequest(
+            states=[_state_number(state) for state in states],
+            group_indexes=group_indexes,
+            limit=limit,
+            after_group_index=after_group_index,
+        )
+        for message in self._stream("ReadGroups", request):
+            state = buffer_pb2.GroupState.Name(message.state).removeprefix("GROUP_STATE_").lower()
+            step = message.step if message.HasField("step") else None
+            yield StoredGroup(group_from_proto(message.group), state, message.reject_reason, step)
+
+    def read_evaluation_set(self, name: str) -> list[SampleGroup]:
+        request = buffer_pb2.ReadEvaluationSetRequest(name=name)
+        return [group_from_proto(message.group) for message in self._stream("ReadEvaluationSet", request)]
+
+    def stats(self) -> Stats:
+        answer = self._call("GetStats", buffer_pb2.GetStatsRequest())
+        return Stats(
+            writer=Writer(answer.writer.run_id, answer.writer.incarnation, answer.next_step),
+            groups=dict(answer.groups),
+            rejected=dict(answer.rejected),
+            next_group_index=answer.next_group_index,
+            next_sample_index=answer.next_sample_index,
+            prompts_in_dataset=answer.prompts_in_dataset,
+            epoch=answer.epoch,
+            next_step=answer.next_step,
+            payload_bytes=answer.payload_bytes,
+            evaluation_sets=tuple(answer.evaluation_sets),
+            expired_leases=answer.expired_leases,
+        )
+
+    def _group_stream(self, request: Any, token: str, samples: Sequence[Sample]) -> Repeatable:
+        header = request(writer=self._writer(), lease_token=token)
+
+        def messages() -> Iterator[Any]:
+            yield header
+            for chunk in chunk_samples(samples):
+                yield request(samples=chunk)
+            yield request(commit=True)
+
+        return Repeatable(messages)
+
+
+def _waiting(wait_seconds: float) -> float | None:
+    return wait_seconds + SLACK_SECONDS if wait_seconds else None
+
+
+def _state_number(state: str) -> buffer_pb2.GroupState:
+    try:
+        return buffer_pb2.GroupState.Value(f"GROUP_STATE_{state.upper()}")
+    except ValueError:
+        known = ", ".join(name.removeprefix("GROUP_STATE_").lower() for name in buffer_pb2.GroupState.keys()[1:])
+        raise InvalidField("states", state, f"one of {known}") from None
+
+
+def _prompt(prompt: str | Mapping[str, Any], position: int) -> buffer_pb2.Prompt:
+    row: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    field = f"prompts[{position}]"
+    unknown = set(row) - {"prompt", "label", "metadata"}
+    if unknown or "prompt" not in row:
+        raise InvalidField(field, sorted(row), "the keys prompt, label and metadata")
+    message = buffer_pb2.Prompt()
+    text = row["prompt"]
+    if isinstance(text, str):
+        message.text = text
+    elif isinstance(text, list) and all(isinstance(turn, Mapping) for turn in text):
+        message.messages_json = to_json(text, f"{field}.prompt")
+    else:
+        raise InvalidField(f"{field}.prompt", text, "a text or a list of chat messages")
+    if row.get("label") is not None:
+        label = row["label"]
+        message.label = label if isinstance(label, str) else to_json(label, f"{field}.label")
+    if row.get("metadata"):
+        message.metadata_json = to_json(row["metadata"], f"{field}.metadata")
+    return message
+
+
+def _summary(message: buffer_pb2.SampleSummary) -> SampleSummary:
+    kind = message.WhichOneof("reward")
+    reward = None if kind is None else message.reward_value if kind == "reward_value" else json.loads(message.reward_json)
+    return SampleSummary(
+        index=message.index,
+        group_index=message.group_index,
+        rollout_id=message.rollout_id if message.HasField("rollout_id") else None,
+        total_length=message.total_length,
+        response_length=message.response_length,
+        loss_mask_sum=message.loss_mask_sum,
+        reward=reward,
+        status=STATUS_BY_NUMBER[message.status],
+        remove_sample=message.remove_sample,
+        metadata=json.loads(message.metadata_json) if message.metadata_json else {},
+        oldest_weight_version=message.oldest_weight_version,
+        newest_weight_version=message.newest_weight_version,
+        non_generation_time=message.non_generation_time,
+    )

@@ -1,0 +1,106 @@
+"""`RolloutClient`: rollouts, evaluations, and the transaction of a weight update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types.clients.base import Client
+from slime.types.codec import sample_from_proto
+from slime.types.errors import RemoteError
+from slime.types.sample import Sample
+from slime.v1 import rollout_pb2, rollout_pb2_grpc
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A generation server that speaks SGLang's protocol at `url`; kind: "embedded" or "sglang"."""
+
+    name: str
+    url: str
+    kind: str
+    healthy: bool
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class RolloutStatus:
+    engines: list[Engine]
+    weight_version: int
+    running_rollouts: int
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    metrics: dict[str, float]
+    examples: list[Sample]
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    metrics: dict[str, float]
+    examples: list[Sample]
+
+
+class RolloutClient(Client):
+    """Calls of `slime.v1.RolloutService`. Timeouts are in seconds."""
+
+    stub = rollout_pb2_grpc.RolloutServiceStub
+
+    def status(self) -> RolloutStatus:
+        answer = self._call("GetStatus", rollout_pb2.GetStatusRequest())
+        return RolloutStatus(_engines(answer.engines), answer.weight_version, answer.running_rollouts)
+
+    def generate(
+        self, rollout_id: int, num_groups: int, timeout: float, on_progress: Progress | None = None
+    ) -> GenerateResult:
+        """Makes `num_groups` groups and completes them in the buffer. on_progress(completed, total) follows it."""
+        request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, num_groups=num_groups)
+        result = None
+        # Read to the end of the stream: leaving at the last message would cancel a call that is about to succeed.
+        for message in self._stream("Generate", request, timeout):
+            if message.done:
+                result = GenerateResult(dict(message.metrics), [sample_from_proto(s) for s in message.examples])
+            elif on_progress is not None:
+                on_progress(message.completed_groups, message.num_groups)
+        if result is None:
+            raise RemoteError(f"{self.address}: Generate ended without its last message", field=self.address)
+        return result
+
+    def evaluate(
+        self, rollout_id: int, names: tuple[str, ...] = (), timeout: float | None = None, on_progress: Progress | None = None
+    ) -> EvaluateResult:
+        """Runs the evaluation sets `names`, or all. on_progress(completed samples, total) follows it."""
+        request = rollout_pb2.EvaluateRequest(rollout_id=rollout_id, names=names)
+        result = None
+        # Read to the end of the stream: leaving at the last message would cancel a call that is about to succeed.
+        for message in self._stream("Evaluate", request, timeout):
+            if message.done:
+                result = EvaluateResult(dict(message.metrics), [sample_from_proto(s) for s in message.examples])
+            elif on_progress is not None:
+                on_progress(message.completed_samples, message.num_samples)
+        if result is None:
+            raise RemoteError(f"{self.address}: Evaluate ended without its last message", field=self.address)
+        return result
+
+    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        """Pauses the engines; returns the members of the update."""
+        request = rollout_pb2.BeginWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
+        return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
+
+    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        """Checks that every member holds `weight_version` and lets it serve."""
+        request = rollout_pb2.CommitWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
+        self._call("CommitWeightUpdate", request, timeout)
+
+    def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
+        """Gives the update up; its members do not serve until one is committed."""
+        request = rollout_pb2.AbortWeightUpdateRequest(writer=self._writer(), weight_version=weight_version, reason=reason)
+        self._call("AbortWeightUpdate", request, timeout)
+
+
+def _engines(messages: Any) -> list[Engine]:
+    return [Engine(m.name, m.url, m.kind, m.healthy, m.weight_version) for m in messages]

@@ -1,0 +1,48 @@
+"""`TrainerClient`: one rank of the trainer. Collective calls go to every rank at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.types.clients.base import Client
+from slime.v1 import trainer_pb2, trainer_pb2_grpc
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    num_parameters: int
+    next_step: int
+    weight_version: int
+
+
+class TrainerClient(Client):
+    """Calls of `slime.v1.TrainerService`. Timeouts are in seconds."""
+
+    stub = trainer_pb2_grpc.TrainerServiceStub
+
+    def info(self) -> TrainerInfo:
+        a = self._call("GetInfo", trainer_pb2.GetInfoRequest())
+        return TrainerInfo(a.rank, a.world_size, a.backend, a.device, a.num_parameters, a.next_step, a.weight_version)
+
+    def train_step(self, step: int, num_groups: int, timeout: float) -> dict[str, float]:
+        """Collective: seals, plans, trains and acknowledges `step`; metrics are complete on rank 0."""
+        request = trainer_pb2.TrainStepRequest(writer=self._writer(), step=step, num_groups=num_groups)
+        return dict(self._call("TrainStep", request, timeout).metrics)
+
+    def update_weights(self, weight_version: int, timeout: float) -> dict[str, float]:
+        """Collective: pushes the policy to the engines."""
+        request = trainer_pb2.UpdateWeightsRequest(writer=self._writer(), weight_version=weight_version)
+        return dict(self._call("UpdateWeights", request, timeout).metrics)
+
+    def save_checkpoint(self, step: int, path: str, timeout: float) -> str:
+        """Collective: writes a checkpoint below `path` and commits its steps; returns where it lies."""
+        request = trainer_pb2.SaveCheckpointRequest(writer=self._writer(), step=step, path=path)
+        return self._call("SaveCheckpoint", request, timeout).path
+
+    def export_model(self, path: str, timeout: float) -> str:
+        """Collective: writes a Hugging Face directory."""
+        return self._call("ExportModel", trainer_pb2.ExportModelRequest(path=path), timeout).path

@@ -1,0 +1,52 @@
+"""JSON in `*_json` fields: what is no JSON value is refused by its path, never turned into something near it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from slime.types.errors import InvalidField
+
+_MAX_DEPTH = 100
+
+
+def to_json(value: Any, path: str) -> str:
+    """One JSON value. Numpy scalars become plain numbers and tuples lists; NaN and infinities are Python's `NaN`, `Infinity`.
+
+    Raises InvalidField naming the path ("metadata.turns[3]") of a value that JSON has no form for, or of a key that is no text.
+    """
+    return json.dumps(plain(value, path), separators=(",", ":"))
+
+
+def plain(value: Any, path: str, depth: int = 0) -> Any:
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if depth > _MAX_DEPTH:
+        raise InvalidField(path, "a deeper tree", f"at most {_MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidField(path, key, "text as the key of a dict")
+        return {str(key): plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{path}[{position}]", depth + 1) for position, item in enumerate(value)]
+    if isinstance(value, np.generic):
+        return plain(value.item(), path, depth + 1)
+    for scalar in (bool, int, float, str):
+        if isinstance(value, scalar):
+            return scalar(value)
+    raise InvalidField(path, value, f"a JSON value, not {kind.__name__}")
+
+
+def from_json(text: str, path: str, kind: type | None = None) -> Any:
+    """The value of `text`, of type `kind` where one is given."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(path, text, f"JSON ({error})") from None
+    if kind is not None and not isinstance(value, kind):
+        raise InvalidField(path, text, {dict: "a JSON object", list: "a JSON list"}.get(kind, kind.__name__))
+    return value

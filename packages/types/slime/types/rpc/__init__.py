@@ -1,0 +1,11 @@
+"""The one place for channels and servers: deadlines, retries, errors, TLS, token, health, reflection."""
+
+from slime.types.rpc.channel import connect
+from slime.types.rpc.chunks import chunk_messages, chunk_samples
+from slime.types.rpc.server import RunningService, Server
+from slime.types.rpc.settings import RpcSettings
+from slime.types.rpc.status import Cancelled, MessageTooLarge
+
+__all__ = [
+    "Cancelled", "MessageTooLarge", "RpcSettings", "RunningService", "Server", "chunk_messages", "chunk_samples", "connect",
+]  # fmt: skip

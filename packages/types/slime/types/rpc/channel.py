@@ -1,0 +1,45 @@
+"""Channels to services: deadlines, retries, TLS and token, and errors of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from slime.types.rpc.auth import TokenInterceptor, channel_credentials, read_token
+from slime.types.rpc.deadline import DeadlineInterceptor
+from slime.types.rpc.raising import RaisingInterceptor
+from slime.types.rpc.retry import RetryInterceptor
+from slime.types.rpc.settings import RpcSettings
+
+KEEPALIVE_MS = 30_000
+
+
+def message_options(settings: RpcSettings) -> list[tuple[str, Any]]:
+    limit = settings.max_message_mb << 20
+    return [("grpc.max_send_message_length", limit), ("grpc.max_receive_message_length", limit)]
+
+
+def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
+    """A channel to "host:port", for the generated stubs. It connects at the first call; nothing is sent before.
+
+    Every call has a deadline (`call_timeout_seconds` where none is passed), is repeated while the server is unavailable
+    (`RetryInterceptor` says which), and raises the SlimeError that the server raised. TLS where `tls_ca` is set.
+    """
+    settings = settings or RpcSettings()
+    # A proxy in the environment must not see calls between our services. A peer that vanished without closing its
+    # connection is noticed by pings during calls that wait.
+    options = [*message_options(settings), ("grpc.enable_http_proxy", 0), ("grpc.keepalive_time_ms", KEEPALIVE_MS)]
+    credentials = channel_credentials(settings)
+    if credentials is None:
+        channel = grpc.insecure_channel(address, options)
+    else:
+        channel = grpc.secure_channel(address, credentials, options)
+    # The first is the outermost: the error names the deadline, and every attempt of a retry shares it.
+    interceptors: list[Any] = [
+        DeadlineInterceptor(settings.call_timeout_seconds), RaisingInterceptor(address), RetryInterceptor(settings.retry_seconds),
+    ]  # fmt: skip
+    token = read_token(settings)
+    if token is not None:
+        interceptors.append(TokenInterceptor(token))
+    return grpc.intercept_channel(channel, *interceptors)

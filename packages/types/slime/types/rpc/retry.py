@@ -1,0 +1,118 @@
+"""Repeats calls whose server is unavailable, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+
+from slime.types.rpc.details import with_details
+
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 1.0
+
+
+class Repeatable:
+    """An iterable that makes its messages anew each time, for client streams too large to hold as messages."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+class Attempts:
+    """How often one call is made: until `seconds` or its own deadline have passed, with exponential backoff and full jitter."""
+
+    def __init__(self, seconds: float, details: grpc.ClientCallDetails) -> None:
+        self._details = details
+        self._started = time.monotonic()
+        self._limit = seconds if details.timeout is None else min(seconds, details.timeout)
+        self._pause = FIRST_PAUSE
+
+    def details(self) -> grpc.ClientCallDetails:
+        """The call's details, with what is left of its deadline."""
+        if self._details.timeout is None:
+            return self._details
+        return with_details(self._details, timeout=max(0.0, self._details.timeout - (time.monotonic() - self._started)))
+
+    def pause_after(self, outcome: Any) -> bool:
+        """Whether to call again, after a pause."""
+        if outcome.code() is not grpc.StatusCode.UNAVAILABLE:
+            return False
+        wait = random.uniform(0, self._pause)
+        if time.monotonic() - self._started + wait > self._limit:
+            return False
+        time.sleep(wait)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return True
+
+
+class RetryInterceptor(
+    grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor
+):
+    """Repeats a call on UNAVAILABLE for up to `seconds`.
+
+    A server stream is repeated before its first message only; a client stream where what is passed can be iterated again
+    (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+        attempts = Attempts(self._seconds, details)
+        while True:
+            call = continuation(attempts.details(), request)
+            if not attempts.pause_after(call):
+                return call
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+        attempts = Attempts(self._seconds, details)
+        return _RetriedStream(attempts, lambda: continuation(attempts.details(), request))
+
+    def intercept_stream_unary(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request_iterator: Any
+    ) -> Any:
+        if isinstance(request_iterator, Iterator):
+            return continuation(details, request_iterator)
+        attempts = Attempts(self._seconds, details)
+        while True:
+            call = continuation(attempts.details(), iter(request_iterator))
+            if not attempts.pause_after(call):
+                return call
+
+
+class _RetriedStream:
+    def __init__(self, attempts: Attempts, start: Callable[[], Any]) -> None:
+        self._attempts = attempts
+        self._start = start
+        self._call = start()
+        self._begun = False
+        self._cancelled = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                message = next(self._call)
+            except grpc.RpcError as error:
+                if self._begun or self._cancelled or not self._attempts.pause_after(error):
+                    raise
+                self._call = self._start()
+            else:
+                self._begun = True
+                return message
+
+    def cancel(self) -> bool:
+        self._cancelled = True
+        return self._call.cancel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)

@@ -1,0 +1,24 @@
+"""How services listen and how clients connect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.types.settings import setting
+
+
+@dataclass(kw_only=True)
+class RpcSettings:
+    """gRPC: address, transport security, limits."""
+
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback needs TLS and a token, or --insecure")
+    port: int = setting(0, "port to listen on; 0 lets the system pick one", minimum=0, maximum=65535)
+    tls_cert: str | None = setting(None, "PEM file of the server's certificate chain", metavar="FILE")
+    tls_key: str | None = setting(None, "PEM file of the server's private key", metavar="FILE")
+    tls_ca: str | None = setting(None, "PEM file of the authority that a client trusts", metavar="FILE")
+    token_file: str | None = setting(None, "file with the bearer token that calls must carry", metavar="FILE")
+    insecure: bool = setting(False, "listen beyond loopback without TLS and token")
+    max_message_mb: int = setting(64, "largest message, in MiB", minimum=1, maximum=2047)
+    rpc_threads: int = setting(32, "threads that answer calls", minimum=2)
+    call_timeout_seconds: float = setting(60.0, "deadline of a call that does not name its own", above=0)
+    retry_seconds: float = setting(5.0, "how long a call is repeated while its server is unavailable", minimum=0)

@@ -1,0 +1,155 @@
+"""Our errors on the wire: a gRPC status, and an `ErrorDetail` in trailing metadata."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+
+from slime.types.errors import (
+    DeadlineExceeded, InvalidField, NotAvailable, NotFound, OutOfSpace, RemoteError, SlimeError, Unauthenticated,
+    Unavailable, WrongState, error_classes,
+)  # fmt: skip
+from slime.v1 import error_pb2
+
+log = logging.getLogger(__name__)
+
+METADATA_KEY = "slime-error-bin"
+# All of a call's trailing metadata, base64 and escapes included, has to fit into the 8 KiB that clients accept.
+LONGEST_MESSAGE = 2500
+LONGEST_STATUS = 400
+
+# Statuses that a peer of another make sends without detail.
+_BY_CODE: dict[grpc.StatusCode, type[SlimeError]] = {
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: WrongState,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfSpace,
+    grpc.StatusCode.UNIMPLEMENTED: NotAvailable,
+}
+
+
+class Cancelled(SlimeError):
+    """The call was cancelled, by its client or by a server that stops."""
+
+    status = "CANCELLED"
+
+
+class MessageTooLarge(SlimeError):
+    """A message beyond --max-message-mb of one of the two sides."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+def detail_of(error: SlimeError) -> error_pb2.ErrorDetail:
+    return error_pb2.ErrorDetail(
+        name=type(error).__name__,
+        message=_cut(error.message, LONGEST_MESSAGE),
+        field=_cut(error.field, 200),
+        value=_cut(error.value, 200),
+        expected=_cut(error.expected, 500),
+    )
+
+
+def _cut(text: str, limit: int) -> str:
+    """`text` in at most `limit` bytes of UTF-8."""
+    data = text.encode("utf-8", "backslashreplace")
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "…"
+
+
+def error_of(detail: error_pb2.ErrorDetail) -> SlimeError:
+    """The error that `detail_of` was made from; RemoteError where its class is not known here."""
+    cls = error_classes().get(detail.name)
+    message = detail.message
+    if cls is None:
+        cls, message = RemoteError, f"{detail.name}: {message}"
+    error = cls.__new__(cls)
+    SlimeError.__init__(error, message, field=detail.field, value=detail.value, expected=detail.expected)
+    return error
+
+
+def abort_with(context: grpc.ServicerContext, error: SlimeError) -> NoReturn:
+    context.set_trailing_metadata(((METADATA_KEY, detail_of(error).SerializeToString()),))
+    context.abort(grpc.StatusCode[error.status], _cut(error.message, LONGEST_STATUS))
+    raise AssertionError("abort raises")
+
+
+def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: float | None = None) -> SlimeError:
+    """The error that a failed call stands for: the server's own, or one for the status of a peer that sends no detail."""
+    for key, value in call.trailing_metadata() or ():  # type: ignore[attr-defined]
+        if key == METADATA_KEY:
+            return error_of(error_pb2.ErrorDetail.FromString(value))
+    code, text = call.code(), call.details() or ""  # type: ignore[attr-defined]
+    where = f"{address}{method}"
+    if code is grpc.StatusCode.CANCELLED:
+        return Cancelled(f"{where}: the call was cancelled", field=address)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        within = "before its deadline" if timeout is None else f"within {timeout:g} s"
+        return DeadlineExceeded(f"{where}: no answer {within}", field=address)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        return MessageTooLarge(f"{where}: {text}", field="--max-message-mb")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidField("request", text, "a valid request", message=f"{where}: {text}")
+    return _BY_CODE.get(code, RemoteError)(f"{where}: {text}", field=address)
+
+
+class ErrorsToStatus(grpc.ServerInterceptor):
+    """Turns what a servicer raises into a status: SlimeError as it says, anything else into RemoteError.
+
+    The traceback of an unexpected exception goes to the log and not to the client.
+    """
+
+    def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
+        handler = continuation(details)
+        if handler is None or details.method.startswith("/grpc."):
+            return handler
+        make, behavior = _parts(handler)
+        wrap = _streaming if handler.response_streaming else _unary
+        return make(
+            wrap(behavior, details.method),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _parts(handler: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if handler.request_streaming:
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        return grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    return grpc.unary_unary_rpc_method_handler, handler.unary_unary
+
+
+def _unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return behavior(request, context)
+        except Exception as error:
+            _abort(context, error, method)
+
+    return answer
+
+
+def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            yield from behavior(request, context)
+        except Exception as error:
+            _abort(context, error, method)
+
+    return answer
+
+
+def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
+    if isinstance(error, SlimeError):
+        abort_with(context, error)
+    if context.code() is not None or isinstance(error, grpc.RpcError):  # aborted already, or the client went away
+        raise error
+    log.exception("%s failed", method)
+    abort_with(context, RemoteError(f"{method}: {type(error).__name__}: {error}", field=method))

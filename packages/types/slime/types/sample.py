@@ -1,0 +1,262 @@
+"""`Sample`: one response to one prompt, from the prompt alone to the scored, masked tokens that a trainer reads.
+
+Shapes: L is the number of tokens of prompt and response together, R = `response_length` that of the response, whose
+tokens are `tokens[L - R:]`. Per-token fields hold numpy arrays (`TokenArray`) or None; lists and CPU tensors are
+converted whenever such a field is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from slime.types import arrays
+from slime.types.errors import InvalidField
+from slime.types.status import SampleStatus
+
+
+@dataclass
+class SpecInfo:
+    """Speculative decoding: counts over the whole response."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Adds what the engine counted for one request."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
+        return cls(**{f.name: data.get(f.name, 0) for f in dataclasses.fields(cls)})
+
+
+@dataclass
+class PrefixCacheInfo:
+    """The engine's prefix cache: counts over every request of the sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
+        return cls(**{f.name: data.get(f.name, 0) for f in dataclasses.fields(cls)})
+
+
+@dataclass
+class TokenSpan:
+    """Response tokens [start, end) were made by `model` at `weight_version`."""
+
+    start: int
+    end: int
+    model: str = ""
+    weight_version: str = ""
+
+
+def _array_or_none(dtype: Any) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else arrays.convert(name, value, dtype)
+
+
+CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
+    "tokens": lambda name, value: arrays.convert(name, value, np.int32),
+    "loss_mask": _array_or_none(np.uint8),
+    "rollout_log_probs": _array_or_none(np.float32),
+    "teacher_log_probs": _array_or_none(np.float32),
+    "rollout_top_p_token_ids": _array_or_none(np.int32),
+    "rollout_top_p_token_offsets": _array_or_none(np.int64),
+    "rollout_routed_experts": lambda name, value: None if value is None else arrays.convert_integers(name, value),
+}
+
+
+@dataclass(eq=False)
+class Sample:
+    """See the module's docstring for L and R. Unknown attributes are kept, and travel as JSON."""
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
+    SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
+    PrefixCacheInfo: ClassVar[type[PrefixCacheInfo]] = PrefixCacheInfo
+
+    group_index: int | None = None
+    index: int | None = None
+    # Samples that one rollout fanned out into share it; None: every sample is a rollout of its own.
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    # int32 [L]
+    tokens: np.ndarray = field(default_factory=lambda: arrays.empty(np.int32))
+    # Trees of dicts, lists, text, bytes, numbers and arrays: raw inputs, and what the processor made of them.
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    # uint8 [R]: 1 where the token is trained on. None: all of them.
+    loss_mask: np.ndarray | None = None
+    # One for each request that the response took.
+    weight_versions: list[str] = field(default_factory=list)
+    # float32 [R]
+    rollout_log_probs: np.ndarray | None = None
+    # Nucleus of response token i: ids[offsets[i]:offsets[i + 1]]; int32 [offsets[R]] and int64 [R + 1].
+    rollout_top_p_token_ids: np.ndarray | None = None
+    rollout_top_p_token_offsets: np.ndarray | None = None
+    # Integer [L - 1, layers, top_k]
+    rollout_routed_experts: np.ndarray | None = None
+    remove_sample: bool = False
+    # float32 [R]
+    teacher_log_probs: np.ndarray | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    # Requests of one session go to one engine.
+    session_id: str | None = None
+    # Seconds spent on tools and environments.
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    # Which model and weight version made which response tokens, in order.
+    spans: list[TokenSpan] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        convert = CONVERTERS.get(name)
+        object.__setattr__(self, name, value if convert is None else convert(name, value))
+
+    def __eq__(self, other: object) -> bool:
+        """Field by field; arrays by dtype, shape and value; NaN equals NaN."""
+        return isinstance(other, Sample) and _same(self.__dict__, other.__dict__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else int(self.loss_mask.sum(dtype=np.int64))
+
+    def get_reward_value(self, args: Any) -> float:
+        """`reward`, or its entry `args.reward_key` where that is set."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key else self.reward  # type: ignore[index, return-value]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every attribute by name, the status as its text, nested infos and spans as dicts; arrays are not copied."""
+        return self.__dict__ | {
+            "status": self.status.value,
+            "spec_info": self.spec_info.to_dict(),
+            "prefix_cache_info": self.prefix_cache_info.to_dict(),
+            "spans": [dataclasses.asdict(span) for span in self.spans],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The inverse of `to_dict`; keys that are no fields become attributes."""
+        values = dict(data)
+        status = values.get("status", SampleStatus.PENDING)
+        try:
+            values["status"] = SampleStatus(status)
+        except ValueError:
+            raise InvalidField("status", status, "one of " + ", ".join(s.value for s in SampleStatus)) from None
+        for name, nested in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(values.get(name, {}), Mapping):
+                values[name] = nested.from_dict(values.get(name, {}))
+        values["spans"] = [span if isinstance(span, TokenSpan) else TokenSpan(**span) for span in values.get("spans", ())]
+        sample = cls(**{name: values.pop(name) for name in FIELD_NAMES if name in values})
+        for name, value in values.items():
+            setattr(sample, name, value)
+        return sample
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Appends n response tokens and keeps every per-token field aligned.
+
+        tokens: n ids. trainable: made by the policy, and then `log_probs` (n) are required; tokens of a tool or an
+        environment are not, must not bring any, and get log-prob 0 and loss mask 0.
+        A missing loss mask is filled with ones for what was there before.
+        meta_info: what the engine said of this request (weight version, cache, finish reason, nucleus, experts);
+        its finish reason sets `status` unless `update_terminal_info` is False.
+
+        Raises InvalidField, and then the sample is unchanged.
+        """
+        from slime.types.append import append_response_tokens
+
+        append_response_tokens(
+            self, args, tokens, log_probs, trainable=trainable, meta_info=meta_info, text=text, update_terminal_info=update_terminal_info
+        )  # fmt: skip
+
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        """Takes weight version, counts and finish reason of one request, without tokens."""
+        from slime.types.append import apply_request_info
+
+        apply_request_info(self, args, meta_info, update_terminal_info=True)
+
+    def validate(self) -> None:
+        """Raises InvalidField where per-token fields disagree; it names the field and both lengths."""
+        from slime.types.validate import validate_sample
+
+        validate_sample(self)
+
+
+FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Sample))
+
+
+@dataclass
+class SampleGroup:
+    """The samples of one prompt. `dataset` is "train", or the name of an evaluation set."""
+
+    group_index: int
+    dataset: str = "train"
+    samples: list[Sample] = field(default_factory=list)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.dtype != b.dtype:
+            return False
+        return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,301 @@
+"""Settings: one dataclass a package, from which flags, `--config` files, validation and the docs table come.
+
+    @dataclass(kw_only=True)
+    class BufferSettings:
+        prompt_data: str | None = setting(None, "jsonl or parquet file of prompts", metavar="PATH")
+        lease_seconds: float = setting(600.0, "how long a lease lasts without renewal", above=0)
+
+A field `lease_seconds` is the flag `--lease-seconds` and the key `lease_seconds` of a `--config` file. A `bool` that
+defaults to False is a switch, one that defaults to True is turned off by `--no-NAME` (or by the name in `off_flag`).
+Later sources win: default, file, flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, UnknownFlag
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    metavar: str | None = None,
+    aliases: Sequence[str] = (),
+    off_flag: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    append: bool = False,
+) -> Any:
+    """A dataclass field with what a flag needs.
+
+    default: a value, a zero-argument callable for a mutable one, or REQUIRED.
+    minimum, maximum: inclusive bounds; above: an exclusive lower one. None passes where the default is None.
+    aliases: other flag names (with dashes, without the leading `--`).
+    parse: text to value, where the annotation is not enough (JSON objects).
+    append: the flag may be repeated, each time with one value (or a list of values where the annotation is a list of lists).
+    """
+    metadata = dict(
+        help=help, choices=tuple(choices) if choices else None, minimum=minimum, above=above, maximum=maximum,
+        metavar=metavar, aliases=tuple(aliases), off_flag=off_flag, parse=parse, append=append,
+    )  # fmt: skip
+    if default is REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ours: unknown flags name the nearest valid one; no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(*args, **kwargs)
+        # argparse takes -1e-6 and -inf for flags.
+        self._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf$)")
+
+    def error(self, message: str) -> NoReturn:
+        named = re.match(r"argument (--[\w-]+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
+        if named is None:
+            raise InvalidSetting(message)
+        raise InvalidSetting(f"{named[1]}: {named[2]}", field=named[1])
+
+    def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        namespace, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            if word.startswith("--"):
+                raise unknown_flag(word.split("=", 1)[0], self.flag_names())
+        if unknown:
+            raise InvalidSetting(f"unexpected argument {unknown[0]!r}", value=unknown[0])
+        return namespace
+
+    def flag_names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def unknown_flag(name: str, known: Iterable[str]) -> UnknownFlag:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else "; see --help"
+    return UnknownFlag(f"unknown flag {name}{hint}", field=name, expected=near[0] if near else "")
+
+
+def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
+    """Adds a flag for every field; what is not given stays out of the namespace, so that a file's value can show.
+
+    Classes that share a field share its flag, declared by the first of them.
+    """
+    for cls in settings:
+        group = parser.add_argument_group((cls.__doc__ or cls.__name__).splitlines()[0].rstrip("."))
+        hints = typing.get_type_hints(cls)
+        declared = {action.dest for action in parser._actions}
+        for field in dataclasses.fields(cls):
+            if field.name not in declared:
+                _add_flag(group, field, hints[field.name])
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    meta = field.metadata
+    flag = "--" + field.name.replace("_", "-")
+    names = [flag, *("--" + alias for alias in meta["aliases"])]
+    default = _default(field)
+    text = meta["help"].replace("%", "%%") + (" (required)" if default is REQUIRED else f" (default: {default})")
+    common: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS, help=text.replace("(default: None)", "").strip())
+    base, many = _value_type(hint)
+    if base is bool:
+        if default is True:
+            group.add_argument("--" + (meta["off_flag"] or "no-" + field.name.replace("_", "-")), action="store_false", **common)
+        elif default is None:
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        else:
+            group.add_argument(*names, action="store_true", **common)
+        return
+    parse = meta["parse"] or (str if base is list else base)
+    common.update(type=_named(parse), metavar=meta["metavar"] or _metavar(base, meta["choices"]))
+    if meta["append"]:
+        group.add_argument(*names, action="append", **(common | ({"nargs": "+"} if base is list else {})))
+    elif many:
+        group.add_argument(*names, nargs="*", **common)
+    else:
+        group.add_argument(*names, **common)
+
+
+def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    # argparse prints the function's name in its message; keep the value and say what was expected.
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            kind = {int: "an integer", float: "a number"}.get(parse, str(error))  # type: ignore[call-overload]
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {kind}") from None
+
+    return convert
+
+
+def _metavar(base: type, choices: Sequence[str] | None) -> str:
+    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}.get(base, "VALUE")
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """The scalar type of an annotation, and whether it is a list of them: `list[str] | None` -> (str, True)."""
+    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return _value_type(arguments[0])
+    origin = typing.get_origin(hint)
+    if origin is list:
+        return (typing.get_origin(arguments[0]) or arguments[0], True)
+    return (origin or hint, False)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """A flat YAML mapping, or an empty file; dashes in keys are underscores."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFile(f"--config: no such file {path}", field="config", value=str(path)) from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise InvalidFile(f"--config {path}: {error}", field="config", value=str(path), expected="YAML") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise InvalidFile(f"--config {path}: got {type(data).__name__}, expected a mapping of settings", field="config")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def build(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of `cls` from those of `values` that are its fields, each checked.
+
+    Raises InvalidSetting naming the flag, the value and what was expected.
+    """
+    hints = typing.get_type_hints(cls)
+    chosen = {}
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            chosen[field.name] = check(field, hints[field.name], values[field.name])
+        elif _default(field) is REQUIRED:
+            flag = "--" + field.name.replace("_", "-")
+            raise InvalidSetting(f"{flag} is required: {field.metadata['help']}", field=flag)
+    return cls(**chosen)
+
+
+def check(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """`value` as the type of the field, within its bounds."""
+    meta = field.metadata
+    flag = "--" + field.name.replace("_", "-")
+    if value is None:
+        if type(None) in typing.get_args(hint):
+            return None
+        raise InvalidSetting(f"{flag}: got None, expected a value", field=flag, value="None")
+    base, many = _value_type(hint)
+    if many and not isinstance(value, (list, tuple)):
+        raise InvalidSetting(f"{flag}: got {value!r}, expected a list", field=flag, value=value)
+    items = [_coerce(flag, base, meta, item) for item in value] if many else [_coerce(flag, base, meta, value)]
+    for item in items:
+        _check_bounds(flag, meta, item)
+    return items if many else items[0]
+
+
+def _coerce(flag: str, base: Any, meta: Mapping[str, Any], value: Any) -> Any:
+    if meta["parse"] is not None and isinstance(value, str):
+        try:
+            return meta["parse"](value)
+        except ValueError as error:
+            raise InvalidSetting(f"{flag}: got {value!r}, {error}", field=flag, value=value) from None
+    if base is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        # YAML reads 1e-6 as a string.
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            raise InvalidSetting(f"{flag}: got {value!r}, expected a number", field=flag, value=value) from None
+    if isinstance(base, type) and issubclass(base, Path) and isinstance(value, str):
+        return base(value)
+    if base is Any or base is list or (isinstance(value, base) and not (base is int and isinstance(value, bool))):
+        return value
+    kind = {int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(base, str(base))
+    raise InvalidSetting(f"{flag}: got {value!r}, expected {kind}", field=flag, value=value, expected=kind)
+
+
+def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
+    if meta["choices"] and value not in meta["choices"]:
+        near = difflib.get_close_matches(str(value), meta["choices"], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidSetting(
+            f"{flag}: got {value!r}, expected one of {', '.join(meta['choices'])}{hint}", field=flag, value=value
+        )
+    for name, wrong, words in (
+        ("minimum", lambda v, b: not v >= b, "at least"),
+        ("above", lambda v, b: not v > b, "more than"),
+        ("maximum", lambda v, b: not v <= b, "at most"),
+    ):
+        bound = meta[name]
+        if bound is not None and wrong(value, bound):
+            raise InvalidSetting(f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}")
+
+
+def parse(argv: Sequence[str] | None, *settings: type, prog: str, description: str) -> tuple[Any, ...]:
+    """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`."""
+    parser = Parser(prog=prog, description=description)
+    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it")
+    add_flags(parser, *settings)
+    given = vars(parser.parse_strict(argv))
+    values = {}
+    if "config" in given:
+        known = _keys(settings)
+        for key, value in read_config(given.pop("config")).items():
+            if key not in known:
+                raise unknown_flag("--" + key.replace("_", "-"), ["--" + k.replace("_", "-") for k in known])
+            values[known[key]] = value
+    values.update(given)
+    return tuple(build(cls, values) for cls in settings)
+
+
+def _keys(settings: Iterable[type]) -> dict[str, str]:
+    """The field that each key of a `--config` file sets: its own name, or an alias of its flag."""
+    fields = [f for cls in settings for f in dataclasses.fields(cls)]
+    aliases = {alias.replace("-", "_"): f.name for f in fields for alias in f.metadata["aliases"]}
+    return aliases | {f.name: f.name for f in fields}
+
+
+def markdown_table(*settings: type) -> str:
+    """The flags of `settings` as a table for a README."""
+    parser = Parser(add_help=False)
+    add_flags(parser, *settings)
+    defaults = {f.name: _default(f) for cls in settings for f in dataclasses.fields(cls)}
+    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    for action in parser._actions:
+        default = defaults[action.dest]
+        shown = "required" if default is REQUIRED else "" if default in (None, False, "", []) else f"`{default}`"
+        text = re.sub(r" \((default: .*|required)\)$", "", (action.help or "").replace("%%", "%")).replace("|", "\\|")
+        rows.append(f"| `{', '.join(action.option_strings)}` | {shown} | {text} |")
+    return "\n".join(rows)

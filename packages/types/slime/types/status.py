@@ -1,0 +1,20 @@
+"""The state of a sample, as Python and as the wire name it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class SampleStatus(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    # Stopped from outside; its tokens so far are valid and may be continued.
+    ABORTED = "aborted"
+    # A tool, an API or a parser failed in a way that a retry may heal.
+    FAILED = "failed"
+
+
+# The numbers of slime.v1.SampleStatus.
+STATUS_NUMBERS: dict[SampleStatus, int] = {status: number for number, status in enumerate(SampleStatus, start=1)}
+STATUS_BY_NUMBER: dict[int, SampleStatus] = {number: status for status, number in STATUS_NUMBERS.items()}

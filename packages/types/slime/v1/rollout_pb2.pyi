@@ -1,0 +1,137 @@
+from slime.v1 import sample_pb2 as _sample_pb2
+from slime.v1 import buffer_pb2 as _buffer_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Engine(_message.Message):
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    url: str
+    kind: str
+    healthy: bool
+    weight_version: int
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("engines", "weight_version", "running_rollouts")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    weight_version: int
+    running_rollouts: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("writer", "rollout_id", "num_groups")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    rollout_id: int
+    num_groups: int
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., rollout_id: _Optional[int] = ..., num_groups: _Optional[int] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("completed_groups", "num_groups", "metrics", "examples", "done")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    COMPLETED_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    completed_groups: int
+    num_groups: int
+    metrics: _containers.ScalarMap[str, float]
+    examples: _containers.RepeatedCompositeFieldContainer[_sample_pb2.Sample]
+    done: bool
+    def __init__(self, completed_groups: _Optional[int] = ..., num_groups: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., examples: _Optional[_Iterable[_Union[_sample_pb2.Sample, _Mapping]]] = ..., done: bool = ...) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("rollout_id", "names")
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rollout_id: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EvaluateResponse(_message.Message):
+    __slots__ = ("completed_samples", "num_samples", "metrics", "examples", "done")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    COMPLETED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    completed_samples: int
+    num_samples: int
+    metrics: _containers.ScalarMap[str, float]
+    examples: _containers.RepeatedCompositeFieldContainer[_sample_pb2.Sample]
+    done: bool
+    def __init__(self, completed_samples: _Optional[int] = ..., num_samples: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., examples: _Optional[_Iterable[_Union[_sample_pb2.Sample, _Mapping]]] = ..., done: bool = ...) -> None: ...
+
+class BeginWeightUpdateRequest(_message.Message):
+    __slots__ = ("writer", "weight_version")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    weight_version: int
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ...) -> None: ...
+
+class BeginWeightUpdateResponse(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
+
+class CommitWeightUpdateRequest(_message.Message):
+    __slots__ = ("writer", "weight_version")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    weight_version: int
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ...) -> None: ...
+
+class CommitWeightUpdateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortWeightUpdateRequest(_message.Message):
+    __slots__ = ("writer", "weight_version", "reason")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    weight_version: int
+    reason: str
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortWeightUpdateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

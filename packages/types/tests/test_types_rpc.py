@@ -1,0 +1,367 @@
+"""Servers and channels over loopback: errors, deadlines, retries, limits, TLS, token, health, reflection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from slime.types import errors
+from slime.types.rpc import Cancelled, MessageTooLarge, RpcSettings, RunningService, Server, chunk_samples, connect
+from slime.types.rpc.retry import Repeatable
+from slime.types.sample import Sample
+from slime.v1 import buffer_pb2, buffer_pb2_grpc
+
+NAME = "slime.v1.BufferService"
+WAIT = 10.0
+
+
+class Scripted(buffer_pb2_grpc.BufferServiceServicer):
+    """Answers every call with what `script` does, and counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.received: list[Any] = []
+        self.script: Callable[[int, grpc.ServicerContext], None] = lambda call, context: None
+
+    def _run(self, context: grpc.ServicerContext) -> None:
+        self.calls += 1
+        self.script(self.calls, context)
+
+    def GetStats(self, request: Any, context: Any) -> buffer_pb2.GetStatsResponse:
+        self._run(context)
+        return buffer_pb2.GetStatsResponse(next_step=3)
+
+    def StorePlan(self, request: Any, context: Any) -> buffer_pb2.StorePlanResponse:
+        return buffer_pb2.StorePlanResponse(plan_json=request.plan_json)
+
+    def LeaseGroups(self, request: Any, context: Any) -> Iterator[buffer_pb2.LeaseGroupsResponse]:
+        if request.max_groups == 0:
+            self._run(context)
+        yield buffer_pb2.LeaseGroupsResponse()
+        if request.max_groups == 1:
+            self._run(context)
+        yield buffer_pb2.LeaseGroupsResponse()
+
+    def CompleteGroup(self, requests: Any, context: Any) -> buffer_pb2.CompleteGroupResponse:
+        self.received = list(requests)
+        self._run(context)
+        return buffer_pb2.CompleteGroupResponse()
+
+
+def serve(servicer: Scripted, settings: RpcSettings | None = None) -> RunningService:
+    add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
+    return RunningService(Server([(add, servicer)], settings or RpcSettings(), service_names=[NAME]))
+
+
+@pytest.fixture
+def servicer() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def address(servicer: Scripted) -> Iterator[str]:
+    with serve(servicer) as service:
+        yield service.address
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[buffer_pb2_grpc.BufferServiceStub]:
+    with connect(address) as channel:
+        yield buffer_pb2_grpc.BufferServiceStub(channel)
+
+
+def get_stats(stub: Any, **keywords: Any) -> Any:
+    return stub.GetStats(buffer_pb2.GetStatsRequest(), **keywords)
+
+
+def raising(error: Exception) -> Callable[[int, Any], None]:
+    def script(call: int, context: Any) -> None:
+        raise error
+
+    return script
+
+
+KINDS = [
+    errors.InvalidField("samples[3].loss_mask", 7, "0 or 1"),
+    *(
+        cls("what was wrong: ü", field="f", value="v", expected="e")
+        for name, cls in sorted(errors.error_classes().items())
+        if cls.__module__ == errors.__name__ and cls not in (errors.InvalidField, errors.Unavailable, errors.PortInUse)
+    ),
+]
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda e: type(e).__name__)
+def test_an_error_arrives_as_what_it_was(servicer: Scripted, stub: Any, error: errors.SlimeError) -> None:
+    servicer.script = raising(error)
+    calls = [
+        lambda: get_stats(stub),
+        lambda: list(stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))),
+        lambda: stub.CompleteGroup([buffer_pb2.CompleteGroupRequest()]),
+    ]
+    for call in calls:
+        with pytest.raises(errors.SlimeError) as caught:
+            call()
+        got = caught.value
+        assert type(got) is type(error)
+        assert (got.message, got.field, got.value, got.expected) == (error.message, error.field, error.value, error.expected)
+    assert servicer.calls == len(calls)
+
+
+def test_a_foreign_client_reads_the_status_and_the_detail(servicer: Scripted, address: str) -> None:
+    servicer.script = raising(errors.LeaseLost("lost", field="lease_token", value="x"))
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        get_stats(buffer_pb2_grpc.BufferServiceStub(channel), timeout=WAIT)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and caught.value.details() == "lost"
+    assert "slime-error-bin" in dict(caught.value.trailing_metadata())
+
+
+def test_an_unexpected_exception_keeps_its_traceback_to_itself(servicer: Scripted, stub: Any, caplog: Any) -> None:
+    servicer.script = raising(KeyError("colour"))
+    with pytest.raises(errors.RemoteError, match="KeyError: 'colour'") as caught:
+        get_stats(stub)
+    assert "Traceback" not in caught.value.message
+    assert "Traceback" in caplog.text and "in raise" not in caught.value.message
+
+
+def test_long_messages_of_any_script_fit(servicer: Scripted, stub: Any) -> None:
+    for text in ("x" * 50_000, "語" * 50_000, "\ud800" * 9):
+        servicer.script = raising(errors.EngineError(text, field=text, value=text, expected=text))
+        with pytest.raises(errors.EngineError) as caught:
+            get_stats(stub)
+        assert caught.value.message.startswith(text[0].encode("utf-8", "backslashreplace").decode())
+
+
+def test_only_unavailable_is_repeated(servicer: Scripted, stub: Any) -> None:
+    def twice(call: int, context: grpc.ServicerContext) -> None:
+        if call < 3:
+            raise errors.Unavailable("not yet")
+
+    servicer.script = twice
+    assert get_stats(stub).next_step == 3 and servicer.calls == 3
+
+    servicer.calls = 0
+    assert len(list(stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=0)))) == 2 and servicer.calls == 3
+
+    messages = [buffer_pb2.CompleteGroupRequest(lease_token="t"), buffer_pb2.CompleteGroupRequest(commit=True)]
+    for request in (messages, Repeatable(lambda: (m for m in messages))):
+        servicer.calls = 0
+        stub.CompleteGroup(request)
+        assert servicer.calls == 3 and servicer.received == messages
+
+    servicer.calls = 0
+    with pytest.raises(errors.Unavailable):
+        stub.CompleteGroup(iter(messages))
+    assert servicer.calls == 1
+
+    servicer.calls = 0
+    stream = stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))
+    next(stream)
+    with pytest.raises(errors.Unavailable):
+        next(stream)
+    assert servicer.calls == 1
+
+
+def test_repeating_ends_with_the_deadline_or_its_own_limit(servicer: Scripted, address: str) -> None:
+    servicer.script = raising(errors.Unavailable("gone"))
+    for settings, timeout in ((RpcSettings(retry_seconds=0.2), None), (RpcSettings(), 0.2)):
+        servicer.calls = 0
+        started = time.monotonic()
+        with connect(address, settings) as channel, pytest.raises(errors.Unavailable):
+            get_stats(buffer_pb2_grpc.BufferServiceStub(channel), timeout=timeout)
+        assert servicer.calls > 1 and time.monotonic() - started < 2
+
+
+def test_a_server_that_starts_late_is_reached(servicer: Scripted) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers: list[Any] = []
+    with connect(f"127.0.0.1:{port}", RpcSettings(retry_seconds=WAIT)) as channel:
+        caller = threading.Thread(target=lambda: answers.append(get_stats(buffer_pb2_grpc.BufferServiceStub(channel))))
+        caller.start()
+        with serve(servicer, RpcSettings(port=port)):
+            caller.join(WAIT)
+    assert len(answers) == 1
+
+
+def test_every_call_has_a_deadline(servicer: Scripted, address: str) -> None:
+    over = threading.Event()
+    remaining: list[float] = []
+
+    def stall(call: int, context: grpc.ServicerContext) -> None:
+        remaining.append(context.time_remaining())
+        over.wait(WAIT)
+
+    servicer.script = stall
+    with connect(address, RpcSettings(call_timeout_seconds=0.2)) as channel:
+        stub = buffer_pb2_grpc.BufferServiceStub(channel)
+        for call in (
+            lambda: get_stats(stub),
+            lambda: list(stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))),
+            lambda: stub.CompleteGroup([]),
+        ):
+            with pytest.raises(errors.DeadlineExceeded, match="no answer within 0.2 s"):
+                call()
+    over.set()
+    assert len(remaining) == 3 and all(0 < seconds <= 0.2 for seconds in remaining)
+
+
+def test_cancelling_a_stream_reaches_the_server(servicer: Scripted, stub: Any) -> None:
+    cancelled = threading.Event()
+
+    def stall(call: int, context: grpc.ServicerContext) -> None:
+        context.add_callback(cancelled.set)
+        cancelled.wait(WAIT)
+
+    servicer.script = stall
+    stream = stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))
+    next(stream)
+    stream.cancel()
+    with pytest.raises(Cancelled):
+        next(stream)
+    assert cancelled.wait(WAIT)
+
+
+def test_a_message_beyond_the_limit_is_named(address: str) -> None:
+    request = buffer_pb2.StorePlanRequest(plan_json="x" * (3 << 20))
+    with connect(address) as channel:
+        assert len(buffer_pb2_grpc.BufferServiceStub(channel).StorePlan(request).plan_json) == 3 << 20
+    with connect(address, RpcSettings(max_message_mb=2)) as channel:
+        with pytest.raises(MessageTooLarge, match="StorePlan"):
+            buffer_pb2_grpc.BufferServiceStub(channel).StorePlan(request)
+    with serve(Scripted(), RpcSettings(max_message_mb=2)) as service, connect(service.address) as channel:
+        with pytest.raises(MessageTooLarge) as caught:
+            buffer_pb2_grpc.BufferServiceStub(channel).StorePlan(request)
+    assert caught.value.field == "--max-message-mb"
+
+
+def test_a_port_in_use_is_named(address: str) -> None:
+    port = int(address.rsplit(":", 1)[1])
+    closed: list[bool] = []
+    with pytest.raises(errors.PortInUse, match=str(port)):
+        serve(Scripted(), RpcSettings(port=port))
+    with pytest.raises(errors.PortInUse):
+        RunningService(Server([], RpcSettings(port=port), service_names=[]), close=lambda: closed.append(True))
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (RpcSettings(host="0.0.0.0"), "--host 0.0.0.0.*--tls-cert"),
+        (RpcSettings(host="0.0.0.0", token_file="t"), "--insecure"),
+        (RpcSettings(tls_cert="c"), "--tls-cert and --tls-key"),
+        (RpcSettings(token_file="nowhere"), "--token-file: no such file nowhere"),
+        (RpcSettings(host="192.0.2.1", insecure=True), "192.0.2.1"),
+    ],
+)
+def test_unsafe_or_impossible_listening_is_refused(settings: RpcSettings, words: str) -> None:
+    with pytest.raises(errors.ConfigError, match=words):
+        serve(Scripted(), settings)
+
+
+def test_insecure_is_a_choice() -> None:
+    with serve(Scripted(), RpcSettings(host="0.0.0.0", insecure=True)) as service:
+        port = service.address.rsplit(":", 1)[1]
+        with connect(f"127.0.0.1:{port}") as channel:
+            assert get_stats(buffer_pb2_grpc.BufferServiceStub(channel)).next_step == 3
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> dict[str, str]:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    files = {name: str(tmp_path / name) for name in ("cert", "key", "ca", "token", "other")}
+    certificate.private_key_pem.write_to_path(files["key"])
+    certificate.cert_chain_pems[0].write_to_path(files["cert"])
+    authority.cert_pem.write_to_path(files["ca"])
+    Path(files["token"]).write_text("s3cret\n")
+    Path(files["other"]).write_text("guess\n")
+    return files
+
+
+def test_tls_and_token(secured: dict[str, str]) -> None:
+    settings = RpcSettings(tls_cert=secured["cert"], tls_key=secured["key"], token_file=secured["token"])
+    with serve(Scripted(), settings) as service:
+        with connect(service.address, RpcSettings(tls_ca=secured["ca"], token_file=secured["token"])) as channel:
+            stub = buffer_pb2_grpc.BufferServiceStub(channel)
+            assert get_stats(stub).next_step == 3
+            assert len(list(stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest()))) == 2
+            stub.CompleteGroup([])
+        for token_file in (None, secured["other"]):
+            with connect(service.address, RpcSettings(tls_ca=secured["ca"], token_file=token_file)) as channel:
+                stub = buffer_pb2_grpc.BufferServiceStub(channel)
+                for call in (
+                    lambda s=stub: get_stats(s),
+                    lambda s=stub: list(s.LeaseGroups(buffer_pb2.LeaseGroupsRequest())),
+                    lambda s=stub: s.CompleteGroup([]),
+                ):
+                    with pytest.raises(errors.Unauthenticated, match="token"):
+                        call()
+                # Probes need no token.
+                check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=NAME))
+                assert check.status == health_pb2.HealthCheckResponse.SERVING
+        with connect(service.address, RpcSettings(token_file=secured["token"], retry_seconds=0)) as channel:
+            with pytest.raises(errors.Unavailable):
+                get_stats(buffer_pb2_grpc.BufferServiceStub(channel))
+
+
+def test_health_and_reflection(address: str) -> None:
+    with connect(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", NAME):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(errors.NotFound):
+            health.Check(health_pb2.HealthCheckRequest(service="nothing"))
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert NAME in database.get_services()
+        service = DescriptorPool(database).FindServiceByName(NAME)
+        assert {"AddPrompts", "ReadStep"} <= {method.name for method in service.methods}
+
+
+def test_stopping_lets_calls_end(servicer: Scripted) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(call: int, context: grpc.ServicerContext) -> None:
+        entered.set()
+        leave.wait(WAIT)
+
+    servicer.script = hold
+    service = serve(servicer)
+    answers: list[Any] = []
+    with connect(service.address, RpcSettings(retry_seconds=0)) as channel:
+        stub = buffer_pb2_grpc.BufferServiceStub(channel)
+        caller = threading.Thread(target=lambda: answers.append(get_stats(stub)))
+        caller.start()
+        assert entered.wait(WAIT)
+        with pytest.raises(errors.DeadlineExceeded):
+            service.wait(0.01)
+        stopper = threading.Thread(target=service.stop, args=(WAIT,))
+        stopper.start()
+        leave.set()
+        for thread in (caller, stopper):
+            thread.join(WAIT)
+        assert len(answers) == 1
+        service.wait(WAIT)
+        service.stop()
+        with pytest.raises(errors.Unavailable):
+            get_stats(stub)
+
+
+def test_samples_are_cut_into_messages_in_order() -> None:
+    samples = [Sample(index=i, tokens=range(100 if i != 2 else 5000)) for i in range(6)]
+    chunks = list(chunk_samples(samples, max_bytes=1000))
+    assert [[message.index for message in chunk] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
+    assert list(chunk_samples([])) == []

@@ -1,0 +1,219 @@
+"""`Sample` as a Python object: arrays that accept lists, appending, and what `validate` refuses."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from slime.types import Sample, TokenArray, TokenSpan
+from slime.types.errors import InvalidField
+from slime.utils.types import Sample as CompatibleSample
+
+
+def int32(values: list[int]) -> str:
+    return base64.b64encode(np.array(values, "<i4").tobytes()).decode()
+
+
+def test_both_import_paths_give_one_class() -> None:
+    assert CompatibleSample is Sample
+    assert [s.value for s in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
+
+
+def test_importing_the_types_is_light() -> None:
+    code = "import slime.types, sys; print([m for m in ('google', 'grpc', 'torch', 'ray', 'yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("tokens", np.int32),
+        ("loss_mask", np.uint8),
+        ("rollout_log_probs", np.float32),
+        ("teacher_log_probs", np.float32),
+        ("rollout_top_p_token_ids", np.int32),
+        ("rollout_top_p_token_offsets", np.int64),
+    ],
+)
+def test_per_token_fields_turn_lists_into_arrays(name: str, dtype: Any) -> None:
+    for value in ([0, 1, 1], (0, 1, 1), np.array([0, 1, 1]), np.array([0.0, 1.0, 1.0])):
+        sample = Sample(**{name: value})
+        assert getattr(sample, name).dtype == dtype and getattr(sample, name).tolist() == [0, 1, 1]
+    sample = Sample()
+    setattr(sample, name, [])
+    assert getattr(sample, name).dtype == dtype and getattr(sample, name).size == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("tokens", [1, 2.5], "tokens[1]"),
+        ("tokens", [2**31], "tokens[0]"),
+        ("tokens", np.array([2**63 + 1], np.uint64), "tokens[0]"),
+        ("tokens", None, "tokens"),
+        ("tokens", "text", "tokens"),
+        ("tokens", [[1]], "tokens"),
+        ("tokens", [1, None], "tokens"),
+        ("tokens", [[1], [2, 3]], "tokens"),
+        ("tokens", [float("nan")], "tokens[0]"),
+        ("loss_mask", [0, -1], "loss_mask[1]"),
+        ("loss_mask", [256], "loss_mask[0]"),
+        ("rollout_log_probs", ["a"], "rollout_log_probs"),
+        ("rollout_routed_experts", [[[0.5]]], "rollout_routed_experts[0]"),
+    ],
+)
+def test_what_is_no_array_of_the_field_is_refused(name: str, value: Any, field: str) -> None:
+    sample = Sample()
+    with pytest.raises(InvalidField) as caught:
+        setattr(sample, name, value)
+    assert caught.value.field == field
+    assert sample == Sample()
+
+
+def test_list_idioms_work_on_token_arrays() -> None:
+    sample = Sample(tokens=[1, 2])
+    sample.tokens += [3]
+    assert (sample.tokens + [4]).tolist() == [1, 2, 3, 4]
+    assert ([0] + sample.tokens).tolist() == [0, 1, 2, 3]
+    assert (sample.tokens[1:] + [9]).tolist() == [2, 3, 9]
+    assert sample.tokens and not Sample().tokens
+    assert (sample.tokens + np.array([1, 1, 1])).tolist() == [2, 3, 4]
+    assert type(sample.tokens + 1) is np.ndarray and isinstance(sample.tokens.sum(), np.integer)
+    with pytest.raises(ValueError, match="ambiguous"):
+        bool(sample.tokens == sample.tokens)
+
+
+def test_samples_compare_copy_and_pickle() -> None:
+    sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float("nan")], reward={"a": float("nan")})
+    for twin in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), Sample.from_dict(sample.to_dict())):
+        assert twin == sample and isinstance(twin.tokens, TokenArray)
+    other = copy.deepcopy(sample)
+    other.tokens[0] = 7
+    assert other != sample and sample.tokens[0] == 1
+    assert Sample(loss_mask=[]) != Sample() != "sample"
+
+
+def test_dicts_keep_unknown_keys() -> None:
+    sample = Sample(status=Sample.Status.FAILED, spans=[TokenSpan(0, 1, "m", "3")])
+    sample.spec_info.spec_verify_ct = 4
+    data = sample.to_dict() | {"colour": "red"}
+    assert data["status"] == "failed" and data["spec_info"]["spec_verify_ct"] == 4 and data["spans"][0]["end"] == 1
+    back = Sample.from_dict(data)
+    assert back.colour == "red" and back.status is Sample.Status.FAILED and back.spans == sample.spans
+    assert Sample.from_dict({}) == Sample()
+    with pytest.raises(InvalidField, match="status: got done"):
+        Sample.from_dict({"status": "done"})
+
+
+def test_rewards_and_effective_length() -> None:
+    assert Sample(reward=2.0).get_reward_value(SimpleNamespace(reward_key=None)) == 2.0
+    assert Sample(reward={"score": 3}).get_reward_value(SimpleNamespace(reward_key="score")) == 3
+    assert Sample(response_length=4).effective_response_length == 4
+    assert Sample(response_length=300, loss_mask=[1] * 299 + [0]).effective_response_length == 299
+
+
+def test_appending_keeps_everything_aligned() -> None:
+    sample = Sample(tokens=[1, 2])
+    engine = {"weight_version": 3, "cached_tokens": 1, "prompt_tokens": 2, "finish_reason": {"type": "length"}}
+    sample.append_response_tokens(tokens=[3, 4], log_probs=[-1.0, -2.0], meta_info=engine, text="ab")
+    sample.append_response_tokens(tokens=[5], log_probs=None, trainable=False, text="<tool>")
+    sample.append_response_tokens(tokens=[6], log_probs=[-3.0], meta_info=engine | {"weight_version": "4"}, update_terminal_info=False)
+    sample.append_response_tokens(tokens=[], log_probs=[], meta_info={"finish_reason": {"type": "stop"}})
+    sample.validate()
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6] and sample.response_length == 4
+    assert sample.loss_mask.tolist() == [1, 1, 0, 1] and sample.rollout_log_probs.tolist() == [-1, -2, 0, -3]
+    assert sample.response == "ab<tool>" and sample.status is Sample.Status.COMPLETED
+    assert sample.weight_versions == ["3", "4"]
+    assert sample.spans == [TokenSpan(0, 2, "", "3"), TokenSpan(3, 4, "", "4")]
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
+
+
+def test_a_missing_mask_is_filled_with_ones_and_continued_spans_merge() -> None:
+    sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[0.0, 0.0])
+    for token in (7, 8):
+        sample.append_response_tokens(tokens=[token], log_probs=[-1], meta_info={"weight_version": "1"})
+    assert sample.loss_mask.tolist() == [1, 1, 1, 1]
+    assert sample.spans == [TokenSpan(2, 4, "", "1")]
+
+
+def test_nucleus_and_experts_grow_with_the_tokens() -> None:
+    args = SimpleNamespace(num_layers=2, moe_router_topk=1)
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(
+        args, tokens=[5, 6], log_probs=[-1, -1],
+        meta_info={"top_p_token_ids": int32([5, 9, 6]), "top_p_token_offsets": [0, 2, 3], "routed_experts": int32([1, 2, 3, 4])},
+    )  # fmt: skip
+    sample.append_response_tokens(args, tokens=[7], trainable=False)
+    sample.append_response_tokens(
+        args, tokens=[8], log_probs=[-1],
+        meta_info={
+            "top_p_token_ids": [8], "top_p_token_offsets": [0, 1],
+            "routed_experts": int32([5, 6, 7, 8]), "routed_experts_start_len": 2,
+        },
+    )  # fmt: skip
+    sample.validate()
+    assert sample.rollout_top_p_token_ids.tolist() == [5, 9, 6, 8]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 4]
+    assert sample.rollout_routed_experts.reshape(-1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "field"),
+    [
+        (dict(tokens=[1]), "log_probs"),
+        (dict(tokens=[1], log_probs=[0, 0]), "log_probs"),
+        (dict(tokens=[1], log_probs=[0], trainable=False), "log_probs"),
+        (dict(tokens=[1], log_probs=[0]), "rollout_log_probs"),
+        (dict(tokens=[1], trainable=False, meta_info={"finish_reason": {"type": "odd"}}), "meta_info.finish_reason"),
+        (dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1]}), "meta_info.top_p_token_offsets"),
+        (dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1], "top_p_token_offsets": [0]}), "meta_info.top_p_token_offsets"),
+        (dict(tokens=[1], trainable=False, meta_info={"routed_experts": "AAAA"}), "meta_info.routed_experts"),
+        (dict(tokens=[1], trainable=False, meta_info={"routed_experts": "?"}), "meta_info.routed_experts"),
+        (dict(tokens=[1], trainable=False, meta_info={"routed_experts": int32([1])}), "args"),
+    ],
+)  # fmt: skip
+def test_a_refused_append_leaves_the_sample_as_it_was(keywords: dict[str, Any], field: str) -> None:
+    sample = Sample(tokens=[1, 2], response_length=1)
+    before = copy.deepcopy(sample)
+    with pytest.raises(InvalidField) as caught:
+        sample.append_response_tokens(**keywords)
+    assert caught.value.field == field
+    assert sample == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        (dict(response_length=4), "response_length", ["4", "at most 3"]),
+        (dict(response_length=-1), "response_length", ["-1"]),
+        (dict(loss_mask=[1]), "loss_mask", ["length 1", "expected 2"]),
+        (dict(loss_mask=[1, 2]), "loss_mask", ["2", "0 or 1"]),
+        (dict(rollout_log_probs=[0, 0, 0]), "rollout_log_probs", ["length 3", "expected 2"]),
+        (dict(teacher_log_probs=[]), "teacher_log_probs", ["length 0", "expected 2"]),
+        (dict(rollout_top_p_token_ids=[1]), "rollout_top_p_token_offsets", []),
+        (dict(rollout_top_p_token_offsets=[0, 0, 0]), "rollout_top_p_token_ids", []),
+        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1]), "rollout_top_p_token_offsets", ["length 2", "expected 3"]),
+        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 2, 1]), "rollout_top_p_token_offsets", ["[0, 2, 1]"]),
+        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1, 2]), "rollout_top_p_token_ids", ["length 1", "expected 2"]),
+        (dict(rollout_routed_experts=np.zeros((3, 1, 1), np.int32)), "rollout_routed_experts", ["length 3", "expected 2"]),
+        (dict(rollout_routed_experts=[1, 2]), "rollout_routed_experts", ["three dimensions"]),
+        (dict(spans=[TokenSpan(0, 3)]), "spans[0]", ["[0, 3)"]),
+        (dict(spans=[TokenSpan(0, 2), TokenSpan(1, 2)]), "spans[1]", ["[1, 2)"]),
+        (dict(status="completed"), "status", ["completed"]),
+    ],
+)  # fmt: skip
+def test_validate_names_the_field_and_both_lengths(changes: dict[str, Any], field: str, words: list[str]) -> None:
+    Sample(tokens=[1, 2, 3], response_length=2).validate()
+    with pytest.raises(InvalidField) as caught:
+        Sample(**(dict(tokens=[1, 2, 3], response_length=2) | changes)).validate()
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)

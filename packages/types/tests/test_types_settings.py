@@ -1,0 +1,160 @@
+"""Flags, files, bounds, and the words of their errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, SlimeError, UnknownFlag
+from slime.types.settings import REQUIRED, build, json_object, markdown_table, parse, setting
+
+
+@dataclass(kw_only=True)
+class Paint:
+    """Paint: what to put on the wall."""
+
+    colour: str = setting("red", "which colour", choices=("red", "green", "blue"), aliases=("color",))
+    layers: int = setting(2, "how many layers, 100% of them", minimum=1, maximum=9)
+    thickness: float = setting(1e-3, "in metres", above=0)
+    dry: bool = setting(True, "wait between layers", off_flag="wet")
+    varnish: bool = setting(False, "varnish at the end")
+    primer: bool | None = setting(None, "use a primer; decided by the wall where not given")
+    walls: list[str] = setting(list, "names of walls")
+    mix: list[list[str]] = setting(list, "colours to mix, once a mix", append=True)
+    tag: list[str] = setting(list, "a tag", append=True)
+    extra: dict[str, Any] = setting(dict, "more, as JSON", parse=json_object)
+    seed: int | None = setting(None, "a seed", minimum=0)
+    out: Path = setting(Path("out"), "where to write")
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Job: whose work it is."""
+
+    name: str = setting(REQUIRED, "name of the job")
+    seed: int | None = setting(None, "a seed", minimum=0)
+
+
+def paint(*argv: str) -> Paint:
+    return parse(argv, Paint, prog="paint", description="")[0]
+
+
+def test_defaults_flags_and_equals_signs() -> None:
+    assert paint() == Paint()
+    given = paint("--colour=blue", "--layers", "3", "--thickness", "1e-6", "--wet", "--varnish", "--no-primer", "--out", "x/y")
+    assert (given.colour, given.layers, given.thickness, given.out) == ("blue", 3, 1e-6, Path("x/y"))
+    assert (given.dry, given.varnish, given.primer) == (False, True, False)
+    assert paint("--primer").primer is True
+    assert paint("--color", "green").colour == "green"
+
+
+def test_lists_repeated_flags_and_json() -> None:
+    given = paint("--walls", "a", "b", "--mix", "red", "blue", "--mix", "green", "--tag", "x", "--tag", "y", "--extra", '{"a": 1}')
+    assert given.walls == ["a", "b"]
+    assert given.mix == [["red", "blue"], ["green"]]
+    assert given.tag == ["x", "y"]
+    assert given.extra == {"a": 1}
+
+
+def test_classes_that_share_a_field_share_its_flag() -> None:
+    first, second = parse(["--seed", "4", "--name", "n"], Paint, Job, prog="paint", description="")
+    assert first.seed == second.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--colour", "gren"], ["--colour", "'gren'", "red, green, blue", "did you mean green?"]),
+        (["--layers", "0"], ["--layers", "0", "at least 1"]),
+        (["--layers", "10"], ["--layers", "10", "at most 9"]),
+        (["--layers", "many"], ["--layers", "'many'", "an integer"]),
+        (["--layers"], ["--layers", "expected one argument"]),
+        (["--thickness", "0"], ["--thickness", "more than 0"]),
+        (["--thickness", "-1e-6"], ["--thickness", "-1e-06", "more than 0"]),
+        (["--thickness", "nan"], ["--thickness", "more than 0"]),
+        (["--seed", "-1"], ["--seed", "-1", "at least 0"]),
+        (["--extra", "[1]"], ["--extra", "'[1]'", "JSON object"]),
+        (["--extra", "{"], ["--extra"]),
+        (["--varnish=yes"], ["--varnish"]),
+        (["stray"], ["unexpected argument 'stray'"]),
+    ],
+)
+def test_a_wrong_value_is_named(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        paint(*argv)
+    for word in words:
+        assert word in str(caught.value)
+    if argv[0].startswith("--"):
+        assert caught.value.field == argv[0].split("=")[0]
+
+
+def test_an_unknown_flag_names_the_nearest_one_and_nothing_is_abbreviated() -> None:
+    with pytest.raises(UnknownFlag, match="--thicknes; did you mean --thickness?"):
+        paint("--thicknes", "3")
+    with pytest.raises(UnknownFlag, match="--lay"):
+        paint("--lay=3")
+    with pytest.raises(UnknownFlag, match="see --help"):
+        paint("--zzzzzzzz")
+
+
+def test_a_required_setting_is_asked_for() -> None:
+    with pytest.raises(InvalidSetting, match="--name is required: name of the job"):
+        parse([], Job, prog="job", description="")
+
+
+def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "paint.yaml"
+    file.write_text("color: blue\nlayers: 4\nthickness: 1e-6\ndry: false\nwalls: [a]\nmix: [[a, b]]\nextra: {a: 1}\nout: here\n")
+    given = paint("--config", str(file), "--layers", "5")
+    assert (given.colour, given.layers, given.thickness, given.dry, given.out) == ("blue", 5, 1e-6, False, Path("here"))
+    assert (given.walls, given.mix, given.extra) == (["a"], [["a", "b"]], {"a": 1})
+    file.write_text("")
+    assert paint(f"--config={file}") == Paint()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("layers: 2.5", InvalidSetting, ["--layers", "2.5", "an integer"]),
+        ("layers: true", InvalidSetting, ["--layers", "True", "an integer"]),
+        ("thickness: thin", InvalidSetting, ["--thickness", "'thin'", "a number"]),
+        ("thickness: true", InvalidSetting, ["--thickness", "a number"]),
+        ("dry: 'no'", InvalidSetting, ["--dry", "'no'", "true or false"]),
+        ("colour: 3", InvalidSetting, ["--colour", "3", "text"]),
+        ("colour:", InvalidSetting, ["--colour", "None"]),
+        ("walls: a", InvalidSetting, ["--walls", "'a'", "a list"]),
+        ("layrs: 2", UnknownFlag, ["--layrs", "--layers"]),
+        ("- a\n- b", InvalidFile, ["mapping"]),
+        ("a: [", InvalidFile, ["paint.yaml", "line 1"]),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, error: type[SlimeError], words: list[str]) -> None:
+    file = tmp_path / "paint.yaml"
+    file.write_text(text)
+    with pytest.raises(error) as caught:
+        paint("--config", str(file))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFile, match="nowhere.yaml"):
+        paint("--config", str(tmp_path / "nowhere.yaml"))
+    with pytest.raises(InvalidFile):
+        paint("--config", str(tmp_path))
+
+
+def test_build_takes_what_it_knows() -> None:
+    assert build(Job, {"name": "n", "layers": 3}) == Job(name="n")
+
+
+def test_help_shows_defaults_and_the_table_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        paint("--help")
+    out = capsys.readouterr().out
+    assert "(default: 2)" in out and "100% of them" in out and "SUPPRESS" not in out and "None" not in out
+    table = markdown_table(Paint, Job)
+    assert "| `--layers` | `2` | how many layers, 100% of them |" in table
+    assert "| `--name` | required | name of the job |" in table
