@@ -1,0 +1,1 @@
+"""Names, shapes and layouts of weights."""
