@@ -9,9 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
 from slime.types import PrefixCacheInfo, Sample, SampleGroup, SpecInfo, TokenSpan
 from slime.types.codec import (
-    decode_sample, encode_sample, group_from_proto, group_to_proto, sample_from_proto, sample_to_proto,
+    decode_sample,
+    encode_sample,
+    group_from_proto,
+    group_to_proto,
+    sample_from_proto,
+    sample_to_proto,
 )  # fmt: skip
 from slime.types.errors import InvalidField
 from slime.types.tensor import fill_value, tensor_from_proto, tensor_to_proto, value_from_proto
@@ -26,7 +32,9 @@ json_values = st.recursive(
     max_leaves=6,
 )
 json_objects = st.dictionaries(text, json_values, max_size=3)
-arrays = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)))
+arrays = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+)
 trees = st.recursive(
     st.none() | st.booleans() | int64 | st.floats() | text | st.binary(max_size=8) | arrays,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
@@ -99,9 +107,18 @@ def test_any_valid_sample_survives_the_trip(sample: Sample) -> None:
 
 def test_none_and_empty_are_two_things() -> None:
     empty = Sample(
-        loss_mask=[], rollout_log_probs=[], teacher_log_probs=[], rollout_top_p_token_ids=[], train_metadata={}, session_id="",
-        multimodal_inputs={}, label="", reward={}, prompt=[], rollout_routed_experts=np.zeros((0, 2, 8), np.uint8),
-    )  # fmt: skip
+        loss_mask=[],
+        rollout_log_probs=[],
+        teacher_log_probs=[],
+        rollout_top_p_token_ids=[],
+        train_metadata={},
+        session_id="",
+        multimodal_inputs={},
+        label="",
+        reward={},
+        prompt=[],
+        rollout_routed_experts=np.zeros((0, 2, 8), np.uint8),
+    )
     for sample in (empty, Sample()):
         back = decode_sample(encode_sample(sample))
         assert back == sample
@@ -113,8 +130,11 @@ def test_none_and_empty_are_two_things() -> None:
 
 def test_numpy_scalars_and_tuples_become_plain() -> None:
     sample = Sample(
-        reward=np.float32(0.5), metadata={"a": np.int64(3), "b": (1, np.bool_(True))}, index=np.int64(4), remove_sample=np.bool_(True)
-    )  # fmt: skip
+        reward=np.float32(0.5),
+        metadata={"a": np.int64(3), "b": (1, np.bool_(True))},
+        index=np.int64(4),
+        remove_sample=np.bool_(True),
+    )
     back = decode_sample(encode_sample(sample))
     assert (back.reward, back.metadata, back.index, back.remove_sample) == (0.5, {"a": 3, "b": [1, True]}, 4, True)
     assert type(back.metadata["b"][1]) is bool and type(back.reward) is float
@@ -219,7 +239,9 @@ def test_another_integer_type_is_converted_and_checked() -> None:
 
 def test_references_need_a_resolver() -> None:
     reference = tensor_pb2.BlobReference(store="blobs", sha256=b"s", length=8)
-    message = sample_pb2.Sample(tokens=tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[2], reference=reference))
+    message = sample_pb2.Sample(
+        tokens=tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[2], reference=reference)
+    )
     with pytest.raises(InvalidField, match="no blob store is configured"):
         sample_from_proto(message)
     seen = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from slime.types import Sample, TokenArray, TokenSpan
 from slime.types.errors import InvalidField
 from slime.utils.types import Sample as CompatibleSample
@@ -28,7 +29,9 @@ def test_both_import_paths_give_one_class() -> None:
 
 def test_importing_the_types_is_light() -> None:
     code = "import slime.types, sys; print([m for m in ('google', 'grpc', 'torch', 'ray', 'yaml') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -125,7 +128,9 @@ def test_appending_keeps_everything_aligned() -> None:
     engine = {"weight_version": 3, "cached_tokens": 1, "prompt_tokens": 2, "finish_reason": {"type": "length"}}
     sample.append_response_tokens(tokens=[3, 4], log_probs=[-1.0, -2.0], meta_info=engine, text="ab")
     sample.append_response_tokens(tokens=[5], log_probs=None, trainable=False, text="<tool>")
-    sample.append_response_tokens(tokens=[6], log_probs=[-3.0], meta_info=engine | {"weight_version": "4"}, update_terminal_info=False)
+    sample.append_response_tokens(
+        tokens=[6], log_probs=[-3.0], meta_info=engine | {"weight_version": "4"}, update_terminal_info=False
+    )
     sample.append_response_tokens(tokens=[], log_probs=[], meta_info={"finish_reason": {"type": "stop"}})
     sample.validate()
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6] and sample.response_length == 4
@@ -148,17 +153,27 @@ def test_nucleus_and_experts_grow_with_the_tokens() -> None:
     args = SimpleNamespace(num_layers=2, moe_router_topk=1)
     sample = Sample(tokens=[1])
     sample.append_response_tokens(
-        args, tokens=[5, 6], log_probs=[-1, -1],
-        meta_info={"top_p_token_ids": int32([5, 9, 6]), "top_p_token_offsets": [0, 2, 3], "routed_experts": int32([1, 2, 3, 4])},
-    )  # fmt: skip
+        args,
+        tokens=[5, 6],
+        log_probs=[-1, -1],
+        meta_info={
+            "top_p_token_ids": int32([5, 9, 6]),
+            "top_p_token_offsets": [0, 2, 3],
+            "routed_experts": int32([1, 2, 3, 4]),
+        },
+    )
     sample.append_response_tokens(args, tokens=[7], trainable=False)
     sample.append_response_tokens(
-        args, tokens=[8], log_probs=[-1],
+        args,
+        tokens=[8],
+        log_probs=[-1],
         meta_info={
-            "top_p_token_ids": [8], "top_p_token_offsets": [0, 1],
-            "routed_experts": int32([5, 6, 7, 8]), "routed_experts_start_len": 2,
+            "top_p_token_ids": [8],
+            "top_p_token_offsets": [0, 1],
+            "routed_experts": int32([5, 6, 7, 8]),
+            "routed_experts_start_len": 2,
         },
-    )  # fmt: skip
+    )
     sample.validate()
     assert sample.rollout_top_p_token_ids.tolist() == [5, 9, 6, 8]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 4]
@@ -174,12 +189,15 @@ def test_nucleus_and_experts_grow_with_the_tokens() -> None:
         (dict(tokens=[1], log_probs=[0]), "rollout_log_probs"),
         (dict(tokens=[1], trainable=False, meta_info={"finish_reason": {"type": "odd"}}), "meta_info.finish_reason"),
         (dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1]}), "meta_info.top_p_token_offsets"),
-        (dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1], "top_p_token_offsets": [0]}), "meta_info.top_p_token_offsets"),
+        (
+            dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1], "top_p_token_offsets": [0]}),
+            "meta_info.top_p_token_offsets",
+        ),
         (dict(tokens=[1], trainable=False, meta_info={"routed_experts": "AAAA"}), "meta_info.routed_experts"),
         (dict(tokens=[1], trainable=False, meta_info={"routed_experts": "?"}), "meta_info.routed_experts"),
         (dict(tokens=[1], trainable=False, meta_info={"routed_experts": int32([1])}), "args"),
     ],
-)  # fmt: skip
+)
 def test_a_refused_append_leaves_the_sample_as_it_was(keywords: dict[str, Any], field: str) -> None:
     sample = Sample(tokens=[1, 2], response_length=1)
     before = copy.deepcopy(sample)
@@ -200,16 +218,32 @@ def test_a_refused_append_leaves_the_sample_as_it_was(keywords: dict[str, Any], 
         (dict(teacher_log_probs=[]), "teacher_log_probs", ["length 0", "expected 2"]),
         (dict(rollout_top_p_token_ids=[1]), "rollout_top_p_token_offsets", []),
         (dict(rollout_top_p_token_offsets=[0, 0, 0]), "rollout_top_p_token_ids", []),
-        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1]), "rollout_top_p_token_offsets", ["length 2", "expected 3"]),
-        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 2, 1]), "rollout_top_p_token_offsets", ["[0, 2, 1]"]),
-        (dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1, 2]), "rollout_top_p_token_ids", ["length 1", "expected 2"]),
-        (dict(rollout_routed_experts=np.zeros((3, 1, 1), np.int32)), "rollout_routed_experts", ["length 3", "expected 2"]),
+        (
+            dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1]),
+            "rollout_top_p_token_offsets",
+            ["length 2", "expected 3"],
+        ),
+        (
+            dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 2, 1]),
+            "rollout_top_p_token_offsets",
+            ["[0, 2, 1]"],
+        ),
+        (
+            dict(rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1, 2]),
+            "rollout_top_p_token_ids",
+            ["length 1", "expected 2"],
+        ),
+        (
+            dict(rollout_routed_experts=np.zeros((3, 1, 1), np.int32)),
+            "rollout_routed_experts",
+            ["length 3", "expected 2"],
+        ),
         (dict(rollout_routed_experts=[1, 2]), "rollout_routed_experts", ["three dimensions"]),
         (dict(spans=[TokenSpan(0, 3)]), "spans[0]", ["[0, 3)"]),
         (dict(spans=[TokenSpan(0, 2), TokenSpan(1, 2)]), "spans[1]", ["[1, 2)"]),
         (dict(status="completed"), "status", ["completed"]),
     ],
-)  # fmt: skip
+)
 def test_validate_names_the_field_and_both_lengths(changes: dict[str, Any], field: str, words: list[str]) -> None:
     Sample(tokens=[1, 2, 3], response_length=2).validate()
     with pytest.raises(InvalidField) as caught:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, SlimeError, UnknownFlag
+from slime.types.rpc import RpcSettings
 from slime.types.settings import REQUIRED, build, json_object, markdown_table, parse, setting
 
 
@@ -43,7 +45,9 @@ def paint(*argv: str) -> Paint:
 
 def test_defaults_flags_and_equals_signs() -> None:
     assert paint() == Paint()
-    given = paint("--colour=blue", "--layers", "3", "--thickness", "1e-6", "--wet", "--varnish", "--no-primer", "--out", "x/y")
+    given = paint(
+        "--colour=blue", "--layers", "3", "--thickness", "1e-6", "--wet", "--varnish", "--no-primer", "--out", "x/y"
+    )
     assert (given.colour, given.layers, given.thickness, given.out) == ("blue", 3, 1e-6, Path("x/y"))
     assert (given.dry, given.varnish, given.primer) == (False, True, False)
     assert paint("--primer").primer is True
@@ -51,7 +55,9 @@ def test_defaults_flags_and_equals_signs() -> None:
 
 
 def test_lists_repeated_flags_and_json() -> None:
-    given = paint("--walls", "a", "b", "--mix", "red", "blue", "--mix", "green", "--tag", "x", "--tag", "y", "--extra", '{"a": 1}')
+    given = paint(
+        "--walls", "a", "b", "--mix", "red", "blue", "--mix", "green", "--tag", "x", "--tag", "y", "--extra", '{"a": 1}'
+    )
     assert given.walls == ["a", "b"]
     assert given.mix == [["red", "blue"], ["green"]]
     assert given.tag == ["x", "y"]
@@ -106,7 +112,9 @@ def test_a_required_setting_is_asked_for() -> None:
 
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     file = tmp_path / "paint.yaml"
-    file.write_text("color: blue\nlayers: 4\nthickness: 1e-6\ndry: false\nwalls: [a]\nmix: [[a, b]]\nextra: {a: 1}\nout: here\n")
+    file.write_text(
+        "color: blue\nlayers: 4\nthickness: 1e-6\ndry: false\nwalls: [a]\nmix: [[a, b]]\nextra: {a: 1}\nout: here\n"
+    )
     given = paint("--config", str(file), "--layers", "5")
     assert (given.colour, given.layers, given.thickness, given.dry, given.out) == ("blue", 5, 1e-6, False, Path("here"))
     assert (given.walls, given.mix, given.extra) == (["a"], [["a", "b"]], {"a": 1})
@@ -158,3 +166,8 @@ def test_help_shows_defaults_and_the_table_lists_every_flag(capsys: pytest.Captu
     table = markdown_table(Paint, Job)
     assert "| `--layers` | `2` | how many layers, 100% of them |" in table
     assert "| `--name` | required | name of the job |" in table
+
+
+def test_the_readme_shows_the_settings_that_there_are() -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    assert markdown_table(RpcSettings) in readme.read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
 """Appending response tokens to a sample, with what the engine says of the request that made them.
 
-The engine's `meta_info` is SGLang's: `weight_version`, `finish_reason`, counts of caches, and as base64 of little-endian
-int32 (or as lists) the nucleus of each new token and the experts that each token of the sequence was routed to.
+The engine's `meta_info` is SGLang's: `weight_version`, `finish_reason`, counts of caches, and as base64 of
+little-endian int32 (or as lists) the nucleus of each new token and the experts that each token of the sequence was
+routed to.
 """
 
 from __future__ import annotations
@@ -100,9 +101,13 @@ def _log_probs(sample: Sample, log_probs: Any, count: int, trainable: bool) -> n
         return None
     new = arrays.convert("log_probs", log_probs, np.float32)
     if len(new) != count:
-        raise InvalidField("log_probs", len(new), str(count), f"log_probs: got length {len(new)}, expected {count} (tokens)")
+        raise InvalidField(
+            "log_probs", len(new), str(count), f"log_probs: got length {len(new)}, expected {count} (tokens)"
+        )
     if count and sample.response_length and sample.rollout_log_probs is None:
-        raise InvalidField("rollout_log_probs", None, f"the log-probs of the {sample.response_length} response tokens before these")
+        raise InvalidField(
+            "rollout_log_probs", None, f"the log-probs of the {sample.response_length} response tokens before these"
+        )
     return new
 
 
@@ -115,9 +120,13 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
             return {}
         ids, offsets = arrays.empty(np.int32), np.zeros(count + 1, np.int64)
     if ids is None or offsets is None:
-        raise InvalidField("meta_info." + (_NUCLEUS_IDS if ids is None else _NUCLEUS_OFFSETS)[0], None, "an array beside the other")
+        raise InvalidField(
+            "meta_info." + (_NUCLEUS_IDS if ids is None else _NUCLEUS_OFFSETS)[0], None, "an array beside the other"
+        )
     if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
-        raise InvalidField("meta_info." + _NUCLEUS_OFFSETS[0], offsets.tolist(), f"{count + 1} offsets from 0 to {len(ids)}")
+        raise InvalidField(
+            "meta_info." + _NUCLEUS_OFFSETS[0], offsets.tolist(), f"{count + 1} offsets from 0 to {len(ids)}"
+        )
     old_ids = sample.rollout_top_p_token_ids
     if known is None or old_ids is None:
         # Tokens before these, of a tool, had no nucleus.

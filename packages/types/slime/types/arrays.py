@@ -1,9 +1,9 @@
 """Per-token arrays: what a `Sample` holds where other code may pass a list.
 
 `TokenArray` is a numpy array that, besides, understands the three list idioms that code written for lists of tokens
-uses: `tokens + [1, 2]` and `[1, 2] + tokens` concatenate (numpy would add element by element), `tokens += [1, 2]` does
-the same, and `if tokens:` asks whether it is empty. Everything else, and arithmetic with anything but a list, is numpy's,
-and gives plain numpy arrays and scalars.
+uses: `tokens + [1, 2]` and `[1, 2] + tokens` concatenate (numpy would add element by element), `tokens += [1, 2]`
+does the same, and `if tokens:` asks whether there are any. Everything else, and arithmetic with anything but a list,
+is numpy's, and gives plain numpy arrays and scalars.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ def convert(field: str, value: Any, dtype: Any, ndim: int | None = 1) -> TokenAr
     if array.dtype.kind not in "biuf":
         raise InvalidField(field, value, f"an array of {_kind(target)}")
     if ndim is not None and array.ndim != ndim:
-        raise InvalidField(field, array.shape, f"{ndim} dimension(s)", f"{field}: got shape {array.shape}, expected {ndim} dimension(s)")
+        raise InvalidField(
+            field,
+            array.shape,
+            f"{ndim} dimension(s)",
+            f"{field}: got shape {array.shape}, expected {ndim} dimension(s)",
+        )
     if array.dtype != target:
         array = _cast(field, array, target)
     return array.view(TokenArray)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
 
 from slime.types.arrays import TokenArray, empty
 from slime.types.errors import InvalidField
@@ -22,21 +24,32 @@ from slime.types.tensor import DATA_TYPES, Resolver, fill_tensor, fill_value, te
 from slime.v1 import sample_pb2
 
 _FIELDS = frozenset(FIELD_NAMES)
-_PLAIN_FIELDS = (
-    "group_index", "index", "rollout_id", "session_id", "multimodal_train_input_id", "response", "response_length",
-    "generate_function_path", "custom_rm_path", "non_generation_time",
-)  # fmt: skip
-# Their default is None on both sides.
-_OPTIONAL = frozenset(
-    ("group_index", "index", "rollout_id", "session_id", "multimodal_train_input_id", "generate_function_path", "custom_rm_path")
+# Wire type and numpy type of a field in its usual form; routed experts may be of any integer type.
+_ARRAYS = {
+    name: (DATA_TYPES[np.dtype(dtype)], np.dtype(dtype))
+    for name, dtype in {
+        "loss_mask": np.uint8, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
+        "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int64, "tokens": np.int32,
+        "rollout_routed_experts": np.int32,
+    }.items()
+}  # fmt: skip
+# A descriptor's name is made anew each time it is asked for.
+_NAMES = {field.number: field.name for field in sample_pb2.Sample.DESCRIPTOR.fields}
+# None where they are not set, on both sides.
+_OPTIONAL = (
+    "group_index",
+    "index",
+    "rollout_id",
+    "session_id",
+    "multimodal_train_input_id",
+    "generate_function_path",
+    "custom_rm_path",
 )
-_ARRAYS = tuple(CONVERTERS)
-_EXPECTED = {
-    "group_index": "a whole number of 64 bits, or None",
-    "index": "a whole number of 64 bits, or None",
-    "rollout_id": "a whole number of 64 bits, or None",
+_SCALARS = ("response", "response_length", "non_generation_time")
+_EXPECTED = dict.fromkeys(("group_index", "index", "rollout_id"), "a whole number of 64 bits, or None") | {
     "response_length": "a whole number",
     "non_generation_time": "a number of seconds",
+    "response": "text that UTF-8 can hold",
 }
 
 
@@ -47,9 +60,7 @@ def encode_sample(sample: Sample) -> bytes:
 def decode_sample(data: bytes, *, resolve: Resolver | None = None, copy: bool = True) -> Sample:
     try:
         message = sample_pb2.Sample.FromString(data)
-    except Exception as error:
-        if type(error).__name__ != "DecodeError":
-            raise
+    except DecodeError as error:
         raise InvalidField("sample", f"{len(data)} bytes", f"an encoded slime.v1.Sample ({error})") from None
     return sample_from_proto(message, resolve=resolve, copy=copy)
 
@@ -63,22 +74,26 @@ def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
 
 def fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
     values = sample.__dict__
-    for name in _PLAIN_FIELDS:
-        value = values[name]
-        if value is not None or name not in _OPTIONAL:
-            _set(message, name, value)
-    for name in _ARRAYS:
+    try:
+        for name in _OPTIONAL:
+            if values[name] is not None:
+                setattr(message, name, values[name])
+        for name in _SCALARS:
+            setattr(message, name, values[name])
+    except (TypeError, ValueError):
+        raise InvalidField(name, values[name], _EXPECTED.get(name, "text, or None")) from None
+    for name, (number, _) in _ARRAYS.items():
         array = values[name]
-        if array is not None and (array.size or name != "tokens"):
+        if array is None:
+            continue
+        if array.ndim != 1 or name == "rollout_routed_experts":
+            fill_tensor(getattr(message, name), array, name)
+        elif array.size or name != "tokens":
+            # `Sample` has made sure of the dtype.
             tensor = getattr(message, name)
-            # The common case, spelled out: this loop is where encoding spends its time.
-            number = DATA_TYPES.get(array.dtype)
-            if number is None:
-                fill_tensor(tensor, array, name)
-            else:
-                tensor.dtype = number
-                tensor.shape.extend(array.shape)
-                tensor.inline = array.tobytes()
+            tensor.dtype = number
+            tensor.shape.append(array.size)
+            tensor.inline = array.tobytes()
     _fill_prompt(message, values["prompt"])
     status = STATUS_NUMBERS.get(values["status"])
     if status is None:
@@ -96,9 +111,12 @@ def fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
         added = message.spans.add()
         for name in ("start", "end", "model", "weight_version"):
             _set(added, name, getattr(span, name), f"spans[{position}].{name}")
-    for name in ("metadata", "apply_chat_template_kwargs"):
-        if values[name] != {}:
-            setattr(message, name + "_json", _object_json(values[name], name))
+    if values["metadata"] != {}:
+        message.metadata_json = _object_json(values["metadata"], "metadata")
+    if values["apply_chat_template_kwargs"] != {}:
+        message.apply_chat_template_kwargs_json = _object_json(
+            values["apply_chat_template_kwargs"], "apply_chat_template_kwargs"
+        )
     if values["train_metadata"] is not None:
         message.train_metadata_json = _object_json(values["train_metadata"], "train_metadata")
     for name in ("multimodal_inputs", "multimodal_train_inputs"):
@@ -118,11 +136,14 @@ _NO_SPEC = SpecInfo().__dict__
 _NO_CACHE = PrefixCacheInfo().__dict__
 
 
-def _set(message: Any, name: str, value: Any, path: str = "") -> None:
+def _set(message: Any, name: str, value: Any, path: str) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError):
-        raise InvalidField(path or name, value, _EXPECTED.get(name, "a whole number or text, as the field says")) from None
+        kind = message.DESCRIPTOR.fields_by_name[name].type
+        raise InvalidField(
+            path, value, "text that UTF-8 can hold" if kind == FieldDescriptor.TYPE_STRING else "a whole number"
+        ) from None
 
 
 def _extend(message: Any, name: str, values: Any) -> None:
@@ -147,7 +168,11 @@ def _fill_prompt(message: sample_pb2.Sample, prompt: Any) -> None:
 
 def _fill_reward(message: sample_pb2.Sample, reward: Any) -> None:
     # Whole numbers beyond 2**53 have no float of their own.
-    if isinstance(reward, (float, np.floating)) or isinstance(reward, (int, np.integer, np.bool_)) and abs(int(reward)) <= 2**53:
+    if (
+        isinstance(reward, (float, np.floating))
+        or isinstance(reward, (int, np.integer, np.bool_))
+        and abs(int(reward)) <= 2**53
+    ):
         message.reward_value = float(reward)
     else:
         message.reward_json = to_json(reward, "reward")
@@ -175,52 +200,36 @@ def sample_from_proto(message: sample_pb2.Sample, *, resolve: Resolver | None = 
     values: dict[str, Any] = {
         "group_index": None, "index": None, "rollout_id": None, "prompt": "", "tokens": None,
         "multimodal_inputs": None, "multimodal_train_inputs": None, "multimodal_train_input_id": None,
-        "apply_chat_template_kwargs": None, "response": "", "response_length": 0, "label": None, "reward": None,
-        "loss_mask": None, "weight_versions": None, "rollout_log_probs": None, "rollout_top_p_token_ids": None,
+        "apply_chat_template_kwargs": {}, "response": "", "response_length": 0, "label": None, "reward": None,
+        "loss_mask": None, "weight_versions": [], "rollout_log_probs": None, "rollout_top_p_token_ids": None,
         "rollout_top_p_token_offsets": None, "rollout_routed_experts": None, "remove_sample": False,
-        "teacher_log_probs": None, "status": SampleStatus.PENDING, "metadata": None, "generate_function_path": None,
+        "teacher_log_probs": None, "status": SampleStatus.PENDING, "metadata": {}, "generate_function_path": None,
         "custom_rm_path": None, "train_metadata": None, "session_id": None, "non_generation_time": 0.0,
-        "spec_info": None, "prefix_cache_info": None, "spans": None,
+        "spec_info": SpecInfo(), "prefix_cache_info": PrefixCacheInfo(), "spans": [],
     }  # fmt: skip
     for descriptor, value in message.ListFields():
-        name = descriptor.name
-        dtype = _WIRE_DTYPES.get(name)
-        if dtype is not None:
-            values[name] = _array(name, value, dtype, resolve, copy)
-        elif name in values and name not in _DECODERS:
-            values[name] = value
-        else:
+        name = _NAMES[descriptor.number]
+        if name in _ARRAYS:
+            values[name] = _array(name, value, resolve, copy)
+        elif name in _DECODERS:
             _DECODERS[name](values, value, resolve)
-    for name, make in _FRESH:
-        if values[name] is None:
-            values[name] = make()
+        else:
+            values[name] = value
+    if values["tokens"] is None:
+        values["tokens"] = empty(np.int32)
     sample = object.__new__(Sample)
     # Past __setattr__: every array here is converted already.
-    sample.__dict__.update(values)
+    object.__setattr__(sample, "__dict__", values)
     return sample
 
 
-_FRESH: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("tokens", lambda: empty(np.int32)), ("apply_chat_template_kwargs", dict), ("weight_versions", list), ("metadata", dict),
-    ("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo), ("spans", list),
-)  # fmt: skip
-
-# Wire type and numpy type of a field in its usual form; routed experts may be of any integer type.
-_WIRE_DTYPES = {
-    name: (DATA_TYPES[np.dtype(dtype)], np.dtype(dtype))
-    for name, dtype in {
-        "tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
-        "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int64, "rollout_routed_experts": np.int32,
-    }.items()
-}  # fmt: skip
-
-
-def _array(name: str, tensor: Any, expected: tuple[int, np.dtype], resolve: Resolver | None, copy: bool) -> np.ndarray:
-    number, dtype = expected
+def _array(name: str, tensor: Any, resolve: Resolver | None, copy: bool) -> np.ndarray:
+    number, dtype = _ARRAYS[name]
     data = tensor.inline
-    if data and tensor.dtype == number and list(tensor.shape) == [len(data) / dtype.itemsize]:
-        array = np.frombuffer(data, dtype)
-        return (array.copy() if copy else array).view(TokenArray)
+    size = len(data) // dtype.itemsize
+    shape = tensor.shape
+    if data and tensor.dtype == number and len(shape) == 1 and shape[0] == size and size * dtype.itemsize == len(data):
+        return TokenArray((size,), dtype, bytearray(data) if copy else data)
     # Another shape or integer type, an empty array, a reference, or an error.
     return CONVERTERS[name](name, tensor_from_proto(tensor, field=name, resolve=resolve, copy=copy))
 
@@ -270,7 +279,9 @@ def _decode_tree(name: str) -> Callable[[dict[str, Any], Any, Any], None]:
 _DECODERS: dict[str, Callable[[dict[str, Any], Any, Any], None]] = {
     "prompt_text": _decode_renamed("prompt"),
     "prompt_messages_json": _decode_json("prompt", "prompt_messages_json", list),
-    "apply_chat_template_kwargs_json": _decode_json("apply_chat_template_kwargs", "apply_chat_template_kwargs_json", dict),
+    "apply_chat_template_kwargs_json": _decode_json(
+        "apply_chat_template_kwargs", "apply_chat_template_kwargs_json", dict
+    ),
     "multimodal_inputs": _decode_tree("multimodal_inputs"),
     "multimodal_train_inputs": _decode_tree("multimodal_train_inputs"),
     "label_text": _decode_renamed("label"),

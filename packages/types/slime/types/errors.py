@@ -55,7 +55,10 @@ class InvalidField(SlimeError):
 
     def __init__(self, field: str, value: object, expected: str, message: str = "") -> None:
         super().__init__(
-            message or f"{field}: got {_shorten(value)}, expected {expected}", field=field, value=value, expected=expected
+            message or f"{field}: got {_shorten(value)}, expected {expected}",
+            field=field,
+            value=value,
+            expected=expected,
         )
 
 

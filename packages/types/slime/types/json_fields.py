@@ -10,14 +10,16 @@ import numpy as np
 from slime.types.errors import InvalidField
 
 _MAX_DEPTH = 100
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def to_json(value: Any, path: str) -> str:
-    """One JSON value. Numpy scalars become plain numbers and tuples lists; NaN and infinities are Python's `NaN`, `Infinity`.
+    """One JSON value. Numpy scalars become plain, tuples lists; NaN and infinities are Python's `NaN`, `Infinity`.
 
-    Raises InvalidField naming the path ("metadata.turns[3]") of a value that JSON has no form for, or of a key that is no text.
+    Raises InvalidField naming the path ("metadata.turns[3]") of a value that JSON has no form for, or of a dict with
+    a key that is no text.
     """
-    return json.dumps(plain(value, path), separators=(",", ":"))
+    return _encode(plain(value, path))
 
 
 def plain(value: Any, path: str, depth: int = 0) -> Any:
@@ -48,5 +50,5 @@ def from_json(text: str, path: str, kind: type | None = None) -> Any:
     except (ValueError, RecursionError) as error:
         raise InvalidField(path, text, f"JSON ({error})") from None
     if kind is not None and not isinstance(value, kind):
-        raise InvalidField(path, text, {dict: "a JSON object", list: "a JSON list"}.get(kind, kind.__name__))
+        raise InvalidField(path, text, "a JSON object" if kind is dict else "a JSON list")
     return value

@@ -30,7 +30,9 @@ def load_plugin(path: str, *, flag: str = "", parameters: Sequence[str] = ()) ->
     Raises PluginError naming `flag`, the path, and what is wrong with it.
     """
     module_path, name = _split(path, flag)
-    module = _load_file(Path(module_path), path, flag) if module_path.endswith(".py") else _import(module_path, path, flag)
+    module = (
+        _load_file(Path(module_path), path, flag) if module_path.endswith(".py") else _import(module_path, path, flag)
+    )
     if not name:
         name = _only_function(module, path, flag)
     try:
@@ -63,7 +65,9 @@ def _import(module: str, path: str, flag: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise _error(path, flag, f"no module named {error.name!r}", "an importable module") from error
     except Exception as error:
-        raise _error(path, flag, f"importing {module} raised {type(error).__name__}: {error}", "an importable module") from error
+        raise _error(
+            path, flag, f"importing {module} raised {type(error).__name__}: {error}", "an importable module"
+        ) from error
 
 
 def _load_file(file: Path, path: str, flag: str) -> ModuleType:
@@ -86,7 +90,9 @@ def _load_file(file: Path, path: str, flag: str) -> ModuleType:
             del sys.modules[name]
             if not isinstance(error, Exception):
                 raise
-            raise _error(path, flag, f"loading it raised {type(error).__name__}: {error}", "a file that loads") from error
+            raise _error(
+                path, flag, f"loading it raised {type(error).__name__}: {error}", "a file that loads"
+            ) from error
         return module
 
 

@@ -103,10 +103,6 @@ CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
 class Sample:
     """See the module's docstring for L and R. Unknown attributes are kept, and travel as JSON."""
 
-    Status: ClassVar[type[SampleStatus]] = SampleStatus
-    SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
-    PrefixCacheInfo: ClassVar[type[PrefixCacheInfo]] = PrefixCacheInfo
-
     group_index: int | None = None
     index: int | None = None
     # Samples that one rollout fanned out into share it; None: every sample is a rollout of its own.
@@ -151,6 +147,8 @@ class Sample:
     # Which model and weight version made which response tokens, in order.
     spans: list[TokenSpan] = field(default_factory=list)
 
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
+
     def __setattr__(self, name: str, value: Any) -> None:
         convert = CONVERTERS.get(name)
         object.__setattr__(self, name, value if convert is None else convert(name, value))
@@ -192,7 +190,9 @@ class Sample:
         for name, nested in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
             if isinstance(values.get(name, {}), Mapping):
                 values[name] = nested.from_dict(values.get(name, {}))
-        values["spans"] = [span if isinstance(span, TokenSpan) else TokenSpan(**span) for span in values.get("spans", ())]
+        values["spans"] = [
+            span if isinstance(span, TokenSpan) else TokenSpan(**span) for span in values.get("spans", ())
+        ]
         sample = cls(**{name: values.pop(name) for name in FIELD_NAMES if name in values})
         for name, value in values.items():
             setattr(sample, name, value)
@@ -222,8 +222,15 @@ class Sample:
         from slime.types.append import append_response_tokens
 
         append_response_tokens(
-            self, args, tokens, log_probs, trainable=trainable, meta_info=meta_info, text=text, update_terminal_info=update_terminal_info
-        )  # fmt: skip
+            self,
+            args,
+            tokens,
+            log_probs,
+            trainable=trainable,
+            meta_info=meta_info,
+            text=text,
+            update_terminal_info=update_terminal_info,
+        )
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Takes weight version, counts and finish reason of one request, without tokens."""
@@ -237,6 +244,10 @@ class Sample:
 
         validate_sample(self)
 
+
+# The names that they go by where `Sample` was one class with others inside.
+Sample.SpecInfo = SpecInfo  # type: ignore[attr-defined]
+Sample.PrefixCacheInfo = PrefixCacheInfo  # type: ignore[attr-defined]
 
 FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Sample))
 

@@ -48,7 +48,7 @@ def setting(
     minimum, maximum: inclusive bounds; above: an exclusive lower one. None passes where the default is None.
     aliases: other flag names (with dashes, without the leading `--`).
     parse: text to value, where the annotation is not enough (JSON objects).
-    append: the flag may be repeated, each time with one value (or a list of values where the annotation is a list of lists).
+    append: the flag may be repeated, each time with one value; with several where the annotation is a list of lists.
     """
     metadata = dict(
         help=help, choices=tuple(choices) if choices else None, minimum=minimum, above=above, maximum=maximum,
@@ -123,11 +123,15 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     names = [flag, *("--" + alias for alias in meta["aliases"])]
     default = _default(field)
     text = meta["help"].replace("%", "%%") + (" (required)" if default is REQUIRED else f" (default: {default})")
-    common: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS, help=text.replace("(default: None)", "").strip())
+    common: dict[str, Any] = dict(
+        dest=field.name, default=argparse.SUPPRESS, help=text.replace("(default: None)", "").strip()
+    )
     base, many = _value_type(hint)
     if base is bool:
         if default is True:
-            group.add_argument("--" + (meta["off_flag"] or "no-" + field.name.replace("_", "-")), action="store_false", **common)
+            group.add_argument(
+                "--" + (meta["off_flag"] or "no-" + field.name.replace("_", "-")), action="store_false", **common
+            )
         elif default is None:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         else:
@@ -260,13 +264,17 @@ def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
     ):
         bound = meta[name]
         if bound is not None and wrong(value, bound):
-            raise InvalidSetting(f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}")
+            raise InvalidSetting(
+                f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}"
+            )
 
 
 def parse(argv: Sequence[str] | None, *settings: type, prog: str, description: str) -> tuple[Any, ...]:
     """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`."""
     parser = Parser(prog=prog, description=description)
-    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it"
+    )
     add_flags(parser, *settings)
     given = vars(parser.parse_strict(argv))
     values = {}
@@ -295,7 +303,13 @@ def markdown_table(*settings: type) -> str:
     rows = ["| flag | default | what it is |", "|---|---|---|"]
     for action in parser._actions:
         default = defaults[action.dest]
-        shown = "required" if default is REQUIRED else "" if default in (None, False, "", []) else f"`{default}`"
+        shown = (
+            "required"
+            if default is REQUIRED
+            else ""
+            if default in (None, "", []) or default is False
+            else f"`{default}`"
+        )
         text = re.sub(r" \((default: .*|required)\)$", "", (action.help or "").replace("%%", "%")).replace("|", "\\|")
         rows.append(f"| `{', '.join(action.option_strings)}` | {shown} | {text} |")
     return "\n".join(rows)

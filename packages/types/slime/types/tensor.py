@@ -80,7 +80,9 @@ def tensor_from_proto(
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise InvalidField(
-            f"{field}.inline", f"{len(data)} bytes", f"{expected} bytes (shape {shape}, {dtype.itemsize} bytes an element)"
+            f"{field}.inline",
+            f"{len(data)} bytes",
+            f"{expected} bytes (shape {shape}, {dtype.itemsize} bytes an element)",
         )
     array = np.frombuffer(data, dtype).reshape(shape)
     if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
@@ -96,10 +98,14 @@ def _other_data(tensor: tensor_pb2.Tensor, field: str, resolve: Resolver | None)
         raise InvalidField(f"{field}.data", "nothing", "inline bytes or a reference")
     reference = tensor.reference
     if resolve is None:
-        raise InvalidField(f"{field}.reference", f"store {reference.store!r}", "inline bytes: no blob store is configured here")
+        raise InvalidField(
+            f"{field}.reference", f"store {reference.store!r}", "inline bytes: no blob store is configured here"
+        )
     data = resolve(reference)
     if len(data) != reference.length:
-        raise InvalidField(f"{field}.reference.length", reference.length, f"{len(data)}, the length of what the store holds")
+        raise InvalidField(
+            f"{field}.reference.length", reference.length, f"{len(data)}, the length of what the store holds"
+        )
     return data
 
 

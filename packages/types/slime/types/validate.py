@@ -40,7 +40,9 @@ def validate_sample(sample: Sample) -> None:
     if experts is not None:
         rows = max(0, len(sample.tokens) - 1)
         if experts.ndim != 3:
-            raise InvalidField("rollout_routed_experts", experts.shape, "three dimensions: [len(tokens) - 1, layers, top_k]")
+            raise InvalidField(
+                "rollout_routed_experts", experts.shape, "three dimensions: [len(tokens) - 1, layers, top_k]"
+            )
         if len(experts) != rows:
             raise _length("rollout_routed_experts", len(experts), f"{rows} (the length of tokens, less 1)")
     end = 0
@@ -59,12 +61,16 @@ def _check_nucleus(sample: Sample) -> None:
         raise InvalidField(missing, None, "an array, as the other of the two rollout_top_p fields is given")
     if len(offsets) != sample.response_length + 1:
         raise _length(
-            "rollout_top_p_token_offsets", len(offsets), f"{sample.response_length + 1} (response_length {sample.response_length} + 1)"
+            "rollout_top_p_token_offsets",
+            len(offsets),
+            f"{sample.response_length + 1} (response_length {sample.response_length} + 1)",
         )
     if offsets[0] != 0 or np.any(np.diff(offsets) < 0):
         raise InvalidField("rollout_top_p_token_offsets", offsets.tolist(), "offsets that start at 0 and never fall")
     if offsets[-1] != len(ids):
-        raise _length("rollout_top_p_token_ids", len(ids), f"{int(offsets[-1])} (the last of rollout_top_p_token_offsets)")
+        raise _length(
+            "rollout_top_p_token_ids", len(ids), f"{int(offsets[-1])} (the last of rollout_top_p_token_offsets)"
+        )
 
 
 def _length(field: str, length: int, expected: str) -> InvalidField:

@@ -100,7 +100,9 @@ class BufferClient(Client):
         self.writer = Writer(answer.writer.run_id, answer.writer.incarnation)
         return self.writer
 
-    def add_prompts(self, prompts: Iterable[str | Mapping[str, Any]], key: str = "", dataset: str = "train") -> AddPromptsResult:
+    def add_prompts(
+        self, prompts: Iterable[str | Mapping[str, Any]], key: str = "", dataset: str = "train"
+    ) -> AddPromptsResult:
         """Adds prompts: texts, or mappings with `prompt` (text or chat messages), `label` and `metadata`.
 
         key: a name for this batch; adding it again adds nothing. Only with a key is the call repeated on its own while
@@ -144,12 +146,19 @@ class BufferClient(Client):
                 sample.validate()
             except InvalidField as error:
                 raise InvalidField(
-                    f"samples[{position}].{error.field}", error.value, error.expected, f"samples[{position}].{error.message}"
+                    f"samples[{position}].{error.field}",
+                    error.value,
+                    error.expected,
+                    f"samples[{position}].{error.message}",
                 ) from None
-        return self._call("CompleteGroup", self._group_stream(buffer_pb2.CompleteGroupRequest, token, samples)).duplicate
+        return self._call(
+            "CompleteGroup", self._group_stream(buffer_pb2.CompleteGroupRequest, token, samples)
+        ).duplicate
 
     def reject_group(self, token: str, reason: str) -> None:
-        self._call("RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason))
+        self._call(
+            "RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason)
+        )
 
     def seal_step(self, step: int, num_groups: int, wait_seconds: float = 0.0) -> list[SampleSummary]:
         """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones."""
@@ -188,7 +197,7 @@ class BufferClient(Client):
     ) -> Iterator[StoredGroup]:
         """Groups in any of `states` ("ready", "completed", ...), lowest group index first; changes nothing."""
         request = buffer_pb2.ReadGroupsRequest(
-            states=[_state_number(state) for state in states],
+            states=[_state_number(state) for state in states],  # type: ignore[misc]
             group_indexes=group_indexes,
             limit=limit,
             after_group_index=after_group_index,
@@ -234,7 +243,7 @@ def _waiting(wait_seconds: float) -> float | None:
     return wait_seconds + SLACK_SECONDS if wait_seconds else None
 
 
-def _state_number(state: str) -> buffer_pb2.GroupState:
+def _state_number(state: str) -> int:
     try:
         return buffer_pb2.GroupState.Value(f"GROUP_STATE_{state.upper()}")
     except ValueError:
@@ -266,7 +275,9 @@ def _prompt(prompt: str | Mapping[str, Any], position: int) -> buffer_pb2.Prompt
 
 def _summary(message: buffer_pb2.SampleSummary) -> SampleSummary:
     kind = message.WhichOneof("reward")
-    reward = None if kind is None else message.reward_value if kind == "reward_value" else json.loads(message.reward_json)
+    reward = (
+        None if kind is None else message.reward_value if kind == "reward_value" else json.loads(message.reward_json)
+    )
     return SampleSummary(
         index=message.index,
         group_index=message.group_index,

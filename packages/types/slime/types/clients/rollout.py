@@ -71,7 +71,11 @@ class RolloutClient(Client):
         return result
 
     def evaluate(
-        self, rollout_id: int, names: tuple[str, ...] = (), timeout: float | None = None, on_progress: Progress | None = None
+        self,
+        rollout_id: int,
+        names: tuple[str, ...] = (),
+        timeout: float | None = None,
+        on_progress: Progress | None = None,
     ) -> EvaluateResult:
         """Runs the evaluation sets `names`, or all. on_progress(completed samples, total) follows it."""
         request = rollout_pb2.EvaluateRequest(rollout_id=rollout_id, names=names)
@@ -98,7 +102,9 @@ class RolloutClient(Client):
 
     def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
         """Gives the update up; its members do not serve until one is committed."""
-        request = rollout_pb2.AbortWeightUpdateRequest(writer=self._writer(), weight_version=weight_version, reason=reason)
+        request = rollout_pb2.AbortWeightUpdateRequest(
+            writer=self._writer(), weight_version=weight_version, reason=reason
+        )
         self._call("AbortWeightUpdate", request, timeout)
 
 

@@ -7,5 +7,12 @@ from slime.types.rpc.settings import RpcSettings
 from slime.types.rpc.status import Cancelled, MessageTooLarge
 
 __all__ = [
-    "Cancelled", "MessageTooLarge", "RpcSettings", "RunningService", "Server", "chunk_messages", "chunk_samples", "connect",
-]  # fmt: skip
+    "Cancelled",
+    "MessageTooLarge",
+    "RpcSettings",
+    "RunningService",
+    "Server",
+    "chunk_messages",
+    "chunk_samples",
+    "connect",
+]

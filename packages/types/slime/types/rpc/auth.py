@@ -40,9 +40,12 @@ def check_exposure(settings: RpcSettings) -> None:
     if settings.host in LOOPBACK or settings.insecure or (settings.tls_cert and settings.token_file):
         return
     raise InvalidSetting(
-        f"--host {settings.host}: listening beyond loopback needs --tls-cert, --tls-key and --token-file, or --insecure",
-        field="--host", value=settings.host, expected="a loopback address",
-    )  # fmt: skip
+        f"--host {settings.host}: listening beyond loopback needs --tls-cert, --tls-key and --token-file, "
+        "or --insecure",
+        field="--host",
+        value=settings.host,
+        expected="a loopback address",
+    )
 
 
 def server_credentials(settings: RpcSettings) -> grpc.ServerCredentials | None:
@@ -92,7 +95,9 @@ def _refuse(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(handler.request_streaming, handler.response_streaming)]
-    return kind(stream if handler.response_streaming else answer, handler.request_deserializer, handler.response_serializer)
+    return kind(
+        stream if handler.response_streaming else answer, handler.request_deserializer, handler.response_serializer
+    )
 
 
 class TokenInterceptor(

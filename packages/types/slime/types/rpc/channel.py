@@ -37,8 +37,10 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
         channel = grpc.secure_channel(address, credentials, options)
     # The first is the outermost: the error names the deadline, and every attempt of a retry shares it.
     interceptors: list[Any] = [
-        DeadlineInterceptor(settings.call_timeout_seconds), RaisingInterceptor(address), RetryInterceptor(settings.retry_seconds),
-    ]  # fmt: skip
+        DeadlineInterceptor(settings.call_timeout_seconds),
+        RaisingInterceptor(address),
+        RetryInterceptor(settings.retry_seconds),
+    ]
     token = read_token(settings)
     if token is not None:
         interceptors.append(TokenInterceptor(token))

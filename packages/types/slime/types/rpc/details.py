@@ -22,5 +22,5 @@ class CallDetails(_Details, grpc.ClientCallDetails):
 
 
 def with_details(details: grpc.ClientCallDetails, **changes: Any) -> CallDetails:
-    values = {name: getattr(details, name, None) for name in _Details._fields}
+    values: dict[str, Any] = {name: getattr(details, name, None) for name in _Details._fields}
     return CallDetails(**(values | changes))

@@ -26,7 +26,7 @@ class Repeatable:
 
 
 class Attempts:
-    """How often one call is made: until `seconds` or its own deadline have passed, with exponential backoff and full jitter."""
+    """How often one call is made: until `seconds` or its deadline have passed, with exponential backoff and jitter."""
 
     def __init__(self, seconds: float, details: grpc.ClientCallDetails) -> None:
         self._details = details
@@ -57,21 +57,25 @@ class RetryInterceptor(
 ):
     """Repeats a call on UNAVAILABLE for up to `seconds`.
 
-    A server stream is repeated before its first message only; a client stream where what is passed can be iterated again
-    (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
+    A server stream is repeated before its first message only; a client stream where what is passed can be iterated
+    again (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def intercept_unary_unary(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
         attempts = Attempts(self._seconds, details)
         while True:
             call = continuation(attempts.details(), request)
             if not attempts.pause_after(call):
                 return call
 
-    def intercept_unary_stream(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+    def intercept_unary_stream(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
         attempts = Attempts(self._seconds, details)
         return _RetriedStream(attempts, lambda: continuation(attempts.details(), request))
 

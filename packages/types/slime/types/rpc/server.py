@@ -58,9 +58,7 @@ class Server:
         for add, servicer in servicers:
             add(servicer, self._server)
         self._names = tuple(service_names)
-        reflection.enable_server_reflection(
-            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
 
     def start(self) -> str:
         """Listens and serves; returns "host:port". Raises PortInUse, or InvalidSetting for a host that is not ours."""
@@ -109,7 +107,9 @@ def _cannot_listen(host: str, port: int, error: Exception) -> SlimeError:
         return PortInUse(
             f"cannot listen on {host}:{port}: the port is in use", field="--port", value=port, expected="a free port"
         )
-    return InvalidSetting(f"cannot listen on {host}:{port}: {error}", field="--host", value=host, expected="an address of this machine")
+    return InvalidSetting(
+        f"cannot listen on {host}:{port}: {error}", field="--host", value=host, expected="an address of this machine"
+    )
 
 
 class RunningService:
@@ -146,5 +146,7 @@ class RunningService:
     def __enter__(self) -> RunningService:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()

@@ -9,8 +9,17 @@ from typing import Any, NoReturn
 import grpc
 
 from slime.types.errors import (
-    DeadlineExceeded, InvalidField, NotAvailable, NotFound, OutOfSpace, RemoteError, SlimeError, Unauthenticated,
-    Unavailable, WrongState, error_classes,
+    DeadlineExceeded,
+    InvalidField,
+    NotAvailable,
+    NotFound,
+    OutOfSpace,
+    RemoteError,
+    SlimeError,
+    Unauthenticated,
+    Unavailable,
+    WrongState,
+    error_classes,
 )  # fmt: skip
 from slime.v1 import error_pb2
 
@@ -79,7 +88,7 @@ def abort_with(context: grpc.ServicerContext, error: SlimeError) -> NoReturn:
 
 
 def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: float | None = None) -> SlimeError:
-    """The error that a failed call stands for: the server's own, or one for the status of a peer that sends no detail."""
+    """The error that a failed call stands for: the server's own, or one for a status that came without detail."""
     for key, value in call.trailing_metadata() or ():  # type: ignore[attr-defined]
         if key == METADATA_KEY:
             return error_of(error_pb2.ErrorDetail.FromString(value))

@@ -1,0 +1,195 @@
+"""Steps: which groups the trainer takes, and what may be forgotten.
+
+    SEALED --acknowledge--> ACKNOWLEDGED --commit--> COMMITTED
+       ^------------ rewind (a new incarnation) -----------'
+
+A sealed step keeps its groups and its plan for good. After a crash the steps behind the last checkpoint are SEALED
+again, so sealing them returns the same groups and `plan` the same plan: the trainer replays the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from slime.buffer.samples import encoded_samples
+from slime.buffer.store.base import Group, Payloads, State, Step, Store
+from slime.types.errors import InvalidField, NotFound, WrongState
+
+READ_BYTES = 4 << 20
+
+
+class Batches:
+    """Every method that changes something is called inside a transaction."""
+
+    def __init__(self, store: Store, payloads: Payloads, *, release_committed: bool) -> None:
+        self.store = store
+        self.payloads = payloads
+        self.release_committed = release_committed
+
+    def seal(self, step: int, num_groups: int) -> bytes | None:
+        """Encoded summaries (a SealStepResponse); None where fewer than `num_groups` groups are complete.
+
+        Takes the lowest group indexes. A step that was sealed before stays as it is.
+        """
+        if num_groups < 1:
+            raise InvalidField("num_groups", num_groups, "at least 1")
+        known = self.store.step(step)
+        if known is None:
+            self._check_next(step)
+            if self.store.count(State.COMPLETED) < num_groups:
+                return None
+            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
+            indexes = tuple(group.group_index for group in groups)
+            self.store.update_groups(indexes, state=State.SEALED, step=step)
+            self.store.insert_step(Step(step, State.SEALED, indexes))
+        elif len(known.group_indexes) != num_groups:
+            raise InvalidField(
+                "num_groups", num_groups, f"{len(known.group_indexes)}, with which step {step} was sealed"
+            )
+        else:
+            groups = self._groups(known)
+        return b"".join(group.summaries or b"" for group in groups)
+
+    def _check_next(self, step: int) -> None:
+        over = self.next_step() - 1
+        last = max([over] + [known.step for known in self.store.steps(after=over)])
+        if step <= last:
+            raise WrongState(
+                f"step {step} was never sealed and step {last} is over: steps are sealed in order",
+                field="step",
+                value=step,
+                expected=f"at least {last + 1}",
+            )
+
+    def next_step(self) -> int:
+        """The first step after the last acknowledged one."""
+        return self.store.get("acknowledged_step", -1) + 1
+
+    def store_plan(self, step: int, plan_json: str) -> str:
+        """The plan of `step`: the first one that was stored."""
+        known = self._step(step)
+        if known.plan is not None:
+            return known.plan
+        try:
+            is_object = isinstance(json.loads(plan_json), dict)
+        except json.JSONDecodeError:
+            is_object = False
+        if not is_object:
+            raise InvalidField("plan_json", plan_json, "a JSON object")
+        self.store.update_step(step, plan=plan_json)
+        return plan_json
+
+    def plan(self, step: int) -> str | None:
+        known = self.store.step(step)
+        return None if known is None else known.plan
+
+    def acknowledge(self, step: int) -> None:
+        known = self._step(step)
+        if known.state is State.SEALED:
+            self._move(known, State.ACKNOWLEDGED)
+            self.store.put("acknowledged_step", max(step, self.next_step() - 1))
+
+    def commit(self, step: int) -> list[str]:
+        """Commits every step up to `step`; returns the payloads that may be deleted once the transaction is over."""
+        if step >= self.next_step():
+            raise WrongState(
+                f"step {step} is not acknowledged, the last one that is: {self.next_step() - 1}",
+                field="step",
+                value=step,
+                expected=f"at most {self.next_step() - 1}",
+            )
+        released: list[str] = []
+        for known in self.store.steps(after=self.committed_step(), upto=step):
+            if known.state is not State.ACKNOWLEDGED:
+                raise WrongState(
+                    f"step {known.step} is {known.state}, expected acknowledged", field="step", value=known.step
+                )
+            self._move(known, State.COMMITTED)
+            if self.release_committed:
+                released += [group.payload for group in self._groups(known) if group.payload is not None]
+                self.store.update_groups(known.group_indexes, payload=None, sizes=[])
+        self.store.put("committed_step", max(step, self.committed_step()))
+        return released
+
+    def committed_step(self) -> int:
+        return self.store.get("committed_step", -1)
+
+    def rewind(self, last_committed_step: int) -> list[str]:
+        """Makes `last_committed_step` the last one that is over; returns payloads as `commit` does.
+
+        Later steps are sealed again. Earlier ones are committed, for the checkpoint holds them. Raises WrongState where
+        the samples of a step that has to be replayed were released.
+        """
+        if last_committed_step < -1:
+            raise InvalidField("last_committed_step", last_committed_step, "a step, or -1")
+        for known in self.store.steps(after=self.committed_step(), upto=last_committed_step):
+            if known.state is State.SEALED:
+                self._move(known, State.ACKNOWLEDGED)
+        for known in self.store.steps(after=last_committed_step):
+            if any(group.payload is None for group in self._groups(known)):
+                raise WrongState(
+                    f"step {known.step} is committed and its samples were released: it cannot be replayed",
+                    field="last_committed_step",
+                    value=last_committed_step,
+                    expected=f"at least {self.committed_step()}",
+                )
+            self._move(known, State.SEALED)
+        self.store.put("acknowledged_step", last_committed_step)
+        self.store.put("committed_step", min(last_committed_step, self.committed_step()))
+        return self.commit(last_committed_step)
+
+    def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
+        """Encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.
+
+        Raises NotFound for a step that is not sealed, InvalidField for a position out of range, both at the call.
+        """
+        known = self._step(step)
+        groups = self._groups(known)
+        places = [(group, position) for group in groups for position in range(len(group.sizes))]
+        for position in positions:
+            if not 0 <= position < len(places):
+                released = any(group.payload is None for group in groups)
+                expected = f"0 to {len(places) - 1}" if not released else "a step whose samples were not released"
+                raise InvalidField("positions", position, expected)
+        return self._chunks([places[position] for position in positions])
+
+    def _chunks(self, places: Sequence[tuple[Group, int]]) -> Iterator[list[bytes]]:
+        start = 0
+        while start < len(places):
+            stop, size = start, 0
+            while stop < len(places) and (stop == start or size + _size(places[stop]) <= READ_BYTES):
+                size += _size(places[stop])
+                stop += 1
+            yield self._read(places[start:stop])
+            start = stop
+
+    def _read(self, places: Sequence[tuple[Group, int]]) -> list[bytes]:
+        # Neighbours of one group come from one read of its file.
+        found: list[bytes] = []
+        start = 0
+        while start < len(places):
+            group, stop = places[start][0], start
+            while stop < len(places) and places[stop][0] is group:
+                stop += 1
+            found += encoded_samples(group, self.payloads, [position for _, position in places[start:stop]])
+            start = stop
+        return found
+
+    def _groups(self, step: Step) -> list[Group]:
+        return self.store.groups(indexes=step.group_indexes)
+
+    def _step(self, step: int) -> Step:
+        known = self.store.step(step)
+        if known is None:
+            raise NotFound(f"step {step} is not sealed", field="step", value=step, expected="a sealed step")
+        return known
+
+    def _move(self, step: Step, state: State) -> None:
+        self.store.update_step(step.step, state=state)
+        self.store.update_groups(step.group_indexes, state=state)
+
+
+def _size(place: tuple[Group, int]) -> int:
+    group, position = place
+    return group.sizes[position]

@@ -1,0 +1,75 @@
+"""`--buffer-filter-path`: a user's function chooses among the groups that wait.
+
+    def newest_first(args, rollout_id, buffer, num_samples):    # rollout_id is always None
+        chosen = buffer[-num_samples:]
+        del buffer[-num_samples:]
+        return chosen
+
+`buffer` is a list of groups, each a list of Samples, lowest group index first. What the function returns is leased as
+it returns it and must have been removed from `buffer`; what it removes without returning is rejected
+("buffer_filter"); what it leaves stays. It sees every waiting group, decoded, so it costs time where many wait. Groups
+of the dataset that nobody leased yet do not exist and are not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types import Sample
+from slime.types.errors import PluginError
+
+FLAG = "--buffer-filter-path"
+
+
+def pop_first(args: Any, rollout_id: None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """The default: takes the first `num_samples` groups out of `buffer`."""
+    taken = buffer[:num_samples]
+    del buffer[: len(taken)]
+    return taken
+
+
+@dataclass
+class Choice:
+    """chosen: samples by position of the group; dropped: positions."""
+
+    chosen: dict[int, list[Sample]]
+    dropped: list[int]
+
+
+class BufferFilter:
+    """The function at `path`, called as its contract says. Raises PluginError where it breaks that contract."""
+
+    def __init__(self, path: str, args: Any) -> None:
+        from slime.types.plugins import load_plugin
+
+        self.path = path
+        self.args = args
+        self.function: Callable[..., Any] = load_plugin(
+            path, flag=FLAG, parameters=("args", "rollout_id", "buffer", "num_samples")
+        )
+
+    def choose(self, groups: Sequence[list[Sample]], count: int) -> Choice:
+        position_of = {id(group): position for position, group in enumerate(groups)}
+        buffer = list(groups)
+        returned = self.function(self.args, None, buffer, count)
+        if not isinstance(returned, list):
+            raise self._broken(f"returned {type(returned).__name__}, expected a list of groups")
+        if len(returned) > count:
+            raise self._broken(f"returned {len(returned)} groups, expected at most {count}")
+        chosen: dict[int, list[Sample]] = {}
+        for group in returned:
+            position = position_of.get(id(group))
+            if position is None or position in chosen:
+                raise self._broken("returned a group that is not in the buffer, or one twice")
+            chosen[position] = group
+        left = {position_of.get(id(group)) for group in buffer}
+        if left & chosen.keys():
+            raise self._broken("must remove the groups that it returns from the buffer")
+        if None in left:
+            raise self._broken("put a group into the buffer that was not there")
+        return Choice(chosen, [p for p in range(len(groups)) if p not in chosen and p not in left])
+
+    def _broken(self, what: str) -> PluginError:
+        return PluginError(f"{FLAG} {self.path}: the function {what}", field=FLAG, value=self.path)

@@ -1,0 +1,63 @@
+"""Who may write: the current run and its incarnation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slime.buffer.store.base import Store
+from slime.types.errors import InvalidField, NotFound, StaleWriter, WrongState
+
+
+class Writer(NamedTuple):
+    run_id: str
+    incarnation: int
+
+
+class Runs:
+    """A buffer holds one run at a time, for the numbers of its steps are those of that run."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def raise_incarnation(self, run_id: str) -> Writer:
+        """The writer of a new incarnation. Inside a transaction. Raises WrongState where another run lives here."""
+        if not run_id:
+            raise InvalidField("run_id", run_id, "a name")
+        known = self.store.get("run_id")
+        if known not in (None, run_id):
+            raise WrongState(
+                f"this buffer holds run {known!r}: open that, or start run {run_id!r} with a --buffer-dir of its own",
+                field="run_id",
+                value=run_id,
+                expected=known,
+            )
+        writer = Writer(run_id, self.store.get("incarnation", 0) + 1)
+        self.store.put("run_id", run_id)
+        self.store.put("incarnation", writer.incarnation)
+        return writer
+
+    def find(self) -> Writer | None:
+        run_id = self.store.get("run_id")
+        return None if run_id is None else Writer(run_id, self.store.get("incarnation"))
+
+    def current(self) -> Writer:
+        writer = self.find()
+        if writer is None:
+            raise NotFound("no run is open in this buffer", field="run_id", expected="OpenRun before this call")
+        return writer
+
+    def check(self, writer: Writer) -> None:
+        """Raises StaleWriter for any writer but the current one."""
+        current = self.find()
+        if writer != current:
+            shown = "no run is open" if current is None else f"the current one is {_show(current)}"
+            raise StaleWriter(
+                f"{_show(writer)} may not write: {shown}",
+                field="writer",
+                value=_show(writer),
+                expected="OpenRun before this call" if current is None else _show(current),
+            )
+
+
+def _show(writer: Writer) -> str:
+    return f"run {writer.run_id!r} incarnation {writer.incarnation}"

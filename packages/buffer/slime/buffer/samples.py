@@ -1,0 +1,40 @@
+"""The samples of a group: as its template says until something was stored, then as its payload says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from slime.buffer.store.base import Group, Payloads, State
+from slime.v1 import sample_pb2
+
+
+def samples_of(group: Group, payloads: Payloads) -> list[sample_pb2.Sample]:
+    """Empty where the payload was released."""
+    if group.payload is not None:
+        parts = encoded_samples(group, payloads, range(len(group.sizes)))
+        return [sample_pb2.Sample.FromString(part) for part in parts]
+    if group.state is State.COMMITTED:
+        return []
+    return expand(group.template, group.group_index, range(group.first_sample, group.first_sample + group.num_samples))
+
+
+def expand(template: bytes, group_index: int, indexes: Iterable[int]) -> list[sample_pb2.Sample]:
+    samples = []
+    for index in indexes:
+        sample = sample_pb2.Sample.FromString(template)
+        sample.group_index = group_index
+        sample.index = index
+        samples.append(sample)
+    return samples
+
+
+def encoded_samples(group: Group, payloads: Payloads, positions: Sequence[int]) -> list[bytes]:
+    """The encoded samples at `positions` of a group that has a payload."""
+    assert group.payload is not None
+    offsets = [0, *accumulate(group.sizes)]
+    return payloads.read(group.payload, [(offsets[position], group.sizes[position]) for position in positions])
+
+
+def group_message(group: Group, samples: Iterable[sample_pb2.Sample]) -> sample_pb2.SampleGroup:
+    return sample_pb2.SampleGroup(group_index=group.group_index, dataset=group.dataset, samples=samples)

@@ -1,0 +1,78 @@
+"""What a buffer can be told, as flags and as keys of a `--config` file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.types.errors import InvalidSetting
+from slime.types.settings import setting
+
+
+@dataclass(kw_only=True)
+class BufferSettings:
+    """Data buffer."""
+
+    prompt_data: str | None = setting(
+        None, "jsonl or parquet file of training prompts, `@[a:b]` behind it takes rows a to b", metavar="PATH"
+    )
+    rollout_global_dataset: bool = setting(
+        True,
+        "ignore --prompt-data: prompts come from clients only",
+        off_flag="disable-rollout-global-dataset",
+    )
+    input_key: str = setting("input", "column of the prompt: text, or a list of chat messages", metavar="NAME")
+    label_key: str | None = setting(None, "column of the label, any JSON value", metavar="NAME")
+    metadata_key: str = setting("metadata", "column of a JSON object that travels with the sample", metavar="NAME")
+    tool_key: str = setting("tools", 'column of tool definitions; they become metadata["tools"]', metavar="NAME")
+    rollout_shuffle: bool = setting(False, "shuffle the prompts anew in each epoch")
+    rollout_seed: int = setting(42, "seed of that shuffle: epoch e uses seed + e")
+    n_samples_per_prompt: int = setting(1, "samples in a group", minimum=1)
+
+    eval_prompt_data: list[list[str]] | None = setting(
+        None, "evaluation sets: NAME PATH [NAME PATH ...], may be repeated", metavar="NAME PATH", append=True
+    )
+    n_samples_per_eval_prompt: int = setting(1, "samples per prompt of an evaluation set", minimum=1)
+    eval_input_key: str | None = setting(None, "as --input-key for evaluation sets, where they differ", metavar="NAME")
+    eval_label_key: str | None = setting(None, "as --label-key for evaluation sets, where they differ", metavar="NAME")
+    eval_tool_key: str | None = setting(None, "as --tool-key for evaluation sets, where they differ", metavar="NAME")
+
+    buffer_dir: str | None = setting(
+        None, "where the state lives; without it, in a temporary directory that is removed at the end", metavar="DIR"
+    )
+    buffer_durability: str = setting(
+        "process",
+        "what a completed group survives: the death of the process, or a power cut too (each write waits for the disk)",
+        choices=("process", "power"),
+    )
+    buffer_filter_path: str | None = setting(
+        None, "function that chooses among waiting groups: fn(args, None, groups, n) -> groups", metavar="PATH"
+    )
+    lease_seconds: float = setting(600.0, "how long a lease lasts where the worker asks for no time", above=0)
+    max_group_mb: int = setting(1024, "largest group that is accepted, all samples together, in MiB", minimum=1)
+    release_committed: bool = setting(
+        False, "delete the samples of committed steps; without it they can be read back after the run"
+    )
+
+    def evaluation_sets(self) -> dict[str, str]:
+        """Path by name, in the order given. Raises InvalidSetting for a name without a path or a name given twice."""
+        words = [w for item in self.eval_prompt_data or [] for w in ([item] if isinstance(item, str) else item)]
+        if len(words) == 1:
+            words = ["aime", *words]
+        if len(words) % 2:
+            raise InvalidSetting(
+                f"--eval-prompt-data: got {' '.join(words)!r}, expected pairs of NAME PATH",
+                field="--eval-prompt-data",
+                value=words,
+                expected="pairs of NAME PATH",
+            )
+        sets: dict[str, str] = {}
+        for name, path in zip(words[::2], words[1::2], strict=True):
+            if name in sets or name == "train":
+                raise InvalidSetting(
+                    f"--eval-prompt-data: the name {name!r} is {'reserved' if name == 'train' else 'given twice'}",
+                    field="--eval-prompt-data",
+                    value=name,
+                    expected="a name of its own for each set",
+                )
+            sets[name] = path
+        return sets

@@ -1,0 +1,87 @@
+"""A prompt, and what reads prompts from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slime.types import Sample
+from slime.types.errors import InvalidFile
+
+
+@dataclass
+class Prompt:
+    """prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object."""
+
+    prompt: str | list[dict[str, Any]]
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def to_sample(self) -> Sample:
+        return Sample(prompt=self.prompt, label=self.label, metadata=self.metadata)
+
+
+class RowReader(Protocol):
+    """Yields (where, row): `where` names the row in an error message, `line 7` or `row 6`.
+
+    Raises MissingFile, or InvalidFile naming the row that cannot be read.
+    """
+
+    def __call__(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a prompt file."""
+
+    input: str = "input"
+    label: str | None = None
+    metadata: str = "metadata"
+    tools: str = "tools"
+
+
+def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where: str) -> Prompt:
+    """Raises InvalidFile naming the file, the row, the column and what was expected there."""
+
+    def invalid(column: str, value: Any, expected: str) -> InvalidFile:
+        return InvalidFile(
+            f"{path}, {where}: column {column!r} holds {json.dumps(value, default=str)[:120]}, expected {expected}",
+            field=column,
+            value=value,
+            expected=expected,
+        )
+
+    def required(column: str) -> Any:
+        if column not in row:
+            raise InvalidFile(
+                f"{path}, {where}: no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}",
+                field=column,
+                value=list(row),
+                expected=f"a column {column!r}",
+            )
+        return row[column]
+
+    prompt = required(columns.input)
+    if isinstance(prompt, list):
+        if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+            raise invalid(columns.input, prompt, "chat messages: objects with a role")
+    elif not isinstance(prompt, str):
+        raise invalid(columns.input, prompt, "text or a list of chat messages")
+    label = None if columns.label is None else required(columns.label)
+    metadata = row.get(columns.metadata)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise invalid(columns.metadata, metadata, "an object")
+    metadata = dict(metadata or {})
+    tools = row.get(columns.tools)
+    if tools is not None:
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except json.JSONDecodeError:
+                raise invalid(columns.tools, tools, "a list of tool definitions, or that list as JSON text") from None
+        if not isinstance(tools, list):
+            raise invalid(columns.tools, tools, "a list of tool definitions")
+        metadata["tools"] = tools
+    return Prompt(prompt, label, metadata)

@@ -1,0 +1,121 @@
+"""A prompt file as an endless sequence of epochs.
+
+Epoch e visits every prompt once, in the order of the file or, shuffled, in the order that `random.Random(seed + e)`
+gives. A request that crosses the end of an epoch goes on into the next ones, however small the file, so that no prompt
+comes twice within an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+from dataclasses import dataclass
+from itertools import islice
+
+from slime.buffer.sources.base import Columns, Prompt, RowReader, prompt_of_row
+from slime.buffer.sources.jsonl import read_jsonl
+from slime.buffer.sources.parquet import read_parquet
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+
+READERS: dict[str, RowReader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next prompt to give: `offset` prompts of `epoch` were given. offset may equal the number of prompts."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+class Dataset:
+    """Prompts with an order per epoch. It keeps no cursor: `take` is a pure function of one."""
+
+    def __init__(self, prompts: list[Prompt], *, shuffle: bool = False, seed: int = 42, digest: str = "") -> None:
+        self.prompts = prompts
+        self.shuffle = shuffle
+        self.seed = seed
+        self.digest = digest
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two datasets where a cursor of the one means the same in the other."""
+        order = f"shuffled with seed {self.seed}" if self.shuffle else "in order"
+        return f"{len(self)} prompts {order}, sha256 {self.digest[:16]}"
+
+    def order(self, epoch: int) -> list[int]:
+        """Positions in the file of epoch `epoch`, a permutation of range(len(self))."""
+        if self._order[0] != epoch:
+            positions = list(range(len(self)))
+            if self.shuffle:
+                random.Random(self.seed + epoch).shuffle(positions)
+            self._order = (epoch, positions)
+        return self._order[1]
+
+    def take(self, cursor: Cursor, count: int) -> tuple[list[Prompt], Cursor]:
+        """The next `count` prompts from `cursor` on, and the cursor behind them."""
+        taken: list[Prompt] = []
+        epoch, offset = cursor.epoch, cursor.offset
+        while len(taken) < count:
+            if offset >= len(self):
+                epoch, offset = epoch + 1, 0
+            chosen = self.order(epoch)[offset : offset + count - len(taken)]
+            taken += [self.prompts[position] for position in chosen]
+            offset += len(chosen)
+        return taken, Cursor(epoch, offset)
+
+
+def read_dataset(source: str, columns: Columns, *, shuffle: bool = False, seed: int = 42) -> Dataset:
+    """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end).
+
+    Raises MissingFile, InvalidFile (broken row, empty file, empty slice) or InvalidSetting (unknown ending).
+    """
+    path, rows = split_slice(source)
+    if not os.path.isfile(path):
+        raise MissingFile(f"no such file: {path}", field="prompt_data", value=path, expected="a jsonl or parquet file")
+    ending = os.path.splitext(path)[1].lower()
+    if ending not in READERS:
+        raise InvalidSetting(
+            f"{path}: unknown ending {ending!r}, expected one of {', '.join(READERS)}",
+            field="prompt_data",
+            value=path,
+            expected=" or ".join(READERS),
+        )
+    read = READERS[ending](path)
+    if _counts_from_start(rows):
+        read = islice(read, rows.start, rows.stop)
+        rows = slice(None)
+    prompts = [prompt_of_row(row, columns, path=path, where=where) for where, row in read][rows]
+    if not prompts:
+        raise InvalidFile(f"{source}: no rows", field="prompt_data", value=source, expected="at least one row")
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(source[len(path) :].encode() + repr(columns).encode())
+    return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
+
+
+def split_slice(source: str) -> tuple[str, slice]:
+    """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)). Raises InvalidSetting for another form behind `@[`."""
+    path, mark, bounds = source.rpartition("@[")
+    if not mark:
+        return source, slice(None)
+    match = re.fullmatch(r"(-?\d*):(-?\d*)\]", bounds)
+    if match is None or "-" in match.groups():
+        raise InvalidSetting(
+            f"{source}: got @[{bounds}, expected @[a:b] with integers a and b, either may be left out",
+            field="prompt_data",
+            value=source,
+            expected="@[a:b]",
+        )
+    start, stop = (int(text) if text else None for text in match.groups())
+    return path, slice(start, stop)
+
+
+def _counts_from_start(rows: slice) -> bool:
+    return all(bound is None or bound >= 0 for bound in (rows.start, rows.stop))

@@ -1,0 +1,34 @@
+"""Rows of a jsonl file: one JSON object a line, blank lines skipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from slime.types.errors import InvalidFile
+
+
+def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields ("line N", row), N from 1. Raises InvalidFile naming the line that is no JSON object."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise InvalidFile(
+                    f"{path}, line {number}: not JSON: {error}",
+                    field=f"line {number}",
+                    value=line[:80].decode("utf-8", "replace").rstrip(),
+                    expected="a JSON object",
+                ) from None
+            if not isinstance(row, dict):
+                raise InvalidFile(
+                    f"{path}, line {number}: got {type(row).__name__}, expected a JSON object",
+                    field=f"line {number}",
+                    value=row,
+                    expected="a JSON object",
+                )
+            yield f"line {number}", row

@@ -1,0 +1,1 @@
+"""Where the buffer keeps its state and its samples."""

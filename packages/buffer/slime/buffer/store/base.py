@@ -1,0 +1,189 @@
+"""What the buffer needs of a store: rows of state that change in transactions, and payloads that never change.
+
+A `Payloads` write is finished before the transaction that names it begins, so a crash leaves at worst a payload that
+nothing names; `Payloads.sweep` removes those when the buffer starts.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+
+class State(enum.StrEnum):
+    """The life of a group; see GroupState in buffer.proto."""
+
+    READY = "ready"
+    LEASED = "leased"
+    COMPLETED = "completed"
+    SEALED = "sealed"
+    ACKNOWLEDGED = "acknowledged"
+    COMMITTED = "committed"
+    REJECTED = "rejected"
+
+
+@dataclass
+class Group:
+    """One row of `groups`.
+
+    template: an encoded Sample without indexes, what each sample of the group starts as.
+    first_sample, num_samples: sample indexes are [first_sample, first_sample + num_samples).
+    payload: name of the samples in Payloads, None where they are still as the template; sizes: bytes of each sample.
+    summaries: an encoded SealStepResponse with the summaries of this group, once completed.
+    ended_token, ended_by: the latest lease that ended by a call of its holder: "return", "complete" or "reject".
+    """
+
+    group_index: int
+    dataset: str
+    state: State
+    template: bytes
+    first_sample: int
+    num_samples: int
+    payload: str | None = None
+    sizes: tuple[int, ...] = ()
+    summaries: bytes | None = None
+    worker: str | None = None
+    token: str | None = None
+    expires_at: float | None = None
+    attempt: int = 0
+    ended_token: str | None = None
+    ended_by: str | None = None
+    step: int | None = None
+    reject_reason: str | None = None
+
+
+@dataclass
+class Step:
+    """One row of `steps`; `state` is SEALED, ACKNOWLEDGED or COMMITTED."""
+
+    step: int
+    state: State
+    group_indexes: tuple[int, ...]
+    plan: str | None = None
+
+
+class Store(ABC):
+    """State of one buffer. Thread-safe: `lock` is held for the length of a transaction; reads outside one are allowed.
+
+    `changed` is notified after each transaction that changed something.
+    """
+
+    lock: threading.RLock  # type: ignore[valid-type]
+    changed: threading.Condition
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[None]:
+        """All or nothing; raises OutOfSpace where the disk is full. Not to be nested."""
+
+    @abstractmethod
+    def get(self, name: str, default: Any = None) -> Any:
+        """What was set; not to be changed."""
+
+    @abstractmethod
+    def put(self, name: str, value: Any) -> None:
+        """A JSON value other than None. Inside a transaction, as every write is."""
+
+    @abstractmethod
+    def insert_groups(self, groups: Sequence[Group]) -> None: ...
+
+    @abstractmethod
+    def update_groups(self, indexes: Iterable[int], **columns: Any) -> None: ...
+
+    @abstractmethod
+    def groups(
+        self,
+        *,
+        states: Sequence[State] = (),
+        indexes: Sequence[int] | None = None,
+        after: int | None = None,
+        limit: int = -1,
+    ) -> list[Group]:
+        """By ascending group index; a negative limit is none."""
+
+    @abstractmethod
+    def group_of_token(self, token: str) -> Group | None:
+        """The group that is leased under `token`."""
+
+    @abstractmethod
+    def group_of_ended_token(self, token: str) -> Group | None: ...
+
+    @abstractmethod
+    def due_leases(self, now: float) -> list[int]:
+        """Indexes of the groups whose lease ends at `now` or before."""
+
+    @abstractmethod
+    def next_expiry(self) -> float | None: ...
+
+    @abstractmethod
+    def count(self, state: State) -> int: ...
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def reject_counts(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def payload_bytes(self) -> int: ...
+
+    @abstractmethod
+    def payload_names(self) -> set[str]: ...
+
+    @abstractmethod
+    def step(self, step: int) -> Step | None: ...
+
+    @abstractmethod
+    def steps(self, *, after: int | None = None, upto: int | None = None) -> list[Step]:
+        """By ascending number, with after < step <= upto."""
+
+    @abstractmethod
+    def insert_step(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def update_step(self, step: int, **columns: Any) -> None: ...
+
+    @abstractmethod
+    def prompt_batch(self, key: str) -> tuple[int, int] | None:
+        """(added, first group index) of the prompts that were added under `key`."""
+
+    @abstractmethod
+    def insert_prompt_batch(self, key: str, added: int, first: int) -> None: ...
+
+    @abstractmethod
+    def evaluation_prompts(self, dataset: str) -> list[bytes]:
+        """Templates that clients added to an evaluation set, in order."""
+
+    @abstractmethod
+    def insert_evaluation_prompts(self, dataset: str, templates: Sequence[bytes]) -> int:
+        """Returns the position of the first of them."""
+
+    @abstractmethod
+    def evaluation_datasets(self) -> list[str]: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Payloads(ABC):
+    """Named byte strings, written once."""
+
+    @abstractmethod
+    def write(self, group_index: int, parts: Sequence[bytes]) -> str:
+        """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace; then nothing is left behind."""
+
+    @abstractmethod
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each (offset, length). Raises NotFound, or InvalidFile where the payload is too short."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Removes it, where it is there."""
+
+    @abstractmethod
+    def sweep(self, keep: set[str]) -> int:
+        """Removes all but `keep`; returns how many."""

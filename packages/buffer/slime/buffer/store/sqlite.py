@@ -1,0 +1,255 @@
+"""State in one SQLite database (WAL), through one connection.
+
+`synchronous` is NORMAL or FULL. With NORMAL a committed transaction survives the death of the process; a power cut may
+take the latest ones but leaves the database whole. With FULL it survives the power cut too.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.store.base import Group, State, Step, Store
+from slime.types.errors import InvalidFile, OutOfSpace
+
+VERSION = 1
+SCHEMA = """
+CREATE TABLE groups (
+    group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL, template BLOB NOT NULL,
+    first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+    payload TEXT, sizes TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
+    worker TEXT, token TEXT, expires_at REAL, attempt INTEGER NOT NULL,
+    ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT
+);
+CREATE INDEX groups_of_state ON groups (state, group_index);
+CREATE INDEX groups_of_step ON groups (step) WHERE step IS NOT NULL;
+CREATE INDEX groups_of_expiry ON groups (expires_at) WHERE expires_at IS NOT NULL;
+CREATE UNIQUE INDEX groups_of_token ON groups (token) WHERE token IS NOT NULL;
+CREATE UNIQUE INDEX groups_of_ended_token ON groups (ended_token) WHERE ended_token IS NOT NULL;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, group_indexes TEXT NOT NULL, plan TEXT);
+CREATE TABLE prompt_batches (key TEXT PRIMARY KEY, added INTEGER NOT NULL, first INTEGER NOT NULL);
+CREATE TABLE evaluation_prompts (
+    dataset TEXT NOT NULL, position INTEGER NOT NULL, template BLOB NOT NULL, PRIMARY KEY (dataset, position)
+);
+CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+GROUP_COLUMNS = tuple(field.name for field in fields(Group))
+SELECT_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS)} FROM groups "
+INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_COLUMNS)}, payload_bytes) VALUES ({'?, ' * len(GROUP_COLUMNS)}?)"
+
+
+class SqliteStore(Store):
+    """The state below `path`. Raises InvalidFile where the database is of a newer version, or none."""
+
+    def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        # Read on every call, written by few; emptied when a transaction fails.
+        self._values: dict[str, Any] = {}
+        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, cached_statements=256)
+        try:
+            self._open(synchronous)
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            raise InvalidFile(
+                f"{path}: {error}", field="buffer_dir", value=str(path), expected="the state of a buffer"
+            ) from None
+        except InvalidFile:
+            self._connection.close()
+            raise
+
+    def _open(self, synchronous: str) -> None:
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise InvalidFile(
+                f"{self.path}: schema version {version}, expected at most {VERSION}: made by a newer slime-buffer",
+                field="buffer_dir",
+                value=version,
+                expected=f"at most {VERSION}",
+            )
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute(f"PRAGMA synchronous = {synchronous}")
+        if version == 0:
+            self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.lock:
+            before = self._connection.total_changes
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                self._values.clear()
+                # SQLite has already rolled back where the disk is full.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error) and error.sqlite_errorcode in (
+                    sqlite3.SQLITE_FULL,
+                    sqlite3.SQLITE_IOERR_WRITE,
+                ):
+                    raise OutOfSpace(
+                        f"{self.path}: {error}", field="buffer_dir", value=str(self.path), expected="free space"
+                    ) from error
+                raise
+            if self._connection.total_changes != before:
+                self.changed.notify_all()
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self.lock:
+            return self._connection.execute(query, values).fetchall()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        with self.lock:
+            if name not in self._values:
+                rows = self._rows("SELECT value FROM state WHERE name = ?", name)
+                self._values[name] = json.loads(rows[0][0]) if rows else None
+            value = self._values[name]
+        return default if value is None else value
+
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self._rows(
+            "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            name,
+            json.dumps(value),
+        )
+
+    def insert_groups(self, groups: Sequence[Group]) -> None:
+        with self.lock:
+            self._connection.executemany(
+                INSERT_GROUP,
+                (
+                    (*(_column(name, getattr(group, name)) for name in GROUP_COLUMNS), sum(group.sizes))
+                    for group in groups
+                ),
+            )
+
+    def update_groups(self, indexes: Iterable[int], **columns: Any) -> None:
+        if "sizes" in columns:
+            columns["payload_bytes"] = sum(columns["sizes"])
+        values = [_column(name, value) for name, value in columns.items()]
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        with self.lock:
+            self._connection.executemany(
+                f"UPDATE groups SET {assignments} WHERE group_index = ?", ((*values, index) for index in indexes)
+            )
+
+    def groups(
+        self,
+        *,
+        states: Sequence[State] = (),
+        indexes: Sequence[int] | None = None,
+        after: int | None = None,
+        limit: int = -1,
+    ) -> list[Group]:
+        conditions: list[str] = ["TRUE"]
+        values: list[Any] = []
+        if states:
+            conditions.append(f"state IN ({', '.join('?' * len(states))})")
+            values += states
+        if indexes is not None:
+            # A JSON list, for SQLite bounds the number of its parameters.
+            conditions.append("group_index IN (SELECT value FROM json_each(?))")
+            values.append(json.dumps(list(indexes)))
+        if after is not None:
+            conditions.append("group_index > ?")
+            values.append(after)
+        query = f"{SELECT_GROUPS} WHERE {' AND '.join(conditions)} ORDER BY group_index LIMIT ?"
+        return [_group(row) for row in self._rows(query, *values, limit)]
+
+    def group_of_token(self, token: str) -> Group | None:
+        return next(map(_group, self._rows(SELECT_GROUPS + "WHERE token = ?", token)), None)
+
+    def group_of_ended_token(self, token: str) -> Group | None:
+        return next(map(_group, self._rows(SELECT_GROUPS + "WHERE ended_token = ?", token)), None)
+
+    def due_leases(self, now: float) -> list[int]:
+        return [i for (i,) in self._rows("SELECT group_index FROM groups WHERE expires_at <= ? ORDER BY 1", now)]
+
+    def next_expiry(self) -> float | None:
+        return self._rows("SELECT min(expires_at) FROM groups WHERE expires_at IS NOT NULL")[0][0]
+
+    def count(self, state: State) -> int:
+        return self._rows("SELECT count(*) FROM groups WHERE state = ?", state)[0][0]
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._rows("SELECT state, count(*) FROM groups GROUP BY state"))
+
+    def reject_counts(self) -> dict[str, int]:
+        return dict(self._rows("SELECT reject_reason, count(*) FROM groups WHERE state = 'rejected' GROUP BY 1"))
+
+    def payload_bytes(self) -> int:
+        return self._rows("SELECT coalesce(sum(payload_bytes), 0) FROM groups")[0][0]
+
+    def payload_names(self) -> set[str]:
+        return {name for (name,) in self._rows("SELECT payload FROM groups WHERE payload IS NOT NULL")}
+
+    def step(self, step: int) -> Step | None:
+        return next(map(_step, self._rows("SELECT * FROM steps WHERE step = ?", step)), None)
+
+    def steps(self, *, after: int | None = None, upto: int | None = None) -> list[Step]:
+        rows = self._rows(
+            "SELECT * FROM steps WHERE (?1 IS NULL OR step > ?1) AND (?2 IS NULL OR step <= ?2) ORDER BY step",
+            after,
+            upto,
+        )
+        return [_step(row) for row in rows]
+
+    def insert_step(self, step: Step) -> None:
+        self._rows(
+            "INSERT INTO steps VALUES (?, ?, ?, ?)", step.step, step.state, json.dumps(step.group_indexes), step.plan
+        )
+
+    def update_step(self, step: int, **columns: Any) -> None:
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self._rows(f"UPDATE steps SET {assignments} WHERE step = ?", *columns.values(), step)
+
+    def prompt_batch(self, key: str) -> tuple[int, int] | None:
+        return next(iter(self._rows("SELECT added, first FROM prompt_batches WHERE key = ?", key)), None)  # type: ignore[arg-type]
+
+    def insert_prompt_batch(self, key: str, added: int, first: int) -> None:
+        self._rows("INSERT INTO prompt_batches VALUES (?, ?, ?)", key, added, first)
+
+    def evaluation_prompts(self, dataset: str) -> list[bytes]:
+        query = "SELECT template FROM evaluation_prompts WHERE dataset = ? ORDER BY position"
+        return [template for (template,) in self._rows(query, dataset)]
+
+    def insert_evaluation_prompts(self, dataset: str, templates: Sequence[bytes]) -> int:
+        first = len(self.evaluation_prompts(dataset))
+        with self.lock:
+            self._connection.executemany(
+                "INSERT INTO evaluation_prompts VALUES (?, ?, ?)",
+                ((dataset, position, template) for position, template in enumerate(templates, first)),
+            )
+        return first
+
+    def evaluation_datasets(self) -> list[str]:
+        return [name for (name,) in self._rows("SELECT DISTINCT dataset FROM evaluation_prompts ORDER BY 1")]
+
+    def close(self) -> None:
+        with self.lock:
+            self._connection.close()
+
+
+def _column(name: str, value: Any) -> Any:
+    return json.dumps(value) if name == "sizes" else value
+
+
+def _group(row: tuple[Any, ...]) -> Group:
+    group = Group(*row)
+    group.state = State(group.state)
+    group.sizes = tuple(json.loads(group.sizes))  # type: ignore[arg-type]
+    return group
+
+
+def _step(row: tuple[Any, ...]) -> Step:
+    return Step(row[0], State(row[1]), tuple(json.loads(row[2])), row[3])

@@ -1,0 +1,43 @@
+"""What a planner needs of a sample, made once when its group is completed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime.types import Sample
+from slime.v1 import buffer_pb2, sample_pb2
+
+
+def encode_summaries(messages: Sequence[sample_pb2.Sample], samples: Sequence[Sample]) -> bytes:
+    """An encoded SealStepResponse. Concatenating those of several groups gives that of all of them."""
+    response = buffer_pb2.SealStepResponse()
+    for message, sample in zip(messages, samples, strict=True):
+        oldest, newest = weight_versions(sample)
+        summary = response.samples.add(
+            index=message.index,
+            group_index=message.group_index,
+            total_length=len(sample.tokens),
+            response_length=sample.response_length,
+            loss_mask_sum=sample.response_length if sample.loss_mask is None else int(sample.loss_mask.sum()),
+            status=message.status,
+            remove_sample=message.remove_sample,
+            metadata_json=message.metadata_json,
+            oldest_weight_version=oldest,
+            newest_weight_version=newest,
+            non_generation_time=message.non_generation_time,
+        )
+        if message.HasField("rollout_id"):
+            summary.rollout_id = message.rollout_id
+        match message.WhichOneof("reward"):
+            case "reward_value":
+                summary.reward_value = message.reward_value
+            case "reward_json":
+                summary.reward_json = message.reward_json
+    return response.SerializeToString()
+
+
+def weight_versions(sample: Sample) -> tuple[int, int]:
+    """(oldest, newest) weight version of the tokens; (-1, -1) where none is a whole number."""
+    named = [span.weight_version for span in sample.spans] or sample.weight_versions
+    versions = [int(version) for version in named if version.isdecimal()]
+    return (min(versions), max(versions)) if versions else (-1, -1)

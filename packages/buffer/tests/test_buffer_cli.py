@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from slime.buffer.cli import main
+from slime.buffer.settings import BufferSettings
+from slime.types.clients import BufferClient
+from slime.types.errors import InvalidSetting
+from slime.types.settings import parse
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serves_until_a_signal(write_jsonl, tmp_path, number):
+    command = [sys.executable, "-m", "slime.buffer.cli", "serve", "--prompt-data", write_jsonl([{"input": "q"}])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        assert words[:2] == ["listening", "on"]
+        assert list(tmp_path.glob("slime-buffer-*"))
+        with BufferClient(words[2]) as client:
+            assert client.stats().prompts_in_dataset == 1
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (0, "")
+    assert not list(tmp_path.glob("slime-buffer-*"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "usage: slime-buffer serve"),
+        (["run"], "got 'run', expected serve"),
+        (["serve", "--promt-data", "x"], "unknown flag --promt-data; did you mean --prompt-data?"),
+        (["serve", "--n-samples-per-prompt", "0"], "--n-samples-per-prompt: got 0, expected at least 1"),
+        (["serve", "--prompt-data", "none.jsonl"], "no such file: none.jsonl"),
+        (["serve", "--eval-prompt-data", "a", "b", "c"], "expected pairs of NAME PATH"),
+        (["serve", "--buffer-durability", "perfect"], "process, power"),
+        (["serve", "--host", "0.0.0.0"], "--host 0.0.0.0"),
+    ],
+)
+def test_wrong_settings_exit_with_2(capsys, argv, message):
+    assert main(argv) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("slime-buffer: error: ") and message in shown
+
+
+def test_a_port_in_use_exits_with_1(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert "in use" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert "slime-buffer serve" in capsys.readouterr().out
+
+
+def test_evaluation_sets_in_every_form():
+    def sets(*argv):
+        (settings,) = parse(argv, BufferSettings, prog="p", description="")
+        return settings.evaluation_sets()
+
+    flag = "--eval-prompt-data"
+    assert sets(flag, "a", "x.jsonl", "b", "y.jsonl") == {"a": "x.jsonl", "b": "y.jsonl"}
+    assert sets(flag, "a", "x.jsonl", flag, "b", "y.jsonl") == {"a": "x.jsonl", "b": "y.jsonl"}
+    assert sets(flag, "x.jsonl") == {"aime": "x.jsonl"}
+    assert sets() == {}
+    assert BufferSettings(eval_prompt_data=["a", "x"]).evaluation_sets() == {"a": "x"}  # type: ignore[list-item]
+    for wrong in (["a", "x", "a", "y"], ["train", "x"]):
+        with pytest.raises(InvalidSetting):
+            sets(flag, *wrong)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.buffer.sources.base import Columns, Prompt
+from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+
+
+def test_a_row_becomes_a_prompt(write_jsonl):
+    chat = [{"role": "user", "content": "hi"}]
+    path = write_jsonl(
+        [
+            {"input": "1+1=", "label": "2", "metadata": {"source": "sums"}},
+            {"input": chat, "label": {"any": ["json"]}, "metadata": None, "tools": [{"name": "f"}]},
+            {"input": "x", "label": 3, "tools": '[{"name": "g"}]'},
+        ]
+    )
+    first, second, third = read_dataset(path, Columns(label="label")).prompts
+    assert first == Prompt("1+1=", "2", {"source": "sums"})
+    assert second == Prompt(chat, {"any": ["json"]}, {"tools": [{"name": "f"}]})
+    assert third == Prompt("x", 3, {"tools": [{"name": "g"}]})
+
+
+def test_parquet_reads_as_jsonl_does(tmp_path: Path):
+    rows = [
+        {"question": "a", "answer": "1", "metadata": {"k": 1}},
+        {"question": "b", "answer": "2", "metadata": {"k": 2}},
+    ]
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    columns = Columns(input="question", label="answer")
+    assert read_dataset(str(path), columns).prompts == [Prompt("a", "1", {"k": 1}), Prompt("b", "2", {"k": 2})]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [("[2:4]", [2, 3]), ("[:2]", [0, 1]), ("[4:]", [4, 5]), ("[-2:]", [4, 5]), ("[1:-3]", [1, 2]), ("[:]", range(6))],
+)
+def test_a_slice_takes_rows(write_jsonl, rows, expected):
+    path = write_jsonl([{"input": str(i)} for i in range(6)])
+    assert [p.prompt for p in read_dataset(f"{path}@{rows}", Columns()).prompts] == [str(i) for i in expected]
+
+
+def test_a_slice_does_not_read_behind_its_end(write_jsonl, tmp_path):
+    path = write_jsonl([{"input": "a"}, {"input": "b"}])
+    with open(path, "a") as file:
+        file.write("{broken\n")
+    assert len(read_dataset(f"{path}@[:2]", Columns())) == 2
+    with pytest.raises(InvalidFile, match="line 3"):
+        read_dataset(path, Columns())
+
+
+@pytest.mark.parametrize("rows", ["[1:2:3]", "[a:b]", "[1]", "[-:]"])
+def test_another_slice_is_an_error(write_jsonl, rows):
+    with pytest.raises(InvalidSetting, match="expected @"):
+        read_dataset(write_jsonl([{"input": "a"}]) + "@" + rows, Columns())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"input": "a"}\n{"input": \n', "line 2: not JSON"),
+        ('{"input": "a"}\n\n[1]\n', "line 3: got list, expected a JSON object"),
+        ('{"prompt": "a", "label": 1}\n', "line 1: no column 'input'; it has 'prompt', 'label'"),
+        ('{"input": 3}\n', "line 1: column 'input' holds 3, expected text or"),
+        ('{"input": ["hi"]}\n', "expected chat messages: objects with a role"),
+        ('{"input": "a", "metadata": [1]}\n', r"line 1: column 'metadata' holds \[1\], expected an object"),
+        ('{"input": "a", "tools": "f"}\n', "column 'tools'"),
+        ("", "no rows"),
+        ("\n\n", "no rows"),
+    ],
+)
+def test_a_bad_file_names_the_place(tmp_path: Path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidFile, match=message) as error:
+        read_dataset(str(path), Columns())
+    assert str(path) in str(error.value)
+
+
+def test_bytes_that_are_no_text_name_the_line(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"input": "a"}\n\xff\xfe\n')
+    with pytest.raises(InvalidFile, match="line 2"):
+        read_dataset(str(path), Columns())
+
+
+def test_a_missing_label_names_the_row(write_jsonl):
+    with pytest.raises(InvalidFile, match="line 2: no column 'label'"):
+        read_dataset(write_jsonl([{"input": "a", "label": 1}, {"input": "b"}]), Columns(label="label"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(MissingFile, match="no such file"):
+        read_dataset(str(tmp_path / "none.jsonl"), Columns())
+    (tmp_path / "p.csv").write_text("a")
+    with pytest.raises(InvalidSetting, match=r"\.csv"):
+        read_dataset(str(tmp_path / "p.csv"), Columns())
+    (tmp_path / "p.parquet").write_text("no parquet")
+    with pytest.raises(InvalidFile, match="not a parquet file"):
+        read_dataset(str(tmp_path / "p.parquet"), Columns())
+
+
+@given(size=st.integers(1, 7), counts=st.lists(st.integers(0, 20), max_size=6), shuffle=st.booleans())
+def test_epochs_visit_every_prompt_once_however_they_are_cut(size, counts, shuffle):
+    dataset = Dataset([Prompt(str(i)) for i in range(size)], shuffle=shuffle, seed=5)
+    cursor, taken = Cursor(), []
+    for count in counts:
+        prompts, cursor = dataset.take(cursor, count)
+        assert len(prompts) == count
+        taken += [int(prompt.prompt) for prompt in prompts]
+    for epoch, start in enumerate(range(0, len(taken), size)):
+        order = list(range(size))
+        if shuffle:
+            random.Random(5 + epoch).shuffle(order)
+        part = taken[start : start + size]
+        assert part == order[: len(part)]
+    assert cursor.epoch * size + cursor.offset == sum(counts)

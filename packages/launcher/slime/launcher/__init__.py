@@ -1,0 +1,1 @@
+"""Assembles the services on Ray and drives training."""

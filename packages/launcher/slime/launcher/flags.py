@@ -1,0 +1,169 @@
+"""One command line for the whole run: every package's settings from one flat set of flags.
+
+Later sources win: default, `--config FILE.yaml`, flag, `--custom-config-path FILE.yaml`. Nothing is ignored: a name
+that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.settings import BufferSettings
+from slime.launcher.checks import check_files, check_plugins, check_run
+from slime.launcher.declared import SETTINGS, Flag, build_parser, declared
+from slime.launcher.flag_table import RENAMED, why_not
+from slime.launcher.settings import LauncherSettings
+from slime.rollout.settings import RolloutSettings
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
+from slime.types.settings import build, read_config, unknown_flag
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run was told.
+
+    flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins.
+    """
+
+    launcher: LauncherSettings
+    buffer: BufferSettings
+    rollout: RolloutSettings
+    trainer: TrainerSettings
+    flat: dict[str, Any]
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(str(self.launcher.output_dir))
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return Path(self.launcher.save) if self.launcher.save else self.output_dir / "checkpoints"
+
+    @property
+    def tensorboard_dir(self) -> Path | None:
+        """Where TensorBoard events go; None for none."""
+        settings = self.launcher
+        if not settings.use_tensorboard:
+            return None
+        names = [name for name in (settings.tb_project_name, settings.tb_experiment_name) if name]
+        return Path(self.output_dir, "tensorboard", *names)
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.buffer.eval_prompt_data)
+
+    def evaluates_after(self, rollout_id: int) -> bool:
+        """Whether the rollout is followed by an evaluation: the last one is, and every `eval_interval`-th."""
+        return self.evaluates and self._due(rollout_id, self.launcher.eval_interval)
+
+    def saves_after(self, rollout_id: int) -> bool:
+        interval = self.launcher.save_interval
+        return interval is not None and self._due(rollout_id, interval)
+
+    def _due(self, rollout_id: int, interval: int | None) -> bool:
+        done = rollout_id + 1
+        return done == self.launcher.num_rollout or (interval is not None and done % interval == 0)
+
+
+def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
+    """The configuration of a run from its flags.
+
+    check: also look for its files and load its plug-ins.
+    Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
+    """
+    flags = declared()
+    parser = build_parser(flags)
+    _refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], parser.flag_names())
+    given = vars(parser.parse_strict(argv))
+
+    values: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    if "config" in given:
+        values, _ = _from_file(given.pop("config"), flags, parser.flag_names(), keep_unknown=False)
+    values.update(given)
+    if values.get("custom_config_path"):
+        custom, extra = _from_file(values["custom_config_path"], flags, parser.flag_names(), keep_unknown=True)
+        values.update(custom)
+
+    config = _assemble(flags, values, extra)
+    check_run(config.flat)
+    if check:
+        check_files(config.flat, config.buffer.evaluation_sets())
+        check_plugins(config.flat)
+    return config
+
+
+def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any]) -> RunConfig:
+    # What one package gives a default, another may leave at None to be told: all of them get the same value.
+    for flag in flags.values():
+        if len(flag.packages) > 1 and flag.default is not dataclasses.MISSING:
+            values.setdefault(flag.name, flag.default)
+    _name_run(values)
+    parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
+    flat = dict(extra)
+    for part in parts.values():
+        flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})
+    return RunConfig(**parts, flat=flat)
+
+
+def _name_run(values: dict[str, Any]) -> None:
+    output_dir = values.get("output_dir")
+    if not values.get("run_name"):
+        name = Path(output_dir).resolve().name if isinstance(output_dir, str) else ""
+        values["run_name"] = name or f"{datetime.now():%Y%m%d-%H%M%S}"
+    if not output_dir:
+        values["output_dir"] = str(Path("runs") / str(values["run_name"]))
+    if values.get("use_tensorboard") is None:
+        values["use_tensorboard"] = True
+
+
+def _refuse_names(names: Sequence[str], available: Sequence[str]) -> None:
+    """names: flags as they were given, without the dashes in front."""
+    for name in names:
+        flag = f"--{name}"
+        if not name or flag in available:
+            continue
+        if name in RENAMED:
+            raise UnknownFlag(
+                f"unknown flag {flag}; it is --{RENAMED[name]} here", field=flag, expected="--" + RENAMED[name]
+            )
+        reason = why_not(name)
+        if reason is not None:
+            raise NotAvailable(f"{flag} is not available yet: {reason}", field=flag)
+        raise unknown_flag(flag, available)
+
+
+def _from_file(
+    path: str, flags: Mapping[str, Flag], available: Sequence[str], *, keep_unknown: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(settings, other keys) of a YAML file; a key is a setting's name, or its flag's with underscores for dashes."""
+    by_key = {key: flag for flag in flags.values() for key in _keys(flag)}
+    values: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    for key, value in read_config(path).items():
+        flag = by_key.get(key)
+        if flag is None:
+            name = key.replace("_", "-")
+            if keep_unknown and why_not(name) is None:
+                other[key] = value
+            else:
+                _refuse_names([name], available)
+                raise unknown_flag(f"--{name}", available)
+        elif key == flag.name or key in flag.field.metadata["aliases"]:
+            values[flag.name] = value
+        elif not isinstance(value, bool):
+            raise InvalidSetting(f"{path}: {key}: got {value!r}, expected true or false", field=key, value=value)
+        else:
+            values[flag.name] = not value
+    return values, other
+
+
+def _keys(flag: Flag) -> list[str]:
+    names = [flag.name, flag.spelling[2:], *flag.field.metadata["aliases"]]
+    return [name.replace("-", "_") for name in names]

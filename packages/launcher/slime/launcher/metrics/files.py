@@ -1,0 +1,109 @@
+"""The files of a run: metrics.jsonl, eval.json, reward.png, TensorBoard events."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.types.errors import OutOfSpace
+
+Metrics = dict[str, float]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` as a whole, or leaves it as it was and raises OutOfSpace."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise out_of_space(path, error) from error
+
+
+def out_of_space(path: Path, error: OSError) -> Exception:
+    """OutOfSpace where `error` is a full disk, otherwise `error` itself."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OutOfSpace(f"{path}: {error.strerror}", field=str(path), expected="free space on its disk")
+    return error
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object a step, in the order of steps. Steps from `first_step` on are written anew."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step]
+            write_atomically(path, "".join(line + "\n" for line in kept))
+
+    def append(self, step: int, metrics: Metrics) -> None:
+        # NaN is not JSON: readers in other languages refuse it.
+        plain = {key: value if math.isfinite(value) else None for key, value in sorted(metrics.items())}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **plain}) + "\n")
+        except OSError as error:
+            raise out_of_space(self.path, error) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events; without a directory it writes nothing."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._writer = None
+        if directory is not None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventFileWriter(str(directory))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def plot_reward(path: Path, steps: Sequence[int], rewards: Sequence[float], evaluations: dict[str, list[tuple[int, float]]]) -> None:
+    """reward.png: the mean reward of each step, and of each evaluation set where it was evaluated."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    dense = len(steps) > 40
+    axes.plot(steps, rewards, color="#4477aa", linewidth=1, alpha=0.4 if dense else 1, marker=None if dense else "o", label="rollout reward")
+    if dense:
+        axes.plot(steps, _smooth(rewards, 15), color="#4477aa", linewidth=2, label="rollout reward, mean of 15 steps")
+    for (name, points), color in zip(evaluations.items(), ("#ee6677", "#228833", "#ccbb44", "#aa3377"), strict=False):
+        axes.plot(*zip(*points, strict=True), color=color, marker="s", linestyle="--", label=f"held out: {name}")
+    axes.set(xlabel="step", ylabel="mean reward")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: Sequence[float], width: int) -> list[float]:
+    return [sum(values[max(0, i - width + 1) : i + 1]) / (i + 1 - max(0, i - width + 1)) for i in range(len(values))]

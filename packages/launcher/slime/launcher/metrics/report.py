@@ -1,0 +1,169 @@
+"""What a person sees of a run, and what stays of it in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, plot_reward, write_atomically
+from slime.types import Sample
+
+COLUMNS = (
+    # heading, key, format
+    ("step", "step", "{:.0f}"),
+    ("reward", "rollout/raw_reward", "{:.3f}"),
+    ("length", "rollout/response_length_mean", "{:.1f}"),
+    ("tok/s", "perf/tokens_per_second", "{:.0f}"),
+    ("loss", "train/loss", "{:+.4f}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("generate s", "perf/rollout_time", "{:.2f}"),
+    ("train s", "perf/train_time", "{:.2f}"),
+    ("sync s", "perf/update_weights_time", "{:.2f}"),
+    ("step s", "perf/step_time", "{:.2f}"),
+)
+SHOWN_EXAMPLES = 3
+
+
+class Report:
+    """Collects the metrics of a run; prints progress, writes the files of `output_dir`.
+
+    tensorboard_dir: where events go (None: no events); print_every: a line for each this many steps (None: chosen so that a run prints some 40).
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        num_steps: int,
+        tensorboard_dir: Path | None = None,
+        print_every: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.output_dir = output_dir
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.next_command = ""
+        self._print_every = print_every or max(1, num_steps // 40)
+        self._num_steps = num_steps
+        self._status: Status | None = None
+        self._rewards: dict[int, float] = {}
+        self._evaluations: dict[str, list[tuple[int, float]]] = {}
+        self._examples: list[tuple[int, list[Sample]]] = []
+        self._pending: Metrics = {}
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = TensorBoard(tensorboard_dir)
+        self._log: MetricsLog | None = None
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clear_status()
+        self._tensorboard.close()
+
+    def status(self, text: str) -> None:
+        """What is going on now; on a terminal it replaces what it said before."""
+        if not self.console.is_terminal:
+            return
+        if self._status is None:
+            self._status = self.console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self.status(f"{phase} {done}/{total}" if total else phase)
+
+    def started(self, num_parameters: int, first_step: int) -> None:
+        resumed = f", from step {first_step}" if first_step else ""
+        self._print(f"{num_parameters / 1e6:,.2f} M parameters, {self._num_steps} steps{resumed}; files in {self.output_dir}")
+        self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
+        self._first = True
+
+    def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
+        """Held-out scores after `step` steps."""
+        for name, score in evaluation_scores(metrics).items():
+            self._evaluations.setdefault(name, []).append((step, score))
+            self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
+        self._examples = [*self._examples[:1], (step, examples)]
+        self._pending |= metrics
+        self._tensorboard.write(step, metrics)
+        self._write_evaluations()
+
+    def step(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
+        assert self._log is not None, "started() comes first"
+        self._log.append(step, metrics | self._pending)
+        self._pending = {}
+        self._tensorboard.write(step, metrics)
+        self._rewards[step] = metrics["rollout/raw_reward"]
+        if self._first:
+            self._print("  ".join(f"{heading:>10}" for heading, _, _ in COLUMNS))
+            self._first = False
+        if step % self._print_every == 0 or step == self._num_steps - 1:
+            row = metrics | {"step": float(step)}
+            self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
+
+    def finished(self) -> None:
+        """The closing table, the plot, samples before and after, and where things are."""
+        self._clear_status()
+        plot = self.output_dir / "reward.png"
+        plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
+        table = Table("", "before", "after", title="reward")
+        values = list(self._rewards.values())
+        if values:
+            count = min(3, len(values))
+            table.add_row(f"rollouts, {count} steps", *(f"{sum(v) / count:.3f}" for v in (values[:count], values[-count:])))
+        for name, points in self._evaluations.items():
+            table.add_row(f"held out: {name}", f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}")
+        self.console.print(table)
+        self._print_examples()
+        self._print(f"plot          {plot}")
+        self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
+        self._print(f"trained model {self.output_dir / 'model'}")
+        if self.next_command:
+            self._print(f"\ntry next:\n  {self.next_command}")
+
+    def _print_examples(self) -> None:
+        if not self._examples:
+            return
+        (first, before), (last, after) = self._examples[0], self._examples[-1]
+        for old, new in list(zip(before, after, strict=False))[:SHOWN_EXAMPLES]:
+            self._print(f"\nprompt  {_prompt_text(old)}   (answer: {old.label})")
+            self._print(f"  after step {first:<4} reward {_reward(old)}  {old.response!r}")
+            self._print(f"  after step {last:<4} reward {_reward(new)}  {new.response!r}")
+        self._print("")
+
+    def _write_evaluations(self) -> None:
+        sets = {
+            name: {"before": points[0][1], "after": points[-1][1], "history": [{"step": s, "score": v} for s, v in points]}
+            for name, points in self._evaluations.items()
+        }
+        if sets:
+            mean = {when: sum(s[when] for s in sets.values()) / len(sets) for when in ("before", "after")}
+            write_atomically(self.output_dir / "eval.json", json.dumps(mean | {"sets": sets}, indent=2) + "\n")
+
+    def _print(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=True)
+
+    def _clear_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def evaluation_scores(metrics: Metrics) -> dict[str, float]:
+    """The score of each set: the keys "eval/NAME" without a further "-detail"."""
+    names = {key.removeprefix("eval/") for key in metrics if key.startswith("eval/")}
+    details = {name for name in names if any(name.startswith(other + "-") for other in names)}
+    return {name: metrics[f"eval/{name}"] for name in sorted(names - details)}
+
+
+def _prompt_text(sample: Sample) -> str:
+    return sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"]
+
+
+def _reward(sample: Sample) -> str:
+    return f"{sample.reward:.2f}" if isinstance(sample.reward, (int, float)) else str(sample.reward)

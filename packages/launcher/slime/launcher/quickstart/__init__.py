@@ -1,0 +1,1 @@
+"""The README's first command: real training of a small model on a CPU."""

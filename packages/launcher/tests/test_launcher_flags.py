@@ -1,0 +1,227 @@
+"""One command line for all packages: what it takes, what it refuses, and the page that lists it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.launcher import flag_table, flags
+from slime.launcher.declared import SETTINGS, Flag, build_parser, declared, declared_by
+from slime.types.errors import (
+    ConfigError,
+    InvalidFile,
+    InvalidSetting,
+    MissingFile,
+    NotAvailable,
+    PluginError,
+    UnknownFlag,
+)
+
+DOCS = Path(__file__).parents[3] / "docs" / "flags.md"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1"}\n')
+    return {"model": model, "prompts": prompts}
+
+
+@pytest.fixture
+def base(files: dict[str, Path]) -> list[str]:
+    return ["--hf-checkpoint", str(files["model"]), "--prompt-data", str(files["prompts"]), "--num-rollout", "4"]
+
+
+def test_one_flag_reaches_every_package_that_has_the_setting(base: list[str]) -> None:
+    config = flags.parse(
+        [*base, "--n-samples-per-prompt=8", "--lr", "1e-3", "--rollout-stop", "a", "b", "--deterministic"]
+    )
+    assert (config.buffer.n_samples_per_prompt, config.rollout.n_samples_per_prompt) == (8, 8)
+    assert (config.trainer.n_samples_per_prompt, config.trainer.lr) == (8, 1e-3)
+    assert config.rollout.rollout_stop == ["a", "b"]
+    assert config.launcher.deterministic and config.rollout.deterministic and config.trainer.deterministic
+    assert config.rollout.rollout_batch_size == config.trainer.rollout_batch_size == 32
+    assert config.flat["n_samples_per_prompt"] == 8 and config.flat["num_rollout"] == 4
+
+
+def test_packages_agree_on_shared_settings() -> None:
+    by_name: dict[str, list[Flag]] = {}
+    for package, cls in SETTINGS.items():
+        for flag in declared_by(package, cls):
+            by_name.setdefault(flag.name, []).append(flag)
+    assert sum(len(group) > 1 for group in by_name.values()) >= 8
+    for group in by_name.values():
+        for first, second in combinations(group, 2):
+            assert first.rule() == second.rule(), (first.name, first.packages, second.packages)
+            if first.default is not None and second.default is not None:
+                assert first.default == second.default, (first.name, first.packages, second.packages)
+
+
+def test_file_then_flag_then_custom_file(base: list[str], tmp_path: Path) -> None:
+    config_file, custom = tmp_path / "config.yaml", tmp_path / "custom.yaml"
+    config_file.write_text("lr: 1e-5\nrollout-batch-size: 16\neps_clip: 0.3\ndisable_grpo_std_normalization: true\n")
+    custom.write_text("eps_clip: 0.4\nmy_depth: 3\n")
+    config = flags.parse([*base, "--config", str(config_file), "--lr", "2e-5", "--custom-config-path", str(custom)])
+    assert (config.trainer.lr, config.trainer.rollout_batch_size, config.trainer.eps_clip) == (2e-5, 16, 0.4)
+    assert config.trainer.grpo_std_normalization is False
+    assert config.flat["my_depth"] == 3 and config.flat["eps_clip"] == 0.4
+
+
+@pytest.mark.parametrize(
+    "text, error, words",
+    [
+        ("learning_rte: 1", UnknownFlag, "--learning-rte"),
+        ("use_wandb: true", NotAvailable, "--use-wandb"),
+        ("[1, 2]", InvalidFile, "mapping"),
+        ("lr: fast", InvalidSetting, "--lr"),
+        ("disable_grpo_std_normalization: 3", InvalidSetting, "true or false"),
+    ],
+)
+def test_bad_config_file(base: list[str], tmp_path: Path, text: str, error: type[ConfigError], words: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(error, match=words):
+        flags.parse([*base, "--config", str(path)])
+
+
+def test_unknown_flag_names_the_nearest(base: list[str]) -> None:
+    with pytest.raises(UnknownFlag, match="--rollout-bach-size; did you mean --rollout-batch-size"):
+        flags.parse([*base, "--rollout-bach-size", "4"])
+    with pytest.raises(UnknownFlag, match="--tis-clip"):
+        flags.parse([*base, "--tis-threshold", "4"])
+    with pytest.raises(InvalidSetting, match="stray"):
+        flags.parse(["stray", *base])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--use-wandb",
+        "--sglang-mem-fraction-static=0.8",
+        "--router-policy",
+        "--tensor-model-parallel-size",
+        "--num-layers=2",
+    ],
+)
+def test_known_and_not_available(base: list[str], flag: str) -> None:
+    with pytest.raises(NotAvailable, match=flag.split("=")[0] + " is not available yet: "):
+        flags.parse([*base, flag])
+
+
+def test_every_known_name_is_taken_or_refused_by_name() -> None:
+    available = set(build_parser(declared()).flag_names())
+    assert len(flag_table.KNOWN) > 200
+    refused = [name for name in flag_table.KNOWN if f"--{name}" not in available]
+    assert refused
+    for name in refused:
+        with pytest.raises(NotAvailable, match=f"--{name} "):
+            flags.parse([f"--{name}"])
+
+
+def test_available_names_are_the_parsers() -> None:
+    parser = build_parser(declared())
+    names = {name[2:] for name in parser.flag_names()} - {"help", "config"}
+    assert flag_table.available_names(declared()) == names
+
+
+def test_page_is_up_to_date() -> None:
+    assert DOCS.read_text() == flag_table.page(), "run: python -m slime.launcher.flag_table > docs/flags.md"
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        (["--global-batch-size", "5"], ["--global-batch-size 5", "32"]),
+        (["--num-steps-per-rollout", "3"], ["--num-steps-per-rollout 3", "32"]),
+        (["--eval-interval", "2"], ["--eval-interval 2", "--eval-prompt-data"]),
+        (["--save", "here"], ["--save here", "--save-interval"]),
+        (["--save-hf", "x/{step}", "--save-interval", "1"], ["--save-hf", "step", "{rollout_id}"]),
+        (["--train-env-vars", '{"A": 1}'], ["--train-env-vars", "A"]),
+        (["--train-env-vars", "A=1"], ["--train-env-vars", "A=1"]),
+        (["--kl-loss-coef", "0.1"], ["--kl-loss-coef", "--use-kl-loss"]),
+        (["--num-rollout", "-1"], ["--num-rollout", "-1"]),
+        (["--num-rollout", "0"], ["--num-rollout 0", "--eval-prompt-data"]),
+        (["--rollout-temperature", "0"], ["--rollout-temperature", "0"]),
+        (["--lr", "fast"], ["fast", "a number"]),
+        (["--train-backend", "fdsp"], ["fdsp", "did you mean fsdp"]),
+        (["--eval-prompt-data", "a", "b", "c"], ["--eval-prompt-data", "pairs"]),
+    ],
+)
+def test_contradictions_name_both_values(base: list[str], extra: list[str], words: list[str]) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        flags.parse([*base, *extra])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_required(files: dict[str, Path], base: list[str]) -> None:
+    with pytest.raises(InvalidSetting, match="--hf-checkpoint is required"):
+        flags.parse(base[2:])
+    with pytest.raises(InvalidSetting, match="--prompt-data is required"):
+        flags.parse([*base[:2], *base[4:]])
+    with pytest.raises(InvalidSetting, match="--num-rollout is required"):
+        flags.parse(base[:4])
+    config = flags.parse([*base[:2], *base[4:], "--disable-rollout-global-dataset"])
+    assert config.buffer.rollout_global_dataset is False
+
+
+def test_files_are_looked_for_first(base: list[str], files: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(MissingFile, match="--hf-checkpoint: no such directory"):
+        flags.parse([*base, "--hf-checkpoint", str(tmp_path / "none")])
+    with pytest.raises(MissingFile, match="--prompt-data: no such file"):
+        flags.parse([*base, "--prompt-data", str(tmp_path / "none.jsonl") + "@[0:5]"])
+    with pytest.raises(MissingFile, match="--eval-prompt-data sums: no such file"):
+        flags.parse([*base, "--eval-prompt-data", "sums", str(tmp_path / "none.jsonl")])
+    with pytest.raises(MissingFile, match="--config"):
+        flags.parse([*base, "--config", str(tmp_path / "none.yaml")])
+    assert flags.parse([*base, "--prompt-data", f"{files['prompts']}@[0:1]"]).buffer.prompt_data
+    (files["model"] / "tokenizer.json").unlink()
+    with pytest.raises(InvalidFile, match="has no tokenizer"):
+        flags.parse(base)
+
+
+def test_plugins_are_loaded_first(base: list[str], tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "async def reward(args, sample, **kwargs):\n    return 1.0\n\ndef keep(args):\n    return True\n\nDEPTH = 3\n"
+    )
+    assert flags.parse([*base, "--custom-rm-path", f"{plugin}:reward"]).rollout.custom_rm_path
+    for path in (f"{plugin}:keep", f"{plugin}:DEPTH", f"{plugin}:none", "no.such.module", str(tmp_path / "none.py")):
+        with pytest.raises(PluginError, match="--dynamic-sampling-filter-path"):
+            flags.parse([*base, "--dynamic-sampling-filter-path", path])
+
+
+def test_when_the_loop_saves_and_evaluates(base: list[str], files: dict[str, Path], tmp_path: Path) -> None:
+    evaluation = ["--eval-prompt-data", "sums", str(files["prompts"])]
+    config = flags.parse(
+        [*base, *evaluation, "--eval-interval", "3", "--save-interval", "2", "--output-dir", str(tmp_path / "one")]
+    )
+    assert [config.evaluates_after(i) for i in range(4)] == [False, False, True, True]
+    assert [config.saves_after(i) for i in range(4)] == [False, True, False, True]
+    assert config.tensorboard_dir == tmp_path / "one" / "tensorboard"
+    assert config.checkpoint_dir == tmp_path / "one" / "checkpoints" and config.launcher.run_name == "one"
+    plain = flags.parse(base)
+    assert not plain.evaluates and not plain.evaluates_after(3) and not plain.saves_after(3)
+    assert plain.output_dir == Path("runs") / str(plain.launcher.run_name) and plain.launcher.use_tensorboard
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import json, sys\nfrom slime.launcher import flags\n"
+        "try:\n    flags.parse(['--help'])\nexcept SystemExit:\n"
+        "    heavy = [m for m in ('torch', 'ray', 'transformers', 'grpc') if m in sys.modules]\n"
+        "    print(json.dumps(heavy))\n"
+    )
+    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "--rollout-batch-size" in done.stdout and "Data buffer" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -1,0 +1,66 @@
+"""The data and the model of the quickstart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.launcher.quickstart import __main__ as quickstart
+from slime.launcher.quickstart import arithmetic, reverse
+from slime.types import Sample
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_held_out_expressions_are_disjoint_from_the_training_set(seed: int) -> None:
+    train, held_out = arithmetic.split(seed)
+    seen, unseen = ({row["metadata"]["expression"] for row in rows} for rows in (train, held_out))
+    assert len(held_out) == len(unseen) == 64
+    assert len(train) == len(seen) == 136
+    assert not seen & unseen
+    assert all(eval(row["metadata"]["expression"]) == int(row["label"]) for row in train + held_out)
+
+
+def test_the_split_depends_on_the_seed_only() -> None:
+    assert arithmetic.split(3) == arithmetic.split(3)
+    assert arithmetic.split(3) != arithmetic.split(4)
+
+
+def test_reversed_numbers_are_disjoint_and_right(tmp_path: Path) -> None:
+    rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in reverse.write_data(tmp_path, 0)]
+    train, held_out = ({row["prompt"] for row in part} for part in rows)
+    assert len(train) + len(held_out) == 10**reverse.DIGITS
+    assert not train & held_out
+    assert all(row["label"] == row["prompt"].rstrip(">")[::-1] for part in rows for row in part)
+
+
+def test_the_tiny_tokenizer_reads_one_character_a_token(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(reverse.write_model(tmp_path, 0))
+    ids = tokenizer("407>")["input_ids"]
+    assert [reverse.CHARACTERS[i] for i in ids] == list("407>")
+    assert tokenizer.decode([*ids[:3], 1], skip_special_tokens=True).replace(" ", "") == "407"
+
+
+@pytest.mark.parametrize(
+    "response, status, expected",
+    [
+        ("321", Sample.Status.COMPLETED, 1.0),
+        ("321", Sample.Status.TRUNCATED, 0.375),
+        ("32", Sample.Status.COMPLETED, 0.25),
+        ("921", Sample.Status.COMPLETED, 0.375),
+        ("", Sample.Status.COMPLETED, 0.0),
+    ],
+)
+def test_reward_gives_half_credit_for_right_positions(response: str, status: Sample.Status, expected: float) -> None:
+    sample = Sample(response=response, label="321", status=status)
+    assert asyncio.run(reverse.reward(None, sample)) == expected
+
+
+def test_flags_that_quickstart_does_not_know_go_to_training() -> None:
+    options, rest = quickstart.parse(["--tiny", "--output-dir", "x", "--lr", "1"])
+    assert options.tiny and options.output_dir == Path("x")
+    assert rest == ["--lr", "1"]

@@ -1,0 +1,24 @@
+"""What rollout functions return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.types import Sample
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """samples: one list a group; an element may be a list (the segments that one sample fanned out into)."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """data: by name of the set, {"rewards": [...], "truncated": [...], "samples": [...]}, in sample order."""
+
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None

@@ -1,0 +1,60 @@
+"""One call of Generate or Evaluate: its progress, its open requests, and how it is cancelled.
+
+It travels in a context variable, because the contracts of plug-ins have no place for it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+
+
+class RolloutCall:
+    def __init__(
+        self,
+        rollout_id: int,
+        total: int,
+        *,
+        evaluation: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.rollout_id = rollout_id
+        self.total = total
+        self.evaluation = evaluation
+        self.done = 0
+        self.cancelled = threading.Event()
+        # Requests at engines, by request id: what to abort when the rollout is full.
+        self.open_requests: set[str] = set()
+        self.started = time.monotonic()
+        self.reward_seconds = 0.0
+        self._on_progress = on_progress or (lambda done, total: None)
+        self._futures: set[concurrent.futures.Future[object]] = set()
+        self._lock = threading.Lock()
+
+    def advance(self, by: int = 1) -> None:
+        self.done += by
+        self._on_progress(self.done, self.total)
+
+    def attach(self, future: concurrent.futures.Future[object]) -> None:
+        with self._lock:
+            self._futures.add(future)
+        future.add_done_callback(self._detach)
+        if self.cancelled.is_set():
+            future.cancel()
+
+    def _detach(self, future: concurrent.futures.Future[object]) -> None:
+        with self._lock:
+            self._futures.discard(future)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        with self._lock:
+            futures = list(self._futures)
+        for future in futures:
+            future.cancel()
+
+
+CALL: ContextVar[RolloutCall | None] = ContextVar("slime_rollout_call", default=None)

@@ -1,0 +1,109 @@
+"""`slime-rollout serve` and `slime-rollout generate`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.rollout.settings import RolloutSettings
+from slime.types.errors import ConfigError, SlimeError
+from slime.types.rpc import RpcSettings
+from slime.types.settings import REQUIRED, parse, setting
+
+USAGE = """usage: slime-rollout {serve,generate} [flags]
+
+  serve      lease prompts from a buffer, generate, score, complete; holds the engines' weights
+  generate   answer and score the prompts of a jsonl file, without a buffer
+
+slime-rollout COMMAND --help lists the flags."""
+
+
+@dataclass(kw_only=True)
+class ServeSettings:
+    """Service."""
+
+    buffer_address: str = setting(REQUIRED, "where slime-buffer listens", metavar="HOST:PORT")
+
+
+@dataclass(kw_only=True)
+class GenerateSettings:
+    """Files."""
+
+    prompts: str = setting(REQUIRED, "jsonl file of prompts", metavar="FILE")
+    output: str = setting(REQUIRED, "jsonl file of samples to write, one a line", metavar="FILE")
+    input_key: str = setting("input", "key of the prompt: text, or a list of chat messages")
+    label_key: str = setting("label", "key of the label")
+    metadata_key: str = setting("metadata", "key of the metadata object")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 after a clean end, 2 for settings that cannot work, 1 otherwise."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = {"serve": _serve, "generate": _generate}
+    if not words or words[0] not in commands:
+        asked = bool(words) and words[0] in ("-h", "--help")
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    # SIGTERM ends a command as Ctrl-C does, so that engines are stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return commands[words[0]](words[1:])
+    except ConfigError as error:
+        print(f"slime-rollout: error: {error}", file=sys.stderr)
+        return 2
+    except SlimeError as error:
+        print(f"slime-rollout: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(argv: Sequence[str]) -> int:
+    settings, rpc, where = parse(
+        argv,
+        RolloutSettings,
+        RpcSettings,
+        ServeSettings,
+        prog="slime-rollout serve",
+        description="Generates and scores samples.",
+    )
+    from slime.rollout.service import serve
+
+    with serve(settings, rpc, buffer_address=where.buffer_address) as service:
+        print(f"listening on {service.address}", flush=True)
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+    return 0
+
+
+def _generate(argv: Sequence[str]) -> int:
+    settings, files = parse(
+        argv,
+        RolloutSettings,
+        GenerateSettings,
+        prog="slime-rollout generate",
+        description="Answers and scores the prompts of a file.",
+    )
+    from slime.rollout.generate.offline import generate_file
+
+    metrics = generate_file(
+        settings,
+        Path(files.prompts),
+        Path(files.output),
+        input_key=files.input_key,
+        label_key=files.label_key,
+        metadata_key=files.metadata_key,
+    )
+    print(json.dumps(metrics, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

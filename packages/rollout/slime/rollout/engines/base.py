@@ -1,0 +1,42 @@
+"""What the rollout side needs of an engine, whoever runs it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A server of SGLang's HTTP protocol. `EngineProcess` is one that we started, `RemoteEngine` one that someone else did."""
+
+    name: str
+    kind: str
+    """"embedded" or "sglang"."""
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, without a trailing slash."""
+        ...
+
+    def raise_if_dead(self) -> None:
+        """Raises EngineError, naming the engine, its exit code and its last lines, if its process has ended."""
+        ...
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Ends the engine if it is ours to end; harmless when called again."""
+        ...
+
+
+class RemoteEngine:
+    """An engine that was running before us and stays when we go."""
+
+    def __init__(self, name: str, url: str, kind: str = "sglang") -> None:
+        self.name = name
+        self.kind = kind
+        self.url = url.rstrip("/")
+
+    def raise_if_dead(self) -> None:
+        return None
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        return None

@@ -1,0 +1,153 @@
+"""A batch of sequences that decode together, and their KV cache.
+
+U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was decoded.
+Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.rollout.engines.embedded.sampling import SamplingParams, sample
+
+# Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
+COMPACT_FRACTION = 0.25
+
+
+@dataclass(eq=False)
+class Response:
+    """One response in the making."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    weight_version: str = ""
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: dict[str, Any] | None = None
+    started: float = field(default_factory=time.perf_counter)
+    finished: float = 0.0
+    on_token: Callable[[], None] | None = None
+
+    def finish(self, reason: dict[str, Any]) -> None:
+        self.finish_reason = reason
+        self.finished = time.perf_counter()
+
+
+class Batch:
+    """Decodes `sequences`; call `step` until `done`. Between two steps any sequence may be finished from outside."""
+
+    def __init__(self, model: Any, tokenizer: Any, sequences: Sequence[Response], eos_ids: frozenset[int], rng: np.random.Generator) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = eos_ids
+        self._rng = rng
+        self._device = next(model.parameters()).device
+        self._rows = list(sequences)
+        self._cache: Any = None
+        self._mask: torch.Tensor | None = None
+
+    @property
+    def running(self) -> list[Response]:
+        return [s for s in self._rows if s.finish_reason is None]
+
+    @property
+    def done(self) -> bool:
+        return not self.running
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One more token for every running sequence."""
+        logits_BV = self._prefill() if self._cache is None else self._decode()
+        params = [s.params for s in self._rows]
+        logits_BV = logits_BV.float()
+        self._forbid_eos(logits_BV)
+        positions = [len(s.prompt_ids) + len(s.output_ids) for s in self._rows]
+        ids, log_probs = sample(logits_BV, params, positions, self._rng)
+        for row, token, log_prob in zip(self._rows, ids.tolist(), log_probs.tolist(), strict=True):
+            if row.finish_reason is None:
+                self._append(row, token, log_prob)
+
+    def _prefill(self) -> torch.Tensor:
+        prompts = list(dict.fromkeys(tuple(s.prompt_ids) for s in self._rows))
+        index = {prompt: i for i, prompt in enumerate(prompts)}
+        rows = [index[tuple(s.prompt_ids)] for s in self._rows]
+        for i, s in enumerate(self._rows):
+            s.cached_tokens = len(s.prompt_ids) if rows[i] in rows[:i] else 0
+        longest = max(map(len, prompts))
+        ids_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids_UP[i, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_UP[i, longest - len(prompt) :] = 1
+        ids_UP, mask_UP = ids_UP.to(self._device), mask_UP.to(self._device)
+        output = self._model(
+            input_ids=ids_UP, attention_mask=mask_UP, position_ids=_positions(mask_UP), use_cache=True, logits_to_keep=1
+        )
+        self._cache = output.past_key_values
+        self._mask = mask_UP
+        logits_UV = output.logits[:, -1]
+        if rows == list(range(len(prompts))):
+            return logits_UV
+        chosen = torch.tensor(rows, device=self._device)
+        self._cache.batch_select_indices(chosen)
+        self._mask = mask_UP[chosen]
+        return logits_UV[chosen]
+
+    def _decode(self) -> torch.Tensor:
+        self._compact()
+        assert self._mask is not None
+        ids_B1 = torch.tensor([[s.output_ids[-1]] for s in self._rows], device=self._device)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._rows), 1)], dim=1)
+        output = self._model(
+            input_ids=ids_B1,
+            attention_mask=self._mask,
+            position_ids=self._mask.sum(1, keepdim=True) - 1,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
+
+    def _compact(self) -> None:
+        kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
+        if len(self._rows) - len(kept) < max(1, COMPACT_FRACTION * len(self._rows)):
+            return
+        chosen = torch.tensor(kept, device=self._device)
+        self._cache.batch_select_indices(chosen)
+        assert self._mask is not None
+        self._mask = self._mask[chosen]
+        self._rows = [self._rows[i] for i in kept]
+
+    def _forbid_eos(self, logits_BV: torch.Tensor) -> None:
+        for i, s in enumerate(self._rows):
+            if len(s.output_ids) < s.params.min_new_tokens:
+                logits_BV[i, sorted(self._eos | s.params.stop_token_ids)] = -torch.inf
+
+    def _append(self, s: Response, token: int, log_prob: float) -> None:
+        s.output_ids.append(token)
+        s.log_probs.append(log_prob)
+        if token in s.params.stop_token_ids or (token in self._eos and not s.params.ignore_eos):
+            s.finish({"type": "stop", "matched": token})
+        elif s.params.stop and (matched := self._matched_stop(s)) is not None:
+            s.finish({"type": "stop", "matched": matched})
+        elif len(s.output_ids) >= s.params.max_new_tokens:
+            s.finish({"type": "length", "length": s.params.max_new_tokens})
+        if s.on_token is not None:
+            s.on_token()
+
+    def _matched_stop(self, s: Response) -> str | None:
+        # A token holds at least one byte, so no stop string reaches further back than this.
+        tail = self._tokenizer.decode(s.output_ids[-max(len(stop.encode()) for stop in s.params.stop) - 1 :])
+        return next((stop for stop in s.params.stop if stop in tail), None)
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(-1) - 1).clamp_(min=0)

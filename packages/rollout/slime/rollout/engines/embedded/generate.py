@@ -1,0 +1,111 @@
+"""/generate: a JSON body to sequences, and finished sequences to SGLang's answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from slime.rollout.engines.embedded.decode import Response
+from slime.rollout.engines.embedded.loading import Loaded
+from slime.rollout.engines.embedded.sampling import SamplingParams
+from slime.types.errors import InvalidField
+
+KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
+         "logprob_start_len", "top_logprobs_num", "model", "priority")  # fmt: skip
+NOT_HERE = ("image_data", "audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
+
+
+def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Response], bool]:
+    """(sequences, whether the request was for a batch). Raises InvalidField."""
+    for name, value in body.items():
+        if name in NOT_HERE and value:
+            raise InvalidField(name, "given", "nothing: the embedded engine takes text only")
+        if name not in KNOWN and name not in NOT_HERE:
+            raise InvalidField(name, value, f"one of {', '.join(KNOWN)}")
+    prompts, batched = _prompts(body, loaded)
+    params = _spread("sampling_params", body.get("sampling_params") or {}, len(prompts), Mapping)
+    rids = _spread("rid", body.get("rid"), len(prompts), str)
+    if len(prompts) > 1 and isinstance(body.get("rid"), str):
+        rids = [f"{body['rid']}-{i}" for i in range(len(prompts))]
+    return [
+        make_response(loaded, prompt, SamplingParams.parse(p), rid or uuid.uuid4().hex, "input_ids" if not batched else f"input_ids[{i}]")
+        for i, (prompt, p, rid) in enumerate(zip(prompts, params, rids, strict=True))
+    ], batched
+
+
+def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid: str, field: str) -> Response:
+    """Checks the prompt against vocabulary and context; the response is cut to what the context leaves."""
+    if not prompt or not all(isinstance(t, int) and 0 <= t < loaded.vocab_size for t in prompt):
+        wrong = next((t for t in prompt if not (isinstance(t, int) and 0 <= t < loaded.vocab_size)), "no tokens")
+        raise InvalidField(field, wrong, f"token ids from 0 to {loaded.vocab_size - 1}")
+    room = loaded.context_length - len(prompt)
+    if room < 1:
+        raise InvalidField(
+            field, f"{len(prompt)} tokens", f"at most {loaded.context_length - 1}",
+            f"{field}: the prompt has {len(prompt)} tokens, and the context of the model {loaded.context_length}",
+        )  # fmt: skip
+    if params.max_new_tokens > room:
+        params = SamplingParams(**{**params.__dict__, "max_new_tokens": room, "min_new_tokens": min(room, params.min_new_tokens)})
+    return Response(rid, list(prompt), params)
+
+
+def _prompts(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[list[int]], bool]:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise InvalidField("input_ids", "both" if ids is not None else "neither", "input_ids or text, one of them")
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise InvalidField("text", text, "a text or a list of texts")
+        return [loaded.tokenizer(t)["input_ids"] for t in texts], isinstance(text, list)
+    if not isinstance(ids, list) or not ids:
+        raise InvalidField("input_ids", ids, "a list of token ids, or a list of such lists")
+    if isinstance(ids[0], list):
+        return ids, True
+    return [ids], False
+
+
+def _spread(name: str, value: Any, count: int, kind: Any) -> list[Any]:
+    if isinstance(value, list):
+        if len(value) != count:
+            raise InvalidField(name, f"{len(value)} of them", f"{count}, one for each prompt")
+        values = value
+    else:
+        values = [value] * count
+    for item in values:
+        if item is not None and not isinstance(item, kind):
+            raise InvalidField(name, item, "an object" if kind is Mapping else "a text")
+    return values
+
+
+def response_text(loaded: Loaded, response: Response) -> str:
+    """The text of the response, without the stop string or the end-of-sequence token that ended it."""
+    params, ids = response.params, response.output_ids
+    reason = response.finish_reason or {}
+    matched = reason.get("matched") if not params.no_stop_trim else None
+    if isinstance(matched, int) and ids and ids[-1] == matched:
+        ids = ids[:-1]
+    text = loaded.tokenizer.decode(
+        ids, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    if isinstance(matched, str) and matched in text:
+        text = text[: text.index(matched)]
+    return text
+
+
+def answer(loaded: Loaded, response: Response, *, log_probs: bool) -> dict[str, Any]:
+    """SGLang's form of one response."""
+    meta: dict[str, Any] = {
+        "id": response.rid,
+        "finish_reason": response.finish_reason,
+        "prompt_tokens": len(response.prompt_ids),
+        "completion_tokens": len(response.output_ids),
+        "cached_tokens": response.cached_tokens,
+        "weight_version": response.weight_version,
+        "e2e_latency": (response.finished or response.started) - response.started,
+    }
+    if log_probs:
+        pairs = zip(response.log_probs, response.output_ids, strict=True)
+        meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
+    return {"text": response_text(loaded, response), "output_ids": list(response.output_ids), "meta_info": meta}

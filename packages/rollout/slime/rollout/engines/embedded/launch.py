@@ -1,0 +1,40 @@
+"""Starts an embedded engine as a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.process import EngineProcess
+
+# The trainer works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def start_embedded(
+    options: EmbeddedOptions, *, name: str = "embedded-0", env: Mapping[str, str] | None = None
+) -> EngineProcess:
+    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once."""
+    return EngineProcess(
+        name,
+        "embedded",
+        lambda announce, parent: command_line(options, announce, parent),
+        host=options.host,
+        env={**SHARED_CORES, **(env or {})},
+    )
+
+
+def command_line(options: EmbeddedOptions, announce_fd: int | None = None, parent_fd: int | None = None) -> list[str]:
+    """The argument vector that makes an engine with these options."""
+    chosen = dataclasses.replace(options, announce_fd=announce_fd, parent_fd=parent_fd)
+    argv = [sys.executable, "-m", "slime.rollout.engines.embedded"]
+    for field in dataclasses.fields(chosen):
+        value = getattr(chosen, field.name)
+        flag = "--" + field.name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is not None and value is not False:
+            argv += [flag, str(value)]
+    return argv

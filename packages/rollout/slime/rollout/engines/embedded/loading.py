@@ -1,0 +1,78 @@
+"""A Hugging Face directory as a model and a tokenizer, with the errors of a directory that is not one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.types.errors import InvalidFile, MissingFile
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass
+class Loaded:
+    """vocab_size: of the model's embedding; eos_ids: tokens that end a response."""
+
+    model: Any
+    tokenizer: Any
+    vocab_size: int
+    context_length: int
+    eos_ids: frozenset[int]
+
+
+def check_directory(path: str) -> None:
+    """Raises MissingFile or InvalidFile naming what is not there; reads no weights."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise MissingFile(f"--model-path: no such directory {path}", field="--model-path", value=path)
+    for what, names in (("config.json", ("config.json",)), ("weights", WEIGHT_FILES), ("tokenizer", TOKENIZER_FILES)):
+        if not any((directory / name).is_file() for name in names):
+            raise InvalidFile(
+                f"--model-path: {path} has no {what}: expected {' or '.join(names)}",
+                field="--model-path", value=path, expected=" or ".join(names),
+            )  # fmt: skip
+    try:
+        json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise InvalidFile(f"--model-path: {path}/config.json: {error}", field="--model-path", value=path) from None
+
+
+def load(options: EmbeddedOptions) -> Loaded:
+    """Raises MissingFile, InvalidFile."""
+    check_directory(options.model_path)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(options.model_path)
+        tokenizer = AutoTokenizer.from_pretrained(options.model_path, padding_side="left")
+        device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidFile(
+            f"--model-path: {options.model_path} does not load: {error}", field="--model-path", value=options.model_path
+        ) from error
+    model = model.to(device).eval().requires_grad_(False)
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or 1 << 20
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        context_length=min(limit, options.context_length or limit),
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
+    return frozenset(ids)

@@ -1,0 +1,259 @@
+"""The HTTP endpoints, under SGLang's names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from slime.rollout.engines.embedded import openai
+from slime.rollout.engines.embedded.decode import Response
+from slime.rollout.engines.embedded.generate import answer, make_response, parse_generate
+from slime.rollout.engines.embedded.loading import Loaded
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.sampling import SamplingParams
+from slime.rollout.engines.embedded.scheduler import Scheduler
+from slime.types.errors import InvalidField, SlimeError
+
+log = logging.getLogger(__name__)
+
+LARGEST_BODY = 4 << 30  # a bucket of weights
+PAUSE_MODES = ("abort", "in_place", "retract")
+
+
+class EngineServer:
+    """Answers for one model. `name` is what /v1/models lists."""
+
+    def __init__(self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions) -> None:
+        self.loaded = loaded
+        self.scheduler = scheduler
+        self.options = options
+        self.name = options.served_model_name or Path(options.model_path).name
+        self.paused = False
+        self.started = time.time()
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors_as_json])
+        both = ("GET", "POST")
+        routes: list[tuple[tuple[str, ...], str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
+            (("POST",), "/generate", self.generate),
+            (("POST",), "/v1/chat/completions", self.chat),
+            (("POST",), "/v1/completions", self.complete),
+            (("GET",), "/v1/models", self.models),
+            (("GET",), "/health", self.health),
+            (("GET",), "/health_generate", self.health_generate),
+            (both, "/flush_cache", self.flush_cache),
+            (("GET",), "/get_weight_version", self.weight_version),
+            (("GET",), "/get_model_info", self.model_info),
+            (("GET",), "/model_info", self.model_info),
+            (("GET",), "/server_info", self.server_info),
+            (("GET",), "/get_server_info", self.server_info),
+            (("POST",), "/abort_request", self.abort_request),
+            (("POST",), "/pause_generation", self.pause_generation),
+            (("POST",), "/continue_generation", self.continue_generation),
+            (("POST",), "/update_weights_from_disk", self.update_weights_from_disk),
+            (("POST",), "/update_weights_from_tensor", self.update_weights_from_tensor),
+        ]
+        for methods, path, handler in routes:
+            for method in methods:
+                application.router.add_route(method, path, handler)
+        return application
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request)
+        responses, batched = parse_generate(body, self.loaded)
+        log_probs = bool(body.get("return_logprob"))
+        if body.get("stream"):
+            if batched:
+                raise InvalidField("stream", True, "one prompt a request")
+            return await self._stream(request, responses[0], log_probs)
+        await self.finish(responses)
+        answers = [answer(self.loaded, r, log_probs=log_probs) for r in responses]
+        return web.json_response(answers if batched else answers[0])
+
+    async def _stream(self, request: web.Request, response: Response, log_probs: bool) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        async for _ in self.tokens(response):
+            await send_event(stream, answer(self.loaded, response, log_probs=log_probs))
+        await send_event(stream, "[DONE]")
+        return stream
+
+    async def finish(self, responses: list[Response]) -> None:
+        """Waits for all of them; a client that goes away takes its sequences with it."""
+        submitted = self.scheduler.submit(responses)
+        try:
+            await asyncio.wrap_future(submitted.done)
+        except asyncio.CancelledError:
+            for response in responses:
+                self.scheduler.abort(response.rid)
+            raise
+
+    async def tokens(self, response: Response):  # noqa: ANN201
+        """Yields after new tokens, and once more when the response has finished."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        response.on_token = lambda: loop.call_soon_threadsafe(arrived.set)
+        task = asyncio.ensure_future(self.finish([response]))
+        task.add_done_callback(lambda _: arrived.set())
+        try:
+            while not task.done():
+                await arrived.wait()
+                arrived.clear()
+                if not task.done() and response.finish_reason is None:
+                    yield
+            task.result()
+            yield
+        finally:
+            task.cancel()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await openai.chat(self, request, await read_json(request))
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        return await openai.complete(self, request, await read_json(request))
+
+    async def models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.name, "object": "model", "created": int(self.started), "owned_by": "slime",
+            "root": self.options.model_path, "max_model_len": self.loaded.context_length,
+        }  # fmt: skip
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """Makes a token, unless tokens are being made or held back already."""
+        if not self.paused and not self.scheduler.num_running:
+            params = SamplingParams(max_new_tokens=1, temperature=0.0)
+            await self.finish([make_response(self.loaded, [0], params, f"health-{time.monotonic_ns()}", "input_ids")])
+        return web.Response()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        # No cache outlives its batch.
+        return web.Response(text="Cache flushed.\n")
+
+    async def weight_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.scheduler.weights.version})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self.options.model_path,
+                "tokenizer_path": self.options.model_path,
+                "is_generation": True,
+                "weight_version": self.scheduler.weights.version,
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "engine": "embedded",
+                "model_path": self.options.model_path,
+                "served_model_name": self.name,
+                "context_length": self.loaded.context_length,
+                "max_running_requests": self.options.max_running_requests,
+                "deterministic": self.options.deterministic,
+                "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+                "device": str(self.loaded.model.device),
+                "weight_version": self.scheduler.weights.version,
+                "num_running": self.scheduler.num_running,
+                "num_waiting": self.scheduler.num_waiting,
+            }
+        )
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        rid = body.get("rid")
+        if not rid and not body.get("abort_all"):
+            raise InvalidField("rid", rid, "the id of a request, or abort_all: true")
+        await asyncio.wrap_future(self.scheduler.abort(None if body.get("abort_all") else rid))
+        return web.json_response({"success": True})
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        mode = (await read_json(request)).get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
+        self.paused = True
+        await asyncio.wrap_future(self.scheduler.pause(mode))
+        return web.json_response({"status": "ok", "message": "generation is paused"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self.scheduler.resume())
+        self.paused = False
+        return web.json_response({"status": "ok", "message": "generation goes on"})
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        path = body.get("model_path")
+        if not isinstance(path, str) or not Path(path).is_dir():
+            raise InvalidField("model_path", path, "a Hugging Face directory on the engine's machine")
+        weights = self.scheduler.weights
+        version = str(body.get("weight_version") or weights.version)
+        await asyncio.wrap_future(self.scheduler.between_steps(lambda: weights.load_directory(path, version)))
+        return web.json_response({"success": True, "message": f"loaded {path}", "weight_version": version})
+
+    async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
+        """Body: one bucket of safetensors. Query: weight_version, and last=true with the last bucket."""
+        if request.content_type != "application/octet-stream":
+            raise InvalidField(
+                "Content-Type", request.content_type, "application/octet-stream",
+                "the body must be safetensors (application/octet-stream): SGLang's JSON form carries pickles, "
+                "and unpickling runs whatever code the sender put in",
+            )  # fmt: skip
+        version, last = request.query.get("weight_version"), request.query.get("last", "true")
+        if not version:
+            raise InvalidField("weight_version", version, "the version that these weights are, in the query")
+        if last not in ("true", "false"):
+            raise InvalidField("last", last, "true or false")
+        bucket = await request.read()
+        weights = self.scheduler.weights
+        await asyncio.wrap_future(
+            self.scheduler.between_steps(lambda: weights.load_bucket(bucket, version, last=last == "true"))
+        )
+        return web.json_response({"success": True, "weight_version": weights.version})
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The body as an object; an empty body is an empty one."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise InvalidField("body", raw[:100].decode(errors="replace"), f"JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise InvalidField("body", type(body).__name__, "a JSON object")
+    return body
+
+
+async def send_event(stream: web.StreamResponse, data: Any) -> None:
+    text = data if isinstance(data, str) else json.dumps(data)
+    await stream.write(f"data: {text}\n\n".encode())
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SlimeError as error:
+        status = 400 if error.status in ("INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED") else 409 if error.status == "FAILED_PRECONDITION" else 500
+        return _error(status, type(error).__name__, error.message, error.field, error.value, error.expected)
+    except web.HTTPException:
+        raise
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        return _error(500, type(error).__name__, f"{type(error).__name__}: {error}")
+
+
+def _error(status: int, kind: str, message: str, field: str = "", value: str = "", expected: str = "") -> web.Response:
+    detail = {"type": kind, "message": message, "field": field, "value": value, "expected": expected}
+    return web.json_response({"error": detail}, status=status)

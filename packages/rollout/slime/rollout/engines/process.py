@@ -1,0 +1,203 @@
+"""The process of an engine: started in a session of its own, watched, and ended with everything it started.
+
+The engine inherits two pipes. Into the first it writes one JSON line: `{"port": N}` when it serves, or
+`{"error": {...}}` when it refuses to start. Of the second we hold the only write end, and never write: its end of file
+tells the engine that we are gone, however we went.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes
+
+logger = logging.getLogger(__name__)
+
+KEPT_LINES = 50
+
+
+class EngineProcess:
+    """A running engine of ours; satisfies `base.Engine`.
+
+    command: given (announce_fd, parent_fd), the argument vector to start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        command: Callable[[int, int], list[str]],
+        *,
+        host: str = "127.0.0.1",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self._host = host
+        self._port: int | None = None
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._announced, announce_fd = os.pipe()
+        parent_fd, self._parent_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command(announce_fd, parent_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(announce_fd, parent_fd),
+                start_new_session=True,
+                env=None if env is None else {**os.environ, **env},
+            )
+        except OSError as error:
+            os.close(self._announced)
+            os.close(self._parent_end)
+            raise EngineError(f"engine {name} cannot be started: {error}") from error
+        finally:
+            os.close(announce_fd)
+            os.close(parent_fd)
+        self._reader = threading.Thread(target=self._read_lines, name=f"log-{name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        if self._port is None:
+            raise EngineError(f"engine {self.name} has not announced its port yet")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    @property
+    def last_lines(self) -> list[str]:
+        """What the engine printed last, oldest first, at most 50 lines."""
+        return list(self._lines)
+
+    def wait_ready(self, timeout_seconds: float = 300.0) -> EngineProcess:
+        """Returns itself once the engine serves.
+
+        Raises what the engine refused to start with (MissingFile, InvalidFile, PortInUse, ...), EngineError if it died
+        without a word, DeadlineExceeded (and ends it) if it said nothing in time.
+        """
+        if self._port is not None:
+            return self
+        message = self._read_announcement(time.monotonic() + timeout_seconds)
+        if message is None:
+            self.stop()
+            raise DeadlineExceeded(
+                f"engine {self.name} was not ready after {timeout_seconds:g} s; its last lines:\n{self._tail()}",
+                field="timeout_seconds",
+                value=timeout_seconds,
+            )
+        if "error" in message:
+            self._process.wait(timeout=30)
+            self.stop()
+            raise _as_error(message["error"])
+        if "port" not in message:
+            self._await_exit(30.0)
+            self.stop()
+            raise self._death()
+        self._port = int(message["port"])
+        return self
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        return self._process.poll()
+
+    def raise_if_dead(self) -> None:
+        if self.poll() is not None:
+            raise self._death()
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`."""
+        self._signal_group(signal.SIGTERM)
+        self._await_exit(grace_seconds)
+        self._signal_group(signal.SIGKILL)
+        self._process.wait(timeout=30)
+        self._reader.join(timeout=5)
+        for name in ("_announced", "_parent_end"):
+            descriptor = getattr(self, name)
+            if descriptor is not None:
+                os.close(descriptor)
+                setattr(self, name, None)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _read_lines(self) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                self._lines.append(line)
+                logger.info("[%s] %s", self.name, line)
+
+    def _read_announcement(self, deadline: float) -> dict[str, Any] | None:
+        """The announced object, {} if the engine closed the pipe without one, None at the deadline."""
+        received = b""
+        while not received.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._announced], [], [], left)[0]:
+                return None
+            chunk = os.read(self._announced, 65536)
+            if not chunk:
+                return {}
+            received += chunk
+        return json.loads(received)
+
+    def _await_exit(self, timeout_seconds: float) -> None:
+        try:
+            self._process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            logger.warning("engine %s is still running after %g s", self.name, timeout_seconds)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _tail(self) -> str:
+        return "\n".join(f"    {line}" for line in self._lines) or "    (none)"
+
+    def _death(self) -> EngineError:
+        code = self.poll()
+        # Lines that were written just before the end may still be in the pipe.
+        self._reader.join(timeout=5)
+        return EngineError(
+            f"engine {self.name} (pid {self.pid}) ended with {describe_exit(code)}; its last lines:\n{self._tail()}",
+            field=self.name,
+            value=str(code),
+            expected="a running engine",
+        )
+
+
+def describe_exit(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _as_error(detail: Mapping[str, Any]) -> SlimeError:
+    """The error that the engine announced, of the class it had there."""
+    cls = error_classes().get(detail["type"], EngineError)
+    error = cls.__new__(cls)
+    SlimeError.__init__(error, detail["message"], field=detail["field"], value=detail["value"], expected=detail["expected"])
+    return error

@@ -1,0 +1,95 @@
+"""Evaluation: every prompt of a set answered n times, scored, nothing stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.call import CALL
+from slime.rollout.generate.group import (
+    finish_group,
+    flatten,
+    generate_and_rm_group,
+    generate_batch,
+    needs_single_calls,
+)
+from slime.rollout.generate.state import GenerateState, eval_sampling_params
+from slime.rollout.sources import EvaluationSource
+from slime.types import Sample
+
+# Samples a request: a fixed cut, so that two runs batch alike.
+REQUEST_SAMPLES = 128
+
+
+async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource) -> RolloutFnEvalOutput:
+    """All sets of `data_source`. Two evaluations of the same weights draw the same samples: seeds depend on
+    the position in the set alone."""
+    state = GenerateState(args)
+    return await state.fleet.guard(_evaluate(state, data_source))
+
+
+async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFnEvalOutput:
+    call = CALL.get()
+    sets = {
+        name: await asyncio.to_thread(source.read, name, state.args.n_samples_per_eval_prompt) for name in source.names
+    }
+    output = RolloutFnEvalOutput(metrics={})
+    for name, groups in sets.items():
+        kept = [group for group in groups if _fits(state, group)]
+        if state.args.eval_max_prompt_len is not None:
+            output.metrics[f"eval/{name}-prompt_too_long"] = len(groups) - len(kept)  # type: ignore[index]
+        sets[name] = kept
+    if call is not None:
+        call.total = sum(len(group) for groups in sets.values() for group in groups)
+        call.advance(0)
+    for name, groups in sets.items():
+        samples = await evaluate_groups(state, groups)
+        key = state.args.eval_reward_key or state.args.reward_key
+        output.data[name] = {
+            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
+            "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
+    return output
+
+
+def _fits(state: GenerateState, group: Sequence[Sample]) -> bool:
+    limit = state.args.eval_max_prompt_len
+    return limit is None or len(state.prompts.encode(group[0])) <= limit
+
+
+async def evaluate_groups(state: GenerateState, groups: list[list[Sample]]) -> list[Sample]:
+    """The samples of a set, generated and scored, by index."""
+    params = eval_sampling_params(state.args)
+    if needs_single_calls(state, flatten(groups)):
+        done = await asyncio.gather(*(_evaluate_group(state, group, params) for group in groups))
+        samples = flatten(done)
+    else:
+        samples = flatten(groups)
+        await asyncio.gather(
+            *(
+                _evaluate_chunk(state, samples[i : i + REQUEST_SAMPLES], params)
+                for i in range(0, len(samples), REQUEST_SAMPLES)
+            )
+        )
+    return sorted(samples, key=lambda sample: sample.index or 0)
+
+
+async def _evaluate_group(state: GenerateState, group: list[Sample], params: dict[str, Any]) -> list[Any]:
+    generated = await generate_and_rm_group(state.args, group, params, evaluation=True)
+    _advance(len(group))
+    return generated
+
+
+async def _evaluate_chunk(state: GenerateState, samples: list[Sample], params: dict[str, Any]) -> None:
+    await generate_batch(state, samples, params, evaluation=True)
+    await finish_group(state, samples, evaluation=True)
+    _advance(len(samples))
+
+
+def _advance(samples: int) -> None:
+    call = CALL.get()
+    if call is not None:
+        call.advance(samples)

@@ -1,0 +1,1 @@
+"""From leased groups to scored ones. Read `default` first, then `group` and `sample`."""

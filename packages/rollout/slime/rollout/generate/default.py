@@ -1,0 +1,233 @@
+"""The default rollout: groups from the data source until enough are accepted, the rest given back.
+
+1. fetch `over_sampling_batch_size` groups whenever accepted + pending are fewer than the target; prompts that are too
+   long are rejected
+2. generate and score each group; complete it as soon as it is accepted, reject it when the dynamic filter drops it
+3. when the target is reached, abort what is still running and give it back: with `--partial-rollout` with what it has,
+   without it as it was leased
+
+With `--deterministic`, groups are taken in the order of their index, and one fetch is one request, decided as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.call import CALL
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.generate.group import (
+    Generated,
+    finish_group,
+    flatten,
+    generate_and_rm_group,
+    generate_batch,
+    needs_single_calls,
+)
+from slime.rollout.generate.state import GenerateState
+from slime.types import Sample
+from slime.types.errors import InvalidField
+
+ABORT_SECONDS = 60.0
+# So many groups in a row whose prompt is too long mean that the limit is wrong, not the prompts.
+TOO_LONG_IN_A_ROW = 1000
+
+
+async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    """`args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
+    state = GenerateState(args)
+    return await state.fleet.guard(_Rollout(state, args, rollout_id, data_source).run())
+
+
+class _Rollout:
+    def __init__(self, state: GenerateState, args: Any, rollout_id: int, source: Any) -> None:
+        self.state, self.args, self.rollout_id, self.source = state, args, rollout_id, source
+        self.target: int = args.rollout_batch_size
+        self.call = CALL.get()
+        self.accepted: list[list[Generated]] = []
+        self.seen: list[list[Generated]] = []
+        self.pending: dict[asyncio.Task[list[Generated]], list[Sample]] = {}
+        # Groups of a common request whose turn has not come yet.
+        self.undecided = 0
+        self.fetching: asyncio.Task[list[list[Sample]]] | None = None
+        self.dropped: Counter[str] = Counter()
+        self.too_long = 0
+        self.too_long_in_a_row = 0
+        self.given_back = 0
+        # Calls to the buffer that need not be waited for until the end.
+        self.writes: list[asyncio.Task[None]] = []
+
+    async def run(self) -> RolloutFnTrainOutput:
+        try:
+            while len(self.accepted) < self.target:
+                self._check_writes()
+                missing = len(self.accepted) + len(self.pending) < self.target
+                if missing and self.fetching is None:
+                    self.fetching = asyncio.create_task(_in_thread(self.source.get_samples, self._fetch_size()))
+                waiting = {*self.pending, *([self.fetching] if self.fetching else [])}
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await self._collect(task for task in done if task in self.pending)
+                if self.fetching in done:
+                    groups, self.fetching = self.fetching.result(), None
+                    await self._start(groups)
+            await self._give_back_the_rest()
+            await _all(self.writes)
+        except BaseException:
+            for task in [*self.pending, *self.writes, *([self.fetching] if self.fetching else [])]:
+                task.cancel()
+            raise
+        return self._output()
+
+    def _fetch_size(self) -> int:
+        wanted = max(self.args.over_sampling_batch_size or 0, self.target)
+        if wanted > self.target or not (self.accepted or self.pending):
+            return wanted
+        # Without over-sampling asked for, lease no more than is missing: the rest would be generated for nothing.
+        return self.target - len(self.accepted) - len(self.pending)
+
+    async def _start(self, groups: list[list[Sample]]) -> None:
+        groups = [group for group in groups if await self._fits(group)]
+        groups.sort(key=lambda group: group[0].group_index or 0)
+        for group in groups:
+            for sample in group:
+                if sample.status is Sample.Status.ABORTED:
+                    sample.status = Sample.Status.PENDING
+        if self.args.deterministic and groups and not needs_single_calls(self.state, flatten(groups)):
+            await self._generate_together(groups)
+            return
+        for group in groups:
+            task = asyncio.create_task(generate_and_rm_group(self.args, group, self.state.sampling_params))
+            self.pending[task] = group
+
+    async def _fits(self, group: list[Sample]) -> bool:
+        limit = self.args.rollout_max_prompt_len
+        if limit is None:
+            return True
+        sample = group[0]
+        length = (
+            len(sample.tokens) - sample.response_length
+            if len(sample.tokens)
+            else len(self.state.prompts.encode(sample))
+        )
+        if length <= limit:
+            self.too_long_in_a_row = 0
+            return True
+        self.too_long += 1
+        self.too_long_in_a_row += 1
+        if self.too_long_in_a_row >= TOO_LONG_IN_A_ROW:
+            raise InvalidField(
+                "rollout_max_prompt_len", limit, f"at least {length}",
+                f"{TOO_LONG_IN_A_ROW} prompts in a row are longer than --rollout-max-prompt-len {limit}; "
+                f"the last, of group {sample.group_index}, has {length} tokens",
+            )  # fmt: skip
+        await _in_thread(self.source.reject, group, "prompt_too_long")
+        return False
+
+    async def _generate_together(self, groups: list[list[Sample]]) -> None:
+        await generate_batch(self.state, flatten(groups), self.state.sampling_params)
+        for group in groups:
+            await finish_group(self.state, group)
+        for position, group in enumerate(groups):
+            self.undecided = len(groups) - position - 1
+            await self._decide(group, list(group))
+
+    async def _collect(self, done: Iterable[asyncio.Task[list[Generated]]]) -> None:
+        for task in sorted(done, key=lambda task: self.pending[task][0].group_index or 0):
+            group = self.pending.pop(task)
+            await self._decide(group, task.result())
+
+    async def _decide(self, leased: list[Sample], group: list[Generated]) -> None:
+        samples = flatten(group)
+        if len(self.accepted) >= self.target or any(sample.status is Sample.Status.ABORTED for sample in samples):
+            await self._give_back(leased, samples)
+            return
+        self.seen.append(group)
+        verdict = DynamicFilterOutput(keep=True)
+        if self.state.plugins.dynamic_filter is not None:
+            verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
+        if not verdict.keep:
+            reason = verdict.reason or "filtered"
+            short = len(self.accepted) + len(self.pending) + self.undecided < self.target
+            if not (verdict.keep_when_insufficient and short):
+                self.dropped[reason] += 1
+                self._write(self.source.reject, leased, reason)
+                return
+        self.accepted.append(group)
+        if self.state.plugins.sample_filter is None:
+            self._complete(leased, samples)
+        elif len(self.accepted) == self.target:
+            await self._filter_and_complete()
+
+    async def _filter_and_complete(self) -> None:
+        # The filter sees the whole rollout, so nothing is completed before it.
+        assert self.state.plugins.sample_filter is not None
+        self.accepted.sort(key=_first_index)
+        await _in_thread(self.state.plugins.sample_filter, self.args, self.accepted)
+        for group in self.accepted:
+            samples = flatten(group)
+            self._complete(samples, samples)
+
+    def _complete(self, leased: list[Sample], samples: list[Sample]) -> None:
+        self._write(self.source.complete, samples, leased)
+        if self.call is not None:
+            self.call.advance()
+
+    def _write(self, function: Callable[..., Any], *args: Any) -> None:
+        self.writes.append(asyncio.create_task(_in_thread(function, *args)))
+
+    def _check_writes(self) -> None:
+        for write in [write for write in self.writes if write.done()]:
+            self.writes.remove(write)
+            write.result()
+
+    async def _give_back(self, leased: list[Sample], samples: list[Sample]) -> None:
+        self.given_back += 1
+        if self.args.partial_rollout and len(samples) == len(leased):
+            for sample in samples:
+                sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+            await _in_thread(self.source.add_samples, [samples])
+        else:
+            await _in_thread(self.source.give_back, [leased])
+
+    async def _give_back_the_rest(self) -> None:
+        if not self.pending:
+            return
+        abort = self.state.fleet.abort
+        custom = self.state.plugins.generate is not None
+        alone = self.call is None or custom
+        await abort(None if alone else sorted(self.call.open_requests))  # type: ignore[union-attr]
+        done, late = await asyncio.wait(self.pending, timeout=ABORT_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        for task, group in self.pending.items():
+            failed = task.cancelled() or task.exception() is not None
+            await self._give_back(group, [] if failed else flatten(task.result()))
+        self.pending.clear()
+
+    def _output(self) -> RolloutFnTrainOutput:
+        self.accepted.sort(key=_first_index)
+        if self.state.plugins.all_samples_process is not None:
+            self.state.plugins.all_samples_process(self.args, self.seen, self.source.get_samples)
+        metrics: dict[str, Any] = {
+            f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.dropped.items()
+        }
+        metrics["rollout/prompt_too_long"] = self.too_long
+        metrics["rollout/aborted_groups"] = self.given_back
+        return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)  # type: ignore[arg-type]
+
+
+def _first_index(group: list[Generated]) -> int:
+    return flatten(group)[0].index or 0
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(function, *args)
+
+
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    waiting: list[Awaitable[None]] = list(tasks)
+    await asyncio.gather(*waiting)

@@ -1,0 +1,100 @@
+"""Answers and scores the prompts of a jsonl file, without a buffer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.call import CALL, RolloutCall
+from slime.rollout.generate.group import flatten
+from slime.rollout.launch import close_state, open_state
+from slime.rollout.metrics import rollout_metrics, time_metrics
+from slime.rollout.settings import RolloutSettings
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.sources import MemorySource
+from slime.types import Sample
+from slime.types.errors import InvalidFile, MissingFile
+
+
+def generate_file(
+    settings: RolloutSettings,
+    prompts: Path,
+    output: Path,
+    *,
+    input_key: str = "input",
+    label_key: str = "label",
+    metadata_key: str = "metadata",
+) -> dict[str, float]:
+    """Writes one JSON object a sample, in the order of the prompts; returns the metrics.
+
+    Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
+    Raises InvalidFile naming the line of a broken prompt.
+    """
+    rows = read_prompts(prompts, input_key, label_key, metadata_key)
+    state = open_state(settings)
+    try:
+        source = MemorySource(rows, settings.n_samples_per_prompt)
+        fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
+        source.add_samples(fitting)
+        call = RolloutCall(0, len(fitting))
+        CALL.set(call)
+        started = time.monotonic()
+        state.args.rollout_batch_size = state.args.over_sampling_batch_size = len(fitting)
+        state.plugins.dynamic_filter = None
+        generate_rollout(state.args, 0, source)
+        seconds = time.monotonic() - started
+        groups = sorted(source.completed, key=lambda group: group[0].index or 0)
+        write_samples(output, flatten(groups))
+        metrics = rollout_metrics(groups, state.args) | time_metrics(flatten(groups), seconds, call.reward_seconds)
+        return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
+    finally:
+        close_state(state)
+
+
+def _fits(state: Any, sample: Sample) -> bool:
+    limit = state.args.rollout_max_prompt_len
+    return limit is None or len(state.prompts.encode(sample)) <= limit
+
+
+def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
+    """Fields of Sample, one dict a line; empty lines are left out."""
+    if not path.is_file():
+        raise MissingFile(f"--prompts: no such file {path}", field="--prompts", value=str(path))
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidFile(
+                f"{path}, line {number}: {error}", field="--prompts", value=line, expected="a JSON object"
+            ) from None
+        if not isinstance(row, dict) or not isinstance(row.get(input_key), (str, list)):
+            raise InvalidFile(
+                f"{path}, line {number}: expected an object whose {input_key!r} is text or a list of messages",
+                field="--prompts",
+                value=line,
+            )
+        rows.append({"prompt": row[input_key], "label": row.get(label_key), "metadata": row.get(metadata_key) or {}})
+    if not rows:
+        raise InvalidFile(f"{path}: no prompt in it", field="--prompts", value=str(path), expected="at least one line")
+    return rows
+
+
+def write_samples(path: Path, samples: list[Sample]) -> None:
+    with path.open("w") as file:
+        for sample in samples:
+            file.write(json.dumps(sample.to_dict(), default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} in a sample cannot be written as JSON")

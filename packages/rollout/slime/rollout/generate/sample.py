@@ -1,0 +1,127 @@
+"""One response, token in, token out: from a sample to a request, and from the engine's answer back into the sample."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.call import CALL
+from slime.rollout.fleet import Member
+from slime.rollout.generate.state import GenerateState
+from slime.types import Sample
+from slime.types.errors import EngineError, InvalidField
+
+FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+@dataclass
+class Request:
+    """A sample that needs the engine, and what is asked of it."""
+
+    sample: Sample
+    input_ids: list[int]
+    sampling_params: dict[str, Any]
+    rid: str
+
+
+def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
+    """31 bits that differ for each sample and repeat on every run."""
+    digest = hashlib.blake2b(f"{rollout_seed}:{index}:{repeat}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def make_request(
+    state: GenerateState, sample: Sample, sampling_params: dict[str, Any], *, evaluation: bool = False
+) -> Request | None:
+    """The request for what is left of a sample's response, or None where nothing is: finished samples stay as they are,
+    one whose token budget is spent becomes TRUNCATED.
+
+    Raises InvalidField for a prompt that does not fit the context.
+    """
+    if sample.status in FINISHED:
+        return None
+    if not len(sample.tokens):
+        sample.tokens = state.prompts.encode(sample)
+    if sample.response_length and not evaluation and state.args.mask_offpolicy_in_partial_rollout:
+        sample.loss_mask = np.zeros(sample.response_length, np.uint8)
+    budget = int(sampling_params["max_new_tokens"]) - sample.response_length
+    limit = state.args.eval_max_context_len if evaluation else None
+    limit = limit or state.context_len
+    if limit is not None:
+        prompt_length = len(sample.tokens) - sample.response_length
+        if prompt_length >= limit:
+            raise prompt_too_long(sample, prompt_length, limit)
+        budget = min(budget, limit - len(sample.tokens))
+    if budget <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return None
+    params = sampling_params | {"max_new_tokens": budget}
+    if state.seeded and "sampling_seed" not in params:
+        params["sampling_seed"] = sampling_seed(state.args.rollout_seed, sample.index)
+    return Request(sample, sample.tokens.tolist(), params, uuid.uuid4().hex)
+
+
+def prompt_too_long(sample: Sample, length: int, limit: int) -> InvalidField:
+    return InvalidField(
+        "prompt",
+        length,
+        f"less than {limit}",
+        f"the prompt of group {sample.group_index} has {length} tokens, expected less than {limit} (the context); "
+        "give --rollout-max-prompt-len to reject such prompts",
+    )
+
+
+async def send(
+    state: GenerateState, requests: Sequence[Request], *, session_id: str | None = None, member: Member | None = None
+) -> None:
+    """Sends them as one call of /generate, and appends the answers to their samples."""
+    call = CALL.get()
+    rids = [request.rid for request in requests]
+    if call is not None:
+        call.open_requests.update(rids)
+    try:
+        outputs = await state.fleet.generate(
+            [request.input_ids for request in requests],
+            [request.sampling_params for request in requests],
+            rids=rids,
+            session_id=session_id,
+            member=member,
+        )
+    finally:
+        if call is not None:
+            call.open_requests.difference_update(rids)
+    for request, output in zip(requests, outputs, strict=True):
+        append_output(state.args, request.sample, output)
+
+
+def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+    """Appends one answer of an engine: its tokens, log-probs, text, weight version and finish reason."""
+    try:
+        meta = output["meta_info"]
+        logprobs = meta["output_token_logprobs"]
+    except (KeyError, TypeError):
+        raise EngineError(
+            f"an engine answered without meta_info.output_token_logprobs: {str(output)[:200]}",
+            field="output_token_logprobs",
+        ) from None
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in logprobs],
+        log_probs=[item[0] for item in logprobs],
+        meta_info=meta,
+        text=output.get("text", ""),
+    )
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The default generation of one sample; what `--custom-generate-function-path` replaces."""
+    state = GenerateState(args)
+    request = make_request(state, sample, sampling_params)
+    if request is not None:
+        await send(state, [request], session_id=sample.session_id)
+    return sample

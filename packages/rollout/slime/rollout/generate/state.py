@@ -1,0 +1,143 @@
+"""What generation needs, made once for a service (or for a script that calls `generate`), reached through `args`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from slime.rollout.engines.base import RemoteEngine
+from slime.rollout.fleet import Fleet, FleetOptions
+from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
+from slime.rollout.loop import LoopThread
+from slime.rollout.plugins import RolloutPlugins
+from slime.rollout.settings import RolloutSettings
+
+ATTRIBUTE = "slime_generate_state"
+
+
+class GenerateState:
+    """`GenerateState(args)` is the one that belongs to `args`; where there is none yet, it is made from
+    `args.hf_checkpoint`, `args.sglang_router_ip` and `args.sglang_router_port`.
+
+    tokenizer: of transformers. sampling_params: SGLang's, from the rollout settings. semaphore: samples in flight
+    that custom code may share. fleet: the engines. prompts: token ids of prompts. plugins: the user's functions.
+    """
+
+    def __new__(cls, args: argparse.Namespace) -> GenerateState:
+        known = getattr(args, ATTRIBUTE, None)
+        return known if known is not None else super().__new__(cls)
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if getattr(self, "args", None) is not None:
+            return
+        _fill_defaults(args)
+        loop = LoopThread()
+        engine = RemoteEngine("router", f"http://{args.sglang_router_ip}:{args.sglang_router_port}")
+        fleet = Fleet([engine], loop)
+        fleet.start()
+        self._build(args, fleet, load_tokenizer(args.hf_checkpoint), RolloutPlugins(args))
+
+    @classmethod
+    def attach(cls, args: argparse.Namespace, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> GenerateState:
+        """The state of a service, made once; copies of `args` share it."""
+        state = object.__new__(cls)
+        state._build(args, fleet, tokenizer, plugins)
+        return state
+
+    def _build(self, args: argparse.Namespace, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:
+        self.args = args
+        self.fleet = fleet
+        self.loop = fleet.loop
+        self.tokenizer = tokenizer
+        self.processor = None
+        self.prompts = PromptEncoder(
+            tokenizer, apply_chat_template=args.apply_chat_template, template_kwargs=args.apply_chat_template_kwargs
+        )
+        self.context_len = args.rollout_max_context_len or context_length(args.hf_checkpoint)
+        self.plugins = plugins
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self.sampling_params = rollout_sampling_params(args)
+        setattr(args, ATTRIBUTE, self)
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """Of the running loop: a plug-in may have one of its own."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self.args.sglang_server_concurrency * len(self.fleet.members))
+        return self._semaphores[loop]
+
+    @property
+    def seeded(self) -> bool:
+        """Whether requests carry a sampling seed; SGLang takes one only in its deterministic mode."""
+        return bool(self.args.deterministic) or self.fleet.embedded
+
+
+def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's sampling parameters of a training rollout."""
+    return _without_none(
+        temperature=args.rollout_temperature,
+        top_p=args.rollout_top_p,
+        top_k=args.rollout_top_k,
+        max_new_tokens=args.rollout_max_response_len,
+        stop=args.rollout_stop,
+        stop_token_ids=args.rollout_stop_token_ids,
+        skip_special_tokens=args.rollout_skip_special_tokens,
+        no_stop_trim=True,
+        spaces_between_special_tokens=False,
+    )
+
+
+def eval_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of an evaluation: eval_* where given, else the rollout's."""
+
+    def first(value: Any, fallback: Any) -> Any:
+        return fallback if value is None else value
+
+    return rollout_sampling_params(args) | _without_none(
+        temperature=first(args.eval_temperature, args.rollout_temperature),
+        top_p=first(args.eval_top_p, args.rollout_top_p),
+        top_k=first(args.eval_top_k, args.rollout_top_k),
+        max_new_tokens=first(args.eval_max_response_len, args.rollout_max_response_len),
+        min_new_tokens=args.eval_min_new_tokens,
+    )
+
+
+def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> argparse.Namespace:
+    """The one namespace that plug-ins get: all settings, what the launcher adds, and where the engines are."""
+    args = argparse.Namespace(**(extra or {}))
+    for name, value in vars(settings).items():
+        setattr(args, name, value)
+    if args.over_sampling_batch_size is None:
+        args.over_sampling_batch_size = args.rollout_batch_size
+    args.rollout_max_prompt_len = settings.max_prompt_len
+    args.eval_reward_key = settings.eval_reward_key or settings.reward_key
+    address = urlsplit(fleet.members[0].url)
+    args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port
+    args.rollout_engine_urls = [member.url for member in fleet.members]
+    return args
+
+
+def fleet_options(settings: RolloutSettings) -> FleetOptions:
+    return FleetOptions(
+        concurrency=settings.sglang_server_concurrency,
+        request_timeout=float(settings.sglang_router_request_timeout_secs),
+        health_interval=settings.rollout_health_check_interval,
+        health_timeout=settings.rollout_health_check_timeout,
+        health_first_wait=settings.rollout_health_check_first_wait,
+    )
+
+
+def _fill_defaults(args: argparse.Namespace) -> None:
+    for field in dataclasses.fields(RolloutSettings):
+        if not hasattr(args, field.name):
+            factory = field.default_factory
+            setattr(args, field.name, factory() if factory is not dataclasses.MISSING else field.default)
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}

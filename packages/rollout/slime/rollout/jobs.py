@@ -1,0 +1,83 @@
+"""Runs the rollout function of one Generate or Evaluate call in a thread, and tells its caller what happens."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from slime.rollout.call import CALL, RolloutCall
+from slime.rollout.fleet import Fleet
+from slime.types.errors import SlimeError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Progress:
+    done: int
+    total: int
+
+
+@dataclass
+class Result(Generic[T]):
+    value: T
+    call: RolloutCall
+    seconds: float
+
+
+class Job(Generic[T]):
+    """`events()` yields Progress, then one Result. Raises what the function raised, and EngineError as soon as an
+    engine dies, whatever the function is doing then."""
+
+    def __init__(
+        self, fleet: Fleet, rollout_id: int, total: int, function: Callable[[], T], *, evaluation: bool = False
+    ) -> None:
+        self._fleet = fleet
+        self._function = function
+        self._events: queue.SimpleQueue[Progress | Result[T] | BaseException | None] = queue.SimpleQueue()
+        self.call = RolloutCall(
+            rollout_id, total, evaluation=evaluation, on_progress=lambda d, t: self._events.put(Progress(d, t))
+        )
+        self._thread = threading.Thread(target=self._work, name=f"rollout-{rollout_id}", daemon=True)
+
+    def cancel(self) -> None:
+        """Ends `events()`; may be called from any thread."""
+        self.call.cancel()
+        self._events.put(None)
+
+    def events(self) -> Iterator[Progress | Result[T]]:
+        if self._fleet.error is not None:
+            raise self._fleet.error
+        stop_listening = self._fleet.on_failure(self._events.put)
+        self._thread.start()
+        try:
+            while True:
+                event = self._events.get()
+                if event is None:
+                    return
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, Result):
+                    return
+        finally:
+            stop_listening()
+            self.call.cancel()
+            # The default rollout ends here; a function of the user that does not listen is left to itself.
+            self._thread.join(timeout=5)
+
+    def _work(self) -> None:
+        CALL.set(self.call)
+        started = time.monotonic()
+        try:
+            value = self._function()
+        except SlimeError as error:
+            self._events.put(error)
+        except BaseException as error:
+            self._events.put(self._fleet.error or error)
+        else:
+            self._events.put(Result(value, self.call, time.monotonic() - started))

@@ -1,0 +1,116 @@
+"""Metrics of a rollout and of an evaluation, from finished samples alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.types import Sample
+
+
+def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, float]:
+    """groups: flat lists of samples. Segments that one sample fanned out into count their reward once.
+
+    rollout/raw_reward            mean reward
+    rollout/reward_std            mean over groups of the standard deviation (population) within
+    rollout/zero_std_ratio        share of groups of two and more whose rewards are all the same
+    rollout/response_lengths      mean, and /max, /min, in tokens
+    rollout/truncated_ratio       share of samples that ran into the length limit
+    rollout/weight_version_min    oldest weight version of any token, and _max
+    passrate/pass@k               with --log-passrate
+    """
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        return {}
+    rewards = [_rewards(group, args) for group in groups]
+    flat = np.concatenate([np.asarray(values, np.float64) for values in rewards])
+    lengths = np.asarray([sample.response_length for sample in samples])
+    several = [values for values in rewards if len(values) > 1]
+    metrics = {
+        "rollout/raw_reward": float(flat.mean()),
+        "rollout/reward_std": float(np.mean([np.std(values) for values in rewards])),
+        "rollout/zero_std_ratio": sum(max(v) - min(v) <= 1e-6 for v in several) / len(several) if several else 0.0,
+        "rollout/response_lengths": float(lengths.mean()),
+        "rollout/response_lengths/max": float(lengths.max()),
+        "rollout/response_lengths/min": float(lengths.min()),
+        "rollout/truncated_ratio": _share(sample.status is Sample.Status.TRUNCATED for sample in samples),
+    }
+    failed = _share(sample.status is Sample.Status.FAILED for sample in samples)
+    if failed:
+        metrics["rollout/failed_ratio"] = failed
+    versions = [int(version) for sample in samples for version in sample.weight_versions if str(version).isdigit()]
+    if versions:
+        metrics |= {
+            "rollout/weight_version_min": float(min(versions)),
+            "rollout/weight_version_max": float(max(versions)),
+        }
+    if args.log_passrate:
+        metrics |= {f"passrate/{key}": value for key, value in pass_rates(rewards).items()}
+    return metrics
+
+
+def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: float) -> dict[str, float]:
+    """perf/rollout_time and perf/reward_time in seconds (the latter summed over samples scored at once), tokens of
+    responses a second."""
+    tokens = sum(sample.response_length for sample in samples)
+    return {
+        "perf/rollout_time": seconds,
+        "perf/reward_time": reward_seconds,
+        "perf/tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+
+
+def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict[str, float]:
+    """eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate."""
+    metrics: dict[str, float] = {}
+    for name, result in data.items():
+        rewards = [float(reward) for reward in result["rewards"]]
+        if not rewards:
+            continue
+        metrics[f"eval/{name}"] = float(np.mean(rewards))
+        if result.get("truncated"):
+            metrics[f"eval/{name}-truncated_ratio"] = _share(result["truncated"])
+        samples: Sequence[Sample] = result.get("samples") or ()
+        if samples:
+            metrics[f"eval/{name}-response_length"] = float(np.mean([sample.response_length for sample in samples]))
+        if args.log_passrate:
+            n = args.n_samples_per_eval_prompt
+            rates = pass_rates([rewards[i : i + n] for i in range(0, len(rewards), n)])
+            metrics |= {f"eval/{name}-{key}": value for key, value in rates.items()}
+    return metrics
+
+
+def pass_rates(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the size of a group; a reward of 1 is correct.
+
+    pass@k = 1 - prod_{j = n - c + 1}^{n} (1 - k / j), for c correct of n (Chen et al., 2021).
+    """
+    rates: dict[str, float] = {}
+    largest = max((len(group) for group in groups), default=0)
+    k = 1
+    while k <= largest:
+        values = []
+        for group in groups:
+            n, correct = len(group), sum(reward == 1 for reward in group)
+            if n < k:
+                continue
+            values.append(1.0 if n - correct < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - correct + 1, n + 1))))
+        rates[f"pass@{k}"] = float(np.mean(values))
+        k *= 2
+    return rates
+
+
+def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
+    values: dict[Any, float] = {}
+    for position, sample in enumerate(group):
+        key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
+        raw = sample.metadata.get("raw_reward")
+        values.setdefault(key, float(sample.get_reward_value(args) if raw is None else raw))
+    return list(values.values())
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = [bool(flag) for flag in flags]
+    return sum(values) / len(values)

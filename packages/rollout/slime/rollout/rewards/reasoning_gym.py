@@ -1,0 +1,40 @@
+"""The scorer of a reasoning-gym data set, named by `metadata["source_dataset"]`.
+
+The entry that it wants is {"question", "answer", "metadata"}: `metadata["entry"]` where that is given, else the
+sample's prompt, label and metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from slime.types import Sample
+from slime.types.errors import InvalidField
+
+
+async def reward(args: Any, sample: Sample) -> float:
+    """Raises InvalidField where the metadata name no data set of reasoning-gym."""
+    entry = sample.metadata.get("entry") or {
+        "question": sample.prompt,
+        "answer": sample.label,
+        "metadata": sample.metadata,
+    }
+    name = sample.metadata.get("source_dataset") or entry.get("metadata", {}).get("source_dataset")
+    return await asyncio.to_thread(score, str(name), sample.response.strip(), entry)
+
+
+def score(name: str, answer: str, entry: dict[str, Any]) -> float:
+    return float(_scorer(name)(answer=answer, entry=entry))
+
+
+@functools.cache
+def _scorer(name: str) -> Callable[..., float]:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.get_score_answer_fn(name)
+    except ValueError:
+        raise InvalidField("metadata.source_dataset", name, "the name of a reasoning-gym data set") from None

@@ -1,0 +1,63 @@
+"""The built-in rewards by name; each lives in a module of its own and is imported when it is first used."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.types import Sample
+from slime.types.errors import InvalidSetting, NotAvailable
+
+RewardFunction = Callable[[Any, Sample], Awaitable[Any]]
+
+BUILT_IN = {
+    "math": "slime.rollout.rewards.math:reward",
+    "reasoning_gym": "slime.rollout.rewards.reasoning_gym:reward",
+    "integer": "slime.rollout.rewards.integer:reward",
+    "exact_partial": "slime.rollout.rewards.exact_partial:reward",
+    "random": "slime.rollout.rewards.random:reward",
+    "remote_rm": "slime.rollout.rewards.remote:remote_rm",
+}
+NOT_YET = ("dapo", "deepscaler", "f1", "gpqa", "ifbench")
+BOXED = "boxed_"
+
+
+@functools.cache
+def reward_function(rm_type: str) -> RewardFunction:
+    """The function of a name; `boxed_NAME` scores what stands in the last \\boxed{} of the response.
+
+    Raises InvalidSetting naming the nearest name, NotAvailable for a name that slime has and this version has not.
+    """
+    name = rm_type.replace("-", "_")
+    if name.startswith(BOXED):
+        from slime.rollout.rewards.boxed import of_boxed
+
+        return of_boxed(reward_function(name[len(BOXED) :]))
+    if name in NOT_YET:
+        raise NotAvailable(
+            f"--rm-type {rm_type}: not available yet; {', '.join(BUILT_IN)} are", field="--rm-type", value=rm_type
+        )
+    if name not in BUILT_IN:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidSetting(
+            f"--rm-type (or metadata.rm_type): got {rm_type!r}, expected one of {', '.join(BUILT_IN)}{hint}",
+            field="--rm-type",
+            value=rm_type,
+            expected=near[0] if near else ", ".join(BUILT_IN),
+        )
+    module, attribute = BUILT_IN[name].split(":")
+    function = getattr(importlib.import_module(module), attribute)
+    return function if inspect.iscoroutinefunction(function) else _as_async(function)
+
+
+def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:
+    @functools.wraps(function)
+    async def score(args: Any, sample: Sample) -> Any:
+        return function(args, sample)
+
+    return score

@@ -1,0 +1,36 @@
+"""A reward model behind HTTP: POST {prompt, response, label} to `--rm-url`, the answer's JSON is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import aiohttp
+
+from slime.types import Sample
+from slime.types.errors import InvalidSetting, Unavailable
+
+TRIES = 10
+TIMEOUT_SECONDS = 120.0
+
+
+async def remote_rm(args: Any, sample: Sample, max_retries: int = TRIES) -> Any:
+    """Between tries k and k + 1 it waits min(2^k, 30) seconds and up to one more. Raises Unavailable after the last."""
+    if not args.rm_url:
+        raise InvalidSetting("remote_rm: expected --rm-url", field="--rm-url", value="None")
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    last: Exception | None = None
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)) as session:
+        for attempt in range(max_retries):
+            try:
+                async with session.post(args.rm_url, json=payload) as response:
+                    response.raise_for_status()
+                    return await response.json()
+            except (TimeoutError, aiohttp.ClientError) as error:
+                last = error
+                if attempt + 1 < max_retries:
+                    await asyncio.sleep(min(2**attempt, 30) + random.random())
+    raise Unavailable(
+        f"--rm-url {args.rm_url}: no answer in {max_retries} tries: {last!r}", field="--rm-url", value=args.rm_url
+    )

@@ -1,0 +1,100 @@
+"""Scores samples, and refuses what is no reward."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from slime.rollout.plugins import maybe_await
+from slime.rollout.rewards.registry import reward_function
+from slime.types import Sample
+from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.plugins import load_plugin
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of one sample: a number, or a dict."""
+    function, _ = choose(args, sample)
+    return await maybe_await(function, args, sample, **kwargs)
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+    """The rewards of several samples, in order; `--custom-rm-path` gets them all at once."""
+    if args.custom_rm_path:
+        return await maybe_await(_load(args.custom_rm_path), args, samples, **kwargs)
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+async def score_sample(args: Any, sample: Sample, *, evaluation: bool = False) -> None:
+    """Sets `sample.reward`. Raises InvalidField naming the sample and the function where that is no finite number."""
+    function, name = choose(args, sample)
+    sample.reward = check(await maybe_await(function, args, sample), sample, name, reward_key(args, evaluation))
+
+
+async def score_group(args: Any, samples: list[Sample]) -> None:
+    """Sets the rewards of samples that are scored together."""
+    if not samples:
+        return
+    name = args.custom_rm_path or args.rm_type or "reward"
+    rewards = await batched_async_rm(args, samples)
+    if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
+        got = len(rewards) if isinstance(rewards, (list, tuple)) else type(rewards).__name__
+        raise InvalidField(
+            "reward",
+            got,
+            f"{len(samples)} rewards",
+            f"{name} answered {got} for {len(samples)} samples, expected a reward for each",
+        )
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = check(reward, sample, name, reward_key(args, False))
+
+
+def reward_key(args: Any, evaluation: bool) -> str | None:
+    return (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
+
+
+def choose(args: Any, sample: Sample) -> tuple[Callable[..., Any], str]:
+    """The function that scores a sample, and its name for messages."""
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path:
+        return _load(path), path
+    rm_type = sample.metadata.get("rm_type") or args.rm_type
+    if not rm_type:
+        raise InvalidSetting(
+            f"nothing scores sample {sample.index}: expected --rm-type, --custom-rm-path or metadata.rm_type",
+            field="--rm-type",
+            value="None",
+        )
+    return reward_function(str(rm_type).strip()), str(rm_type)
+
+
+def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
+    """The reward as a float, or the dict whose `key` is one."""
+    value = reward
+    if isinstance(reward, dict):
+        if key is None or key not in reward:
+            expected = f"its key {key!r}" if key else "--reward-key to say which of its keys is the reward"
+            raise InvalidField(
+                "reward",
+                sorted(reward),
+                expected,
+                f"{name} gave sample {sample.index} the keys {sorted(reward)}, expected {expected}",
+            )
+        value = reward[key]
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise InvalidField(
+            "reward",
+            value,
+            "a finite number",
+            f"{name} gave sample {sample.index} the reward {value!r}, expected a finite number",
+        )
+    return reward if isinstance(reward, dict) else float(value)
+
+
+@functools.cache
+def _load(path: str) -> Callable[..., Any]:
+    return load_plugin(path, flag="--custom-rm-path", parameters=("args", "sample"))

@@ -1,0 +1,280 @@
+"""`slime.v1.RolloutService`: leases prompts, completes scored groups, holds the engines' weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.fleet import Member
+from slime.rollout.generate.group import flatten
+from slime.rollout.generate.state import GenerateState
+from slime.rollout.jobs import Job, Progress, Result
+from slime.rollout.launch import close_state, open_state
+from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics
+from slime.rollout.settings import RolloutSettings
+from slime.rollout.sources import EvaluationSource, LeasedDataSource
+from slime.rollout.weight_update import WeightUpdates
+from slime.types import Sample
+from slime.types.clients import BufferClient, Writer
+from slime.types.codec import sample_to_proto
+from slime.types.errors import InvalidField, PluginError, StaleWriter
+from slime.types.plugins import load_plugin
+from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.v1 import buffer_pb2, rollout_pb2, rollout_pb2_grpc
+
+EXAMPLES = 3
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """settings, state: of this service; `state.args` is what plug-ins get. Starts no engine itself: `serve` does."""
+
+    def __init__(
+        self, settings: RolloutSettings, state: GenerateState, buffer_address: str, rpc: RpcSettings | None = None
+    ) -> None:
+        self.settings = settings
+        self.state = state
+        self.fleet = state.fleet
+        self.buffer_address = buffer_address
+        self.rpc = rpc
+        self.updates = WeightUpdates(self.fleet, settings.rollout_weight_update_wait_seconds)
+        self.worker_id = f"{socket.gethostname()}-{os.getpid()}"
+        self._rollout_function = _load_rollout_function(settings.rollout_function_path, "--rollout-function-path")
+        self._eval_function = (
+            _load_rollout_function(settings.eval_function_path, "--eval-function-path")
+            if settings.eval_function_path
+            else self._rollout_function
+        )
+        self._running = 0
+        self._lock = threading.Lock()
+        self._newest_writer: Writer | None = None
+
+    def GetStatus(
+        self, request: rollout_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.GetStatusResponse:
+        return rollout_pb2.GetStatusResponse(
+            engines=[self._engine_message(member) for member in self.fleet.members],
+            weight_version=self.updates.version,
+            running_rollouts=self._running,
+        )
+
+    def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[rollout_pb2.GenerateResponse]:
+        if request.num_groups < 1:
+            raise InvalidField("num_groups", request.num_groups, "at least 1")
+        self.updates.check_serving()
+        self._check_writer(request.writer)
+        args = copy.copy(self.state.args)
+        args.rollout_batch_size = request.num_groups
+        args.over_sampling_batch_size = max(args.over_sampling_batch_size, request.num_groups)
+        with self._buffer(request.writer) as buffer, self._lease(buffer) as source:
+            job = Job(
+                self.fleet,
+                request.rollout_id,
+                request.num_groups,
+                lambda: self._rollout(args, request.rollout_id, source),
+            )
+            for event in self._run(job, context):
+                if isinstance(event, Progress):
+                    yield rollout_pb2.GenerateResponse(completed_groups=event.done, num_groups=event.total)
+                    continue
+                groups, metrics = event.value
+                metrics = metrics | self._metrics(
+                    args, request.rollout_id, groups, metrics, event.seconds, event.call.reward_seconds
+                )
+                yield rollout_pb2.GenerateResponse(
+                    completed_groups=len(groups),
+                    num_groups=request.num_groups,
+                    metrics=_numbers(metrics),
+                    examples=[sample_to_proto(group[0]) for group in groups[:EXAMPLES]],
+                    done=True,
+                )
+
+    def Evaluate(
+        self, request: rollout_pb2.EvaluateRequest, context: grpc.ServicerContext
+    ) -> Iterator[rollout_pb2.EvaluateResponse]:
+        self.updates.check_serving()
+        args = copy.copy(self.state.args)
+        with BufferClient(self.buffer_address, settings=self.rpc) as buffer:
+            source = EvaluationSource(buffer, request.names)
+            job = Job(
+                self.fleet,
+                request.rollout_id,
+                0,
+                lambda: self._evaluation(args, request.rollout_id, source),
+                evaluation=True,
+            )
+            for event in self._run(job, context):
+                if isinstance(event, Progress):
+                    yield rollout_pb2.EvaluateResponse(completed_samples=event.done, num_samples=event.total)
+                    continue
+                yield self._evaluated(args, request.rollout_id, event)
+
+    def _evaluated(
+        self, args: Any, rollout_id: int, event: Result[RolloutFnEvalOutput]
+    ) -> rollout_pb2.EvaluateResponse:
+        output = event.value
+        metrics = dict(output.metrics or {})
+        log = self.state.plugins.eval_log
+        if log is None or not log(rollout_id, args, output.data, output.metrics):
+            metrics |= evaluation_metrics(output.data, args)
+        metrics["perf/eval_time"] = event.seconds
+        shown = [sample for result in output.data.values() for sample in (result.get("samples") or ())[:EXAMPLES]]
+        return rollout_pb2.EvaluateResponse(
+            completed_samples=event.call.done,
+            num_samples=event.call.total,
+            metrics=_numbers(metrics),
+            examples=[sample_to_proto(sample) for sample in shown],
+            done=True,
+        )
+
+    def BeginWeightUpdate(
+        self, request: rollout_pb2.BeginWeightUpdateRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.BeginWeightUpdateResponse:
+        fresh = self._check_writer(request.writer)
+        members = self.fleet.loop.run(self.updates.begin(request.weight_version, supersede=fresh))
+        return rollout_pb2.BeginWeightUpdateResponse(engines=[self._engine_message(member) for member in members])
+
+    def CommitWeightUpdate(
+        self, request: rollout_pb2.CommitWeightUpdateRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.CommitWeightUpdateResponse:
+        self._check_writer(request.writer)
+        self.fleet.loop.run(self.updates.commit(request.weight_version))
+        return rollout_pb2.CommitWeightUpdateResponse()
+
+    def AbortWeightUpdate(
+        self, request: rollout_pb2.AbortWeightUpdateRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.AbortWeightUpdateResponse:
+        self._check_writer(request.writer)
+        self.fleet.loop.run(self.updates.abort(request.weight_version, request.reason))
+        return rollout_pb2.AbortWeightUpdateResponse()
+
+    def _lease(self, buffer: BufferClient) -> LeasedDataSource:
+        return LeasedDataSource(
+            buffer,
+            worker_id=self.worker_id,
+            ttl_seconds=self.settings.rollout_lease_seconds,
+            wait_seconds=self.settings.rollout_prompt_wait_seconds,
+        )
+
+    def _run(self, job: Job[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        context.add_callback(job.cancel)
+        with self._lock:
+            self._running += 1
+        try:
+            yield from job.events()
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _rollout(
+        self, args: Any, rollout_id: int, source: LeasedDataSource
+    ) -> tuple[list[list[Sample]], dict[str, Any]]:
+        output = self._rollout_function(args, rollout_id, source, evaluation=False)
+        if not isinstance(output, RolloutFnTrainOutput):
+            output = RolloutFnTrainOutput(samples=output)
+        if not isinstance(output.samples, list) or not all(isinstance(group, list) for group in output.samples):
+            raise PluginError(
+                f"--rollout-function-path {self.settings.rollout_function_path}: "
+                f"answered {type(output.samples).__name__}, "
+                "expected RolloutFnTrainOutput(samples=[[Sample, ...], ...])",
+                field="--rollout-function-path",
+            )
+        groups = [flatten(group) for group in output.samples]
+        source.complete_rest(groups)
+        return groups, dict(output.metrics or {})
+
+    def _evaluation(self, args: Any, rollout_id: int, source: EvaluationSource) -> RolloutFnEvalOutput:
+        output = self._eval_function(args, rollout_id, source, evaluation=True)
+        return output if isinstance(output, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=output)
+
+    def _metrics(
+        self,
+        args: Any,
+        rollout_id: int,
+        groups: list[list[Sample]],
+        extra: dict[str, Any],
+        seconds: float,
+        reward_seconds: float,
+    ) -> dict[str, float]:
+        samples = flatten(groups)
+        timing = time_metrics(samples, seconds, reward_seconds)
+        log = self.state.plugins.rollout_log
+        if log is not None and log(rollout_id, args, samples, extra, seconds):
+            return timing
+        return rollout_metrics(groups, args) | timing
+
+    def _buffer(self, writer: buffer_pb2.Writer | None = None) -> BufferClient:
+        """A client that writes as the caller, or as the buffer's current run where the caller names none."""
+        client = BufferClient(self.buffer_address, settings=self.rpc)
+        if writer is not None and writer.run_id:
+            client.writer = Writer(writer.run_id, writer.incarnation)
+        else:
+            try:
+                client.get_run()
+            except BaseException:
+                client.close()
+                raise
+        return client
+
+    def _check_writer(self, writer: buffer_pb2.Writer) -> bool:
+        """True where it is newer than any before. Raises StaleWriter for an older incarnation of the same run."""
+        if not writer.run_id:
+            return False
+        with self._lock:
+            known = self._newest_writer
+            if known is not None and known.run_id == writer.run_id and writer.incarnation < known.incarnation:
+                raise StaleWriter(
+                    f"run {writer.run_id} was started again: incarnation {writer.incarnation} is over",
+                    field="writer.incarnation",
+                    value=writer.incarnation,
+                    expected=f"{known.incarnation}",
+                )
+            fresh = known is not None and (known.run_id, known.incarnation) != (writer.run_id, writer.incarnation)
+            self._newest_writer = Writer(writer.run_id, writer.incarnation)
+            return fresh
+
+    def _engine_message(self, member: Member) -> rollout_pb2.Engine:
+        return rollout_pb2.Engine(
+            name=member.name, url=member.url, kind=member.kind, weight_version=member.weight_version,
+            healthy=member.healthy and self.updates.aborted is None,
+        )  # fmt: skip
+
+
+def _load_rollout_function(path: str, flag: str) -> Any:
+    return load_plugin(path, flag=flag, parameters=("args", "rollout_id", "data_source"))
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Those of the metrics that are numbers: the wire carries no others."""
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) or hasattr(value, "__float__")
+    }
+
+
+def serve(
+    settings: RolloutSettings, rpc: RpcSettings, *, buffer_address: str, extra_args: dict[str, Any] | None = None
+) -> RunningService:
+    """Starts engines and the service. Raises ConfigError and its kin for what cannot work, before anything is started
+    where that can be known."""
+    state = open_state(settings, extra_args)
+    try:
+        service = RolloutService(settings, state, buffer_address, rpc)
+        server = Server(
+            [(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service)],
+            rpc,
+            service_names=["slime.v1.RolloutService"],
+        )
+    except BaseException:
+        close_state(state)
+        raise
+    return RunningService(server, lambda: close_state(state))

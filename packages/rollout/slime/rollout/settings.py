@@ -1,0 +1,157 @@
+"""Settings of slime-rollout: what is generated, how it is scored, and where the engines are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types.errors import InvalidSetting
+from slime.types.settings import REQUIRED, json_object, setting
+
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+
+
+@dataclass(kw_only=True)
+class RolloutSettings:
+    """Rollout."""
+
+    hf_checkpoint: str = setting(
+        REQUIRED, "HF directory: tokenizer, config, initial weights of the engines", metavar="DIR"
+    )
+
+    # The rollout loop.
+    rollout_function_path: str = setting(
+        DEFAULT_ROLLOUT_FUNCTION, "the rollout function: module.attribute or file.py:function"
+    )
+    rollout_batch_size: int = setting(32, "prompt groups a rollout", minimum=1)
+    n_samples_per_prompt: int = setting(1, "responses a prompt", minimum=1)
+    over_sampling_batch_size: int | None = setting(
+        None, "prompt groups fetched at a time; default rollout_batch_size", minimum=1
+    )
+    dynamic_sampling_filter_path: str | None = setting(None, "keeps or drops a finished group")
+    partial_rollout: bool = setting(False, "return unfinished groups with what they have, to go on from there later")
+    mask_offpolicy_in_partial_rollout: bool = setting(False, "zero the loss mask of tokens made before the resume")
+    custom_generate_function_path: str | None = setting(
+        None, "replaces the generation of one sample (or of a group's samples)"
+    )
+    rollout_sample_hook_path: list[str] = setting(
+        list, "hook on a generated sample before its reward; repeatable", append=True
+    )
+    rollout_sample_filter_path: str | None = setting(None, "sees the chosen groups, sets remove_sample")
+    rollout_all_samples_process_path: str | None = setting(None, "sees all groups, dropped ones included")
+    custom_rollout_log_function_path: str | None = setting(
+        None, "logs a rollout; a true answer skips the default metrics"
+    )
+    custom_eval_rollout_log_function_path: str | None = setting(
+        None, "logs an evaluation; a true answer skips the default metrics"
+    )
+    rollout_prompt_wait_seconds: float = setting(
+        600.0, "how long a rollout waits for prompts when the buffer has none", above=0
+    )
+    rollout_lease_seconds: float = setting(600.0, "how long a lease lasts without renewal", minimum=1)
+
+    # Sampling.
+    rollout_temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by it", above=0)
+    rollout_top_p: float = setting(1.0, "nucleus p", above=0, maximum=1)
+    rollout_top_k: int = setting(-1, "top-k; -1 is off", minimum=-1)
+    rollout_max_response_len: int = setting(1024, "new tokens a sample at most", minimum=1)
+    rollout_max_prompt_len: int | None = setting(
+        None, "reject longer prompts (tokens); default rollout_max_context_len - 1", minimum=1
+    )
+    rollout_max_context_len: int | None = setting(
+        None, "prompt and response tokens at most; default: the model's", minimum=2
+    )
+    rollout_stop: list[str] | None = setting(None, "stop strings")
+    rollout_stop_token_ids: list[int] | None = setting(None, "stop token ids")
+    rollout_skip_special_tokens: bool = setting(False, "leave special tokens out of the text of a response")
+    rollout_seed: int = setting(42, "seed of shuffling and of sampling")
+    deterministic: bool = setting(False, "fixed batches in index order and keyed sampling: same seed, same result")
+
+    # Prompts to tokens.
+    apply_chat_template: bool = setting(
+        False, "render text prompts as one user message; message lists always are rendered"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting(dict, "JSON arguments of the template", parse=json_object)
+
+    # Rewards.
+    rm_type: str | None = setting(None, "built-in reward; metadata.rm_type of a sample wins")
+    reward_key: str | None = setting(None, "key of a dict reward that is trained on")
+    group_rm: bool = setting(False, "score a whole group at once (not in evaluation)")
+    rm_url: str | None = setting(None, "URL of remote_rm")
+    custom_rm_path: str | None = setting(None, "custom reward function")
+
+    # Evaluation; None falls back to the rollout's value.
+    eval_function_path: str | None = setting(None, "evaluation function; default rollout_function_path")
+    eval_reward_key: str | None = setting(None, "key of a dict reward in evaluation; default reward_key")
+    n_samples_per_eval_prompt: int = setting(1, "responses an evaluation prompt", minimum=1)
+    eval_temperature: float | None = setting(None, "0 is greedy", minimum=0)
+    eval_top_p: float | None = setting(None, "nucleus p", above=0, maximum=1)
+    eval_top_k: int | None = setting(None, "top-k; -1 is off", minimum=-1)
+    eval_max_response_len: int | None = setting(None, "new tokens a sample at most", minimum=1)
+    eval_max_prompt_len: int | None = setting(None, "leave longer evaluation prompts out (tokens)", minimum=1)
+    eval_max_context_len: int | None = setting(None, "prompt and response tokens at most", minimum=2)
+    eval_min_new_tokens: int | None = setting(None, "no end of sequence before this many tokens", minimum=0)
+    log_passrate: bool = setting(False, "log pass@k for k = 1, 2, 4, ... in rollout and evaluation")
+
+    # Engines.
+    rollout_external_engine_addrs: list[str] | None = setting(
+        None, "host:port of engines that run already", metavar="HOST:PORT"
+    )
+    rollout_num_engines: int = setting(1, "embedded engines to start where no external address is given", minimum=1)
+    rollout_engine_dtype: str = setting(
+        "auto",
+        "weights of an embedded engine; auto: as in config.json",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    rollout_engine_device: str = setting(
+        "auto", "where an embedded engine runs; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    rollout_engine_threads: int | None = setting(
+        None, "CPU threads of an embedded engine; default: all cores", minimum=1
+    )
+    rollout_engine_max_running_requests: int = setting(
+        256, "sequences that an embedded engine decodes together", minimum=1
+    )
+    rollout_engine_start_seconds: float = setting(300.0, "how long an engine may take to start", above=0)
+    sglang_server_concurrency: int = setting(512, "samples in flight an engine", minimum=1)
+    sglang_router_request_timeout_secs: int = setting(14400, "how long one generation request may take", minimum=1)
+    rollout_health_check_interval: float = setting(30.0, "seconds between health probes of an engine", above=0)
+    rollout_health_check_timeout: float = setting(30.0, "seconds before a probe counts as failed", above=0)
+    rollout_health_check_first_wait: float = setting(0.0, "seconds before the first probe", minimum=0)
+    rollout_weight_update_wait_seconds: float = setting(
+        600.0, "how long a weight update waits for running requests", above=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
+            raise _contradiction(
+                "--over-sampling-batch-size",
+                self.over_sampling_batch_size,
+                f"at least --rollout-batch-size {self.rollout_batch_size}",
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise _contradiction("--mask-offpolicy-in-partial-rollout", True, "--partial-rollout beside it")
+        if self.rollout_top_k == 0 or self.eval_top_k == 0:
+            raise _contradiction(
+                "--rollout-top-k" if self.rollout_top_k == 0 else "--eval-top-k", 0, "-1 (off) or more than 0"
+            )
+        if self.rm_type == "remote_rm" and not self.rm_url:
+            raise _contradiction("--rm-type", "remote_rm", "--rm-url beside it")
+        if self.max_prompt_len is not None and self.rollout_max_context_len is not None:
+            if self.max_prompt_len >= self.rollout_max_context_len:
+                raise _contradiction(
+                    "--rollout-max-prompt-len",
+                    self.max_prompt_len,
+                    f"less than --rollout-max-context-len {self.rollout_max_context_len}",
+                )
+
+    @property
+    def max_prompt_len(self) -> int | None:
+        """Prompts longer than this are rejected; None: a prompt that does not fit is an error."""
+        if self.rollout_max_prompt_len is not None:
+            return self.rollout_max_prompt_len
+        return None if self.rollout_max_context_len is None else self.rollout_max_context_len - 1
+
+
+def _contradiction(flag: str, value: object, expected: str) -> InvalidSetting:
+    return InvalidSetting(f"{flag}: got {value}, expected {expected}", field=flag, value=value, expected=expected)

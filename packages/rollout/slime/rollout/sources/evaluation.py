@@ -1,0 +1,45 @@
+"""Evaluation sets of a buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from slime.types import Sample, SampleGroup
+from slime.types.errors import NotFound
+
+
+class EvaluationCalls(Protocol):
+    """What an evaluation needs of it."""
+
+    def stats(self) -> Any: ...
+    def read_evaluation_set(self, name: str) -> list[SampleGroup]: ...
+
+
+class EvaluationSource:
+    """names: the sets to evaluate; all that the buffer has where none is given. Raises NotFound for an unknown name."""
+
+    def __init__(self, buffer: EvaluationCalls, names: Sequence[str] = ()) -> None:
+        self.buffer = buffer
+        known = tuple(buffer.stats().evaluation_sets)
+        for name in names:
+            if name not in known:
+                raise NotFound(
+                    f"no evaluation set {name!r}; the buffer has {', '.join(known) or 'none'}",
+                    field="names",
+                    value=name,
+                )
+        self.names = tuple(names) or known
+
+    def read(self, name: str, n_samples: int) -> list[list[Sample]]:
+        """The groups of a set in order, `n_samples` each, their samples numbered from 0 through the whole set."""
+        groups: list[list[Sample]] = []
+        for group in self.buffer.read_evaluation_set(name):
+            samples = group.samples
+            if len(samples) != n_samples:
+                samples = [copy.deepcopy(samples[0]) for _ in range(n_samples)]
+            for i, sample in enumerate(samples):
+                sample.index = len(groups) * n_samples + i
+            groups.append(samples)
+        return groups

@@ -1,0 +1,235 @@
+"""Groups leased from a buffer, until each is completed, rejected or given back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime.rollout.call import CALL
+from slime.types import Sample, SampleGroup
+from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, WrongState
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 30.0
+
+
+class BufferCalls(Protocol):
+    """What is needed of `slime.types.clients.BufferClient`."""
+
+    def lease_groups(self, max_groups: int, ttl_seconds: float, wait_seconds: float, worker_id: str) -> list[Any]: ...
+    def renew_leases(self, tokens: list[str], ttl_seconds: float) -> list[str]: ...
+    def return_group(self, token: str, samples: list[Sample]) -> None: ...
+    def complete_group(self, token: str, samples: list[Sample]) -> bool: ...
+    def reject_group(self, token: str, reason: str) -> None: ...
+
+
+@dataclass
+class _Lease:
+    token: str
+    # Held, so that no other object takes their identity while the lease lasts.
+    samples: list[Sample]
+
+
+class LeasedDataSource:
+    """Thread-safe. Use it as a context manager: at its end, groups still leased go back as they were.
+
+    completed: the groups that were handed in.
+    """
+
+    def __init__(
+        self, buffer: BufferCalls, *, worker_id: str, ttl_seconds: float = 600.0, wait_seconds: float = 600.0
+    ) -> None:
+        self.buffer = buffer
+        self.worker_id = worker_id
+        self.ttl_seconds = ttl_seconds
+        self.wait_seconds = wait_seconds
+        self.completed: list[list[Sample]] = []
+        self._leases: dict[int, _Lease] = {}
+        # By identity: a rollout function may renumber the samples that it was given.
+        self._group_of: dict[int, int] = {}
+        self._lock = threading.Condition()
+        self._calls = 0
+        self._closed = threading.Event()
+        self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+
+    def __enter__(self) -> LeasedDataSource:
+        self._renewer.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Leases up to `num_samples` groups; waits for the first. Raises DeadlineExceeded when none comes."""
+        call = CALL.get()
+        deadline = time.monotonic() + self.wait_seconds
+        while call is None or not call.cancelled.is_set():
+            wait = max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+            with self._calling():
+                leased = self.buffer.lease_groups(
+                    num_samples, ttl_seconds=self.ttl_seconds, wait_seconds=wait, worker_id=self.worker_id
+                )
+                if leased:
+                    return [self._take(lease) for lease in leased]
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"the buffer had no prompt to lease for {self.wait_seconds:g} s; give it --prompt-data "
+                    "or add prompts, or raise --rollout-prompt-wait-seconds",
+                    field="rollout_prompt_wait_seconds",
+                    value=self.wait_seconds,
+                    expected="a prompt in the buffer",
+                )
+        raise _ended()
+
+    def _take(self, lease: Any) -> list[Sample]:
+        group: SampleGroup = lease.group
+        with self._lock:
+            self._leases[group.group_index] = _Lease(lease.token, list(group.samples))
+            self._group_of.update((id(sample), group.group_index) for sample in group.samples)
+        return group.samples
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        for group in groups:
+            with self._ending(self._index(group)) as lease:
+                self.buffer.return_group(lease.token, list(group))
+
+    def give_back(self, groups: list[list[Sample]]) -> None:
+        for group in groups:
+            with self._ending(self._index(group)) as lease:
+                self.buffer.return_group(lease.token, [])
+
+    def reject(self, group: list[Sample], reason: str) -> None:
+        with self._ending(self._index(group)) as lease:
+            self.buffer.reject_group(lease.token, reason)
+
+    def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
+        """Raises InvalidField for samples that break the contract or are of no leased group, LeaseLost where the lease
+        has ended."""
+        self._complete_as(self._index(leased if leased is not None else samples), samples)
+
+    def complete_rest(self, groups: list[list[Sample]]) -> None:
+        """Completes the groups that a rollout function returned and did not complete itself.
+
+        A group that names none of the leased ones takes the next of those that are left, in order: functions may make
+        samples of their own. Padding (group_index -1) is left out. Raises InvalidField for more than were leased.
+        """
+        call = CALL.get()
+        done = {id(sample) for samples in self.completed for sample in samples}
+        unnamed = []
+        for group in groups:
+            if not group or id(group[0]) in done or group[0].group_index == -1:
+                continue
+            index = self.find(group)
+            if index is None:
+                unnamed.append(group)
+                continue
+            self._complete_as(index, group)
+            if call is not None:
+                call.advance()
+        left = self.leased_groups()
+        if len(unnamed) > len(left):
+            raise InvalidField(
+                "samples", len(groups), f"at most the {len(groups) - len(unnamed) + len(left)} groups that were leased"
+            )
+        for group, index in zip(unnamed, left, strict=False):
+            self._complete_as(index, group)
+            if call is not None:
+                call.advance()
+
+    def _complete_as(self, index: int, samples: list[Sample]) -> None:
+        with self._ending(index) as lease:
+            for position, sample in enumerate(samples):
+                sample.group_index = index
+                if sample.index is None and position < len(lease.samples):
+                    sample.index = lease.samples[position].index
+            self.buffer.complete_group(lease.token, samples)
+            self.completed.append(samples)
+
+    def leased_groups(self) -> list[int]:
+        with self._lock:
+            return sorted(self._leases)
+
+    def close(self) -> None:
+        """Lets running calls end, then gives back what is left; what the buffer cannot be told ends by expiry."""
+        self._closed.set()
+        if self._renewer.is_alive():
+            self._renewer.join(timeout=CLOSE_SECONDS)
+        with self._lock:
+            self._lock.wait_for(lambda: self._calls == 0, timeout=CLOSE_SECONDS)
+            tokens = [lease.token for lease in self._leases.values()]
+            self._leases.clear()
+        for token in tokens:
+            try:
+                self.buffer.return_group(token, [])
+            except LeaseLost:
+                # It ended by itself; another worker has the group.
+                continue
+            except SlimeError as error:
+                log.warning("%d leases are left to expire: %s", len(tokens), error)
+                return
+
+    def find(self, group: Sequence[Sample]) -> int | None:
+        """The leased group that these samples are of: by identity, else by group_index."""
+        with self._lock:
+            for sample in group:
+                for index in (self._group_of.get(id(sample)), sample.group_index):
+                    if index is not None and index in self._leases:
+                        return index
+        return None
+
+    def _index(self, group: Sequence[Sample]) -> int:
+        index = self.find(group)
+        if index is None:
+            named = group[0].group_index if group else None
+            raise InvalidField("group_index", named, f"one of the leased groups: {self.leased_groups()[:20]}")
+        return index
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around a call to the buffer: `close` waits for it, and none starts afterwards."""
+        with self._lock:
+            if self._closed.is_set():
+                raise _ended()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._lock.notify_all()
+
+    @contextmanager
+    def _ending(self, index: int) -> Iterator[_Lease]:
+        """Around a call that ends a lease; where it fails, the lease stays, and `close` gives it back."""
+        with self._calling():
+            lease = self._leases[index]
+            yield lease
+            with self._lock:
+                self._leases.pop(index, None)
+                for sample in lease.samples:
+                    self._group_of.pop(id(sample), None)
+
+    def _renew(self) -> None:
+        while not self._closed.wait(self.ttl_seconds / 3):
+            with self._lock:
+                tokens = [lease.token for lease in self._leases.values()]
+            if tokens:
+                try:
+                    # A lost lease shows when the group is completed; until then its work may still win.
+                    self.buffer.renew_leases(tokens, self.ttl_seconds)
+                except SlimeError as error:
+                    log.warning("leases could not be renewed: %s", error)
+
+
+def _ended() -> WrongState:
+    return WrongState("the rollout has ended", field="rollout", expected="a running rollout")

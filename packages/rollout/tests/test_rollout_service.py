@@ -1,0 +1,159 @@
+"""The service over gRPC: progress, metrics, evaluation, weight updates, failures."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from rollout_fakes import CharTokenizer, FakeBuffer, FakeEngine, prompt_groups, reverse
+
+from slime.rollout import service as service_module
+from slime.rollout.service import RolloutService
+from slime.rollout.settings import RolloutSettings
+from slime.types.clients import RolloutClient, Writer
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, NotFound, StaleWriter, WrongState
+from slime.types.rpc import RpcSettings, Server
+from slime.v1 import rollout_pb2_grpc
+
+DEFAULTS = {"hf_checkpoint": "none"}
+
+
+@pytest.fixture
+def serve(make_state, monkeypatch):
+    """serve(buffer, engines..., **settings): a client of a service over them."""
+    opened = []
+
+    def open_service(buffer: FakeBuffer, *engines: FakeEngine, **settings):
+        monkeypatch.setattr(service_module, "BufferClient", lambda *args, **kwargs: buffer)
+        state = make_state(*engines, **settings)
+        service = RolloutService(RolloutSettings(**DEFAULTS | settings), state, "none")
+        add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+        server = Server([(add, service)], RpcSettings(), service_names=["slime.v1.RolloutService"])
+        client = RolloutClient(server.start(), writer=Writer("run", 1))
+        opened.append((client, server))
+        return client
+
+    yield open_service
+    for client, server in opened:
+        client.close()
+        server.stop(0)
+
+
+def test_generate_tells_progress_and_metrics(engine, serve):
+    buffer = FakeBuffer(prompt_groups(6, 2))
+    client = serve(buffer, engine, n_samples_per_prompt=2, log_passrate=True)
+    seen = []
+    result = client.generate(0, 4, timeout=20, on_progress=lambda done, total: seen.append((done, total)))
+    assert sorted(buffer.completed) == [0, 1, 2, 3] and not buffer.leased
+    assert seen[-1] == (4, 4) and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    metrics = result.metrics
+    assert metrics["rollout/raw_reward"] == 1.0 and metrics["rollout/zero_std_ratio"] == 1.0
+    assert metrics["rollout/response_lengths"] == 4 and metrics["rollout/truncated_ratio"] == 0
+    assert metrics["passrate/pass@1"] == metrics["passrate/pass@2"] == 1.0
+    assert metrics["perf/rollout_time"] > 0 and metrics["perf/tokens_per_second"] > 0
+    assert [sample.group_index for sample in result.examples] == [0, 1, 2]
+
+
+def test_generate_refuses_nonsense(engine, serve):
+    with pytest.raises(InvalidField, match="num_groups"):
+        serve(FakeBuffer([]), engine).generate(0, 0, timeout=10)
+
+
+def test_evaluation_repeats_itself_and_stores_nothing(engine, serve):
+    sets = {"held_out": prompt_groups(5, 1), "other": prompt_groups(2, 1)}
+    buffer = FakeBuffer([], evaluation=sets)
+    engine.answer = lambda ids, params: reverse(ids, params) if params["sampling_seed"] % 2 else [2, 2, 2, 2, 2]
+    client = serve(buffer, engine, n_samples_per_eval_prompt=4, eval_temperature=0.5, log_passrate=True)
+    first, second = client.evaluate(0, timeout=20), client.evaluate(9, timeout=20)
+    assert first.metrics.keys() >= {"eval/held_out", "eval/held_out-pass@4", "eval/other-truncated_ratio"}
+    assert 0 < first.metrics["eval/held_out"] < 1
+    times = {"perf/eval_time"}
+    assert {k: v for k, v in first.metrics.items() if k not in times} == {
+        k: v for k, v in second.metrics.items() if k not in times
+    }
+    assert {params["temperature"] for r in engine.requests for params in r["sampling_params"]} == {0.5}
+    assert len(first.examples) == 6
+    only = client.evaluate(0, names=["other"], timeout=20)
+    assert "eval/held_out" not in only.metrics
+    with pytest.raises(NotFound, match="no evaluation set 'nope'; the buffer has held_out, other"):
+        client.evaluate(0, names=["nope"], timeout=20)
+
+
+def test_a_weight_update_is_a_transaction(engine, serve):
+    client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
+    (member,) = client.begin_weight_update(1)
+    assert member.url == engine.url and engine.paused
+    with pytest.raises(WrongState, match="weight update 1 is open"):
+        client.begin_weight_update(2)
+    with pytest.raises(EngineError, match="fake-0 holds weight version 0, expected 1"):
+        client.commit_weight_update(1)
+    engine.version = "1"
+    client.commit_weight_update(1)
+    client.commit_weight_update(1)
+    assert not engine.paused
+    status = client.status()
+    assert status.weight_version == 1 and status.engines[0].healthy
+    assert client.generate(0, 1, timeout=10).metrics["rollout/weight_version_min"] == 1
+    with pytest.raises(WrongState, match="weight update 5 is not open"):
+        client.commit_weight_update(5)
+
+
+def test_after_an_abort_nothing_serves_until_the_next_commit(engine, serve):
+    client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
+    client.begin_weight_update(1)
+    client.abort_weight_update(1, "the trainer died")
+    assert not client.status().engines[0].healthy
+    with pytest.raises(WrongState, match="the trainer died"):
+        client.generate(0, 1, timeout=10)
+    client.begin_weight_update(2)
+    engine.version = "2"
+    client.commit_weight_update(2)
+    client.generate(0, 1, timeout=10)
+
+
+def test_requests_wait_while_weights_change_and_begin_waits_for_running_ones(engine, serve):
+    groups = prompt_groups(2, 1)
+    buffer = FakeBuffer(groups)
+    client = serve(buffer, engine, rollout_weight_update_wait_seconds=0.2)
+    client.begin_weight_update(1)
+    finished = []
+    thread = threading.Thread(target=lambda: finished.append(client.generate(0, 1, timeout=20)))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not engine.requests
+    engine.version = "1"
+    client.commit_weight_update(1)
+    thread.join(10)
+    assert finished[0].metrics["rollout/weight_version_max"] == 1
+
+
+def test_an_older_incarnation_is_refused_and_a_newer_one_takes_over(engine, serve):
+    client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
+    client.begin_weight_update(1)
+    client.writer = Writer("run", 2)
+    client.begin_weight_update(7)
+    client.writer = Writer("run", 1)
+    with pytest.raises(StaleWriter, match="incarnation 1 is over"):
+        client.commit_weight_update(1)
+    with pytest.raises(StaleWriter):
+        client.generate(0, 1, timeout=10)
+
+
+def test_a_cancelled_call_gives_the_groups_back(engine, serve):
+    groups = prompt_groups(2, 1)
+    buffer = FakeBuffer(groups)
+    client = serve(buffer, engine, rollout_batch_size=2)
+    engine.held_prompts = {tuple(CharTokenizer().encode(group.samples[0].prompt)) for group in groups}
+    returned = threading.Event()
+    give_back = buffer.return_group
+
+    def watch(token, samples=()):
+        give_back(token, samples)
+        if len(buffer.returned) == 2:
+            returned.set()
+
+    buffer.return_group = watch  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        client.generate(0, 2, timeout=1)
+    assert returned.wait(10), "the service noticed that nobody waits"
+    assert not buffer.leased and not buffer.completed

@@ -1,0 +1,143 @@
+"""Settings, the command line, and work on files without a buffer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rollout_fakes import VOCABULARY, FakeEngine
+
+from slime.rollout.cli import main
+from slime.rollout.generate.offline import read_prompts
+from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
+from slime.rollout.metrics import pass_rates
+from slime.rollout.settings import RolloutSettings
+from slime.types import Sample
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.settings import build
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with a tokenizer of characters, and a context of 16 tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rollout_temperature": 0.0}, "--rollout-temperature: got 0.0, expected more than 0"),
+        ({"over_sampling_batch_size": 8, "rollout_batch_size": 16}, "--over-sampling-batch-size: got 8.*16"),
+        ({"mask_offpolicy_in_partial_rollout": True}, "--partial-rollout"),
+        ({"rollout_max_prompt_len": 9, "rollout_max_context_len": 9}, "--rollout-max-prompt-len: got 9"),
+        ({"rm_type": "remote_rm"}, "--rm-url"),
+        ({"rollout_top_k": 0}, "--rollout-top-k"),
+        ({"rollout_engine_dtype": "float3"}, "did you mean float32"),
+    ],
+)
+def test_contradictions_are_named(values, message):
+    with pytest.raises(InvalidSetting, match=message):
+        build(RolloutSettings, {"hf_checkpoint": "x"} | values)
+
+
+def test_the_context_sets_the_longest_prompt():
+    assert RolloutSettings(hf_checkpoint="x", rollout_max_context_len=100).max_prompt_len == 99
+    assert RolloutSettings(hf_checkpoint="x").max_prompt_len is None
+
+
+def test_prompts_to_tokens(checkpoint):
+    tokenizer = load_tokenizer(str(checkpoint))
+    ids = {c: i for i, c in enumerate(VOCABULARY)}
+    plain = PromptEncoder(tokenizer)
+    assert plain.encode(Sample(prompt="12>")).tolist() == [ids["1"], ids["2"], ids[">"]]
+    messages = Sample(prompt=[{"role": "user", "content": "12"}])
+    assert plain.encode(messages).tolist() == [ids["1"], ids["2"], ids[">"]]
+    assert plain.encode(messages) is plain.encode(Sample(prompt=messages.prompt))
+    assert PromptEncoder(tokenizer, apply_chat_template=True).encode(Sample(prompt="7")).tolist() == [
+        ids["7"],
+        ids[">"],
+    ]
+    assert context_length(str(checkpoint)) == 16
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    with pytest.raises(MissingFile, match="no tokenizer in it"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(MissingFile, match="no such directory"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidFile, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_pass_rates():
+    rates = pass_rates([[1, 0, 0, 0], [0, 0, 0, 0]])
+    assert rates == {"pass@1": pytest.approx(0.125), "pass@2": pytest.approx(0.25), "pass@4": pytest.approx(0.5)}
+    assert pass_rates([[1.0, 1.0, 0.5]]) == {"pass@1": pytest.approx(2 / 3), "pass@2": 1.0}
+
+
+def test_generate_from_a_file(checkpoint, tmp_path, capsys):
+    engine = FakeEngine()
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    rows = [{"input": "12>", "label": "21"}, {"input": "34>", "label": "00"}, {"input": "123456789>", "label": "x"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--hf-checkpoint {checkpoint} --prompts {prompts} --output {output} --rm-type exact_partial"
+    flags += (
+        f" --n-samples-per-prompt 2 --rollout-max-prompt-len 8 --rollout-external-engine-addrs 127.0.0.1:{engine.port}"
+    )
+    assert main(["generate", *flags.split()]) == 0
+    samples = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [s["index"] for s in samples] == [0, 1, 2, 3]
+    assert [s["reward"] for s in samples] == [1.0, 1.0, pytest.approx(1 / 6), pytest.approx(1 / 6)]
+    assert samples[0]["status"] == "completed" and len(samples[0]["tokens"]) == 6
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/response_lengths"] == 3
+    engine.stop()
+
+
+def test_a_broken_line_is_named(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"input": "1"}\n{"input": \n')
+    with pytest.raises(InvalidFile, match="line 2"):
+        read_prompts(file, "input", "label", "metadata")
+    with pytest.raises(MissingFile):
+        read_prompts(tmp_path / "none.jsonl", "input", "label", "metadata")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--hf-checkpoint", "/nowhere/x", "--buffer-address", "127.0.0.1:1"], "no such directory /nowhere/x"),
+        (["serve", "--hf-checkpoints", "x"], "did you mean --hf-checkpoint?"),
+        (["serve", "--hf-checkpoint", "x"], "--buffer-address is required"),
+        (
+            ["generate", "--hf-checkpoint", "x", "--prompts", "/nowhere.jsonl", "--output", "o"],
+            "no such file /nowhere.jsonl",
+        ),
+    ],
+)
+def test_bad_flags_exit_with_2(argv, message, capsys):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_import_is_light():
+    code = "import sys, slime.rollout.service; print(set(sys.modules) & {'torch', 'transformers', 'ray'})"
+    env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env
+    )
+    assert shown.stdout.strip() == "set()"

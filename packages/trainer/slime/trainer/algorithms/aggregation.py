@@ -1,0 +1,35 @@
+"""How per-token values become one number.
+
+    per-rollout mean (default)   L = 1/B * sum_rollouts [ sum_{samples, t} m * l / max(1, sum of m over the whole rollout) ]
+    per-token mean               L = sum_{samples, t} m * l / sum_samples max(1, sum_t m)
+
+B is the number of rollouts of the optimizer update. Either is sum over samples of weight * sum_t m * l, with a weight
+per sample known before anything is split: so micro-batches and ranks, however cut, add up to the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def sample_weights(
+    rollout_mask_sums: Sequence[int], mask_sums: Sequence[int], num_rollouts: int, *, per_token: bool = False
+) -> list[float]:
+    """Weight of every sample of one update.
+
+    rollout_mask_sums: for each sample, the sum of the masks of its whole rollout; mask_sums: of the sample alone.
+    """
+    if per_token:
+        tokens = sum(max(1, s) for s in mask_sums)
+        return [1.0 / tokens] * len(mask_sums)
+    return [1.0 / (num_rollouts * max(1, s)) for s in rollout_mask_sums]
+
+
+def weighted_sum(values: Tensor, token_weights: Tensor) -> Tensor:
+    """sum_t w_t * v_t in float32 or wider. values, token_weights: [K], token weight = sample weight * mask.
+
+    Tokens of weight 0 add nothing, even where the value is not finite.
+    """
+    return (values.where(token_weights != 0, 0.0) * token_weights).sum()

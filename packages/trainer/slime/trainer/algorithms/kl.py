@@ -1,0 +1,27 @@
+"""Per-token estimators of KL(policy || reference). Source: J. Schulman, "Approximating KL Divergence" (2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, importance_ratio: Tensor | None = None) -> Tensor:
+    """With D = log_probs - ref_log_probs, all shapes equal:
+
+    k1: D      k2: D^2 / 2      k3, low_var_kl: exp(-D) - 1 + D      (low_var_kl is clamped to [-10, 10])
+
+    importance_ratio (same shape) multiplies the estimate before the clamp.
+    """
+    delta = log_probs - ref_log_probs
+    if kind == "k1":
+        estimate = delta
+    elif kind == "k2":
+        estimate = delta.square() / 2
+    elif kind in ("k3", "low_var_kl"):
+        estimate = torch.expm1(-delta) + delta
+    else:
+        raise ValueError(f"kl estimator: got {kind!r}, expected k1, k2, k3 or low_var_kl")
+    if importance_ratio is not None:
+        estimate = importance_ratio * estimate
+    return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate

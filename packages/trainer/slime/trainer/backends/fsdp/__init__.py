@@ -1,0 +1,1 @@
+"""FSDP2 over a transformers causal language model; one process without sharding, or several."""

@@ -1,0 +1,170 @@
+"""The FSDP2 backend: float32 weights and optimizer, packed rows, logits only where they are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
+from slime.trainer.backends.base import Backend, NamedTensors, NonFiniteGradient, Outputs
+from slime.trainer.backends.fsdp import model as loading
+from slime.trainer.backends.fsdp.optimizer import build_adamw, learning_rate
+from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.collective import Ranks
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import WrongState
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FsdpBackend(Backend):
+    name = "fsdp"
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None) -> None:
+        """weights: a Hugging Face directory in place of `settings.hf_checkpoint` (a checkpoint to resume from)."""
+        self.settings = settings
+        self.ranks = ranks
+        self.device = device
+        policy = loading.load_model(weights or settings.hf_checkpoint, flag="--load" if weights else "--hf-checkpoint")
+        config = policy.config.get_text_config()
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.config = policy.config
+        self.can_share_prompts = loading.can_share_prompts(policy.config)
+        self.num_parameters = sum(p.numel() for p in policy.parameters())
+        if settings.gradient_checkpointing:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers recomputes only in train mode; nothing in these models drops out then but what the config asks.
+            policy.train()
+        self.policy = self._place(policy)
+        self.reference: nn.Module | None = None
+        if settings.needs_reference:
+            reference = loading.load_model(settings.ref_load or settings.hf_checkpoint, flag="--ref-load")
+            self.reference = self._place(reference.requires_grad_(False))
+        self.optimizer = build_adamw(self.policy, settings)
+        self.updates = 0
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        model.to(self.device)
+        if self.ranks.world_size > 1:
+            return loading.shard(model, self.device.type, self.ranks.world_size, bf16=self.settings.bf16)
+        return model
+
+    def _logits(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """[J, V] at the tokens that predict trained ones."""
+        kwargs: dict[str, object] = {}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            kwargs["logits_to_keep"] = batch.rows
+        autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.settings.bf16 and self.ranks.world_size == 1:
+            autocast = torch.autocast(self.device.type, dtype=torch.bfloat16)
+        with autocast:
+            logits = model(
+                input_ids=batch.tokens, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False, **kwargs
+            ).logits[0]
+        return logits if kwargs else logits[batch.rows]
+
+    def _idle(self, model: nn.Module) -> Tensor:
+        """A forward pass over one token, times zero: the other ranks' collective calls need this rank."""
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        return model(input_ids=token, use_cache=False).logits.sum() * 0.0
+
+    def log_probs(self, batch: PackedBatch | None, *, reference: bool = False) -> Tensor | None:
+        model = self.reference if reference else self.policy
+        if model is None:
+            raise WrongState("no reference model was loaded")
+        with torch.no_grad():
+            if batch is None:
+                self._idle(model)
+                return None
+            logits = self._logits(model, batch)
+            return batch.scatter(
+                token_log_probs(logits, batch.targets, self.settings.rollout_temperature, self.settings.log_probs_chunk_size)
+            )
+
+    def forward_backward(self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none") -> None:
+        # FSDP averages gradients over ranks, the plan's weights expect their sum.
+        scale = self.ranks.world_size
+        if batch is None:
+            self._idle(self.policy).backward()
+            return
+        temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
+        logits = self._logits(self.policy, batch)
+        log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
+        entropies = None
+        if entropy != "none":
+            with torch.set_grad_enabled(entropy == "gradient"):
+                entropies = batch.scatter(token_entropy(logits, temperature, chunk))
+        (loss(Outputs(log_probs, entropies)) * scale).backward()
+
+    def optimizer_step(self) -> tuple[float, float]:
+        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        for parameter in parameters:
+            # An update without any gradient still moves weights by its momentum, on every rank alike.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradient(f"update {self.updates}: the gradient norm is {float(norm)}", field="grad_norm", value=float(norm))
+        if self.settings.clip_grad > 0:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_grad, norm)
+        lr = learning_rate(self.settings, self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return float(norm), lr
+
+    def named_weights(self) -> NamedTensors:
+        for name, tensor in self._weights():
+            yield name, _whole(tensor)
+
+    def weight_sizes(self) -> dict[str, int]:
+        return {name: tensor.numel() for name, tensor in self._weights()}
+
+    def _weights(self) -> NamedTensors:
+        # named_parameters gives a tied weight once; persistent buffers belong to the checkpoint too.
+        yield from self.policy.named_parameters()
+        persistent = self.policy.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in persistent)
+
+    def optimizer_state(self) -> NamedTensors:
+        for name, parameter in self._stepped():
+            for moment in _MOMENTS:
+                yield f"{moment}.{name}", _whole(self.optimizer.state[parameter][moment])
+
+    def optimizer_sizes(self) -> dict[str, int]:
+        return {f"{moment}.{name}": parameter.numel() for name, parameter in self._stepped() for moment in _MOMENTS}
+
+    def _stepped(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.policy.named_parameters() if self.optimizer.state.get(p))
+
+    def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int) -> None:
+        self.updates = updates
+        if not updates:
+            return
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                moments = {moment: _like(read(f"{moment}.{name}"), parameter) for moment in _MOMENTS}
+                # AdamW counts updates per parameter, in float32 beside it when fused.
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=self.device), **moments}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+    if not hasattr(parameter, "device_mesh"):
+        return whole.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -1,0 +1,68 @@
+"""Loading a transformers causal language model, and sharding it over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+
+_FULL = "full_attention"
+_PACKABLE = frozenset({_FULL, "sliding_attention", "chunked_attention"})
+
+
+def load_model(path: str, *, flag: str) -> nn.Module:
+    """The model of a Hugging Face directory in float32, in eval mode (no dropout), sdpa attention.
+
+    Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not Path(path).is_dir():
+        raise MissingFile(f"{flag}: no such directory {path}", field=flag, value=path)
+    if not (Path(path) / "config.json").is_file():
+        raise InvalidFile(f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory")
+    config = AutoConfig.from_pretrained(path)
+    for kind in layer_types(config):
+        if kind not in _PACKABLE:
+            raise NotAvailable(f"{flag}: layers of type {kind} are not available yet", field=flag, value=kind)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
+    model.config.use_cache = False
+    return model.eval()
+
+
+def layer_types(config: Any) -> set[str]:
+    text = config.get_text_config()
+    declared = getattr(text, "layer_types", None)
+    if declared:
+        return set(declared)
+    return {"sliding_attention" if getattr(text, "sliding_window", None) else _FULL}
+
+
+def can_share_prompts(config: Any) -> bool:
+    """An explicit mask replaces a layer's own, so only layers without a window can take one."""
+    return layer_types(config) == {_FULL}
+
+
+def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) -> nn.Module:
+    """FSDP2 over all ranks: one group of parameters per decoder layer, and one for the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device_type, (world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    return fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []

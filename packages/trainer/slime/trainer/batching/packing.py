@@ -1,0 +1,155 @@
+"""Samples as one packed row [1, T] without padding.
+
+    T  input tokens of the row               K  response tokens of its samples, end to end
+    P  a prompt's tokens                     J  those of the K whose loss mask is 1
+
+Position ids restart with every sample, and no token sees another sample. Where samples have equal prompts (a group
+does), the prompt is laid out once and every response sees it and itself: the same numbers for a fraction of the work.
+A response's last token predicts nothing that is trained, so it is not fed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.types.errors import InvalidField, NotAvailable
+from slime.types.sample import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch. Index tensors are int64, the others float32 or bool, all on one device."""
+
+    tokens: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    attention_mask: Tensor | None  # [1, 1, T, T] bool, or None: causal within runs of position_ids
+    rows: Tensor  # [J] the token of the row whose logits predict
+    targets: Tensor  # [J] the token predicted
+    trained: Tensor  # [J] into K
+    mask: Tensor  # [K] 1.0 or 0.0
+    segments: Tensor  # [K] sample of a response token
+    weights: Tensor  # [K] weight in the loss; 0 where the mask is
+    rewards: Tensor  # [S]
+    rollout_log_probs: Tensor | None  # [K]
+    lengths: list[int]  # S response lengths; their sum is K
+    total_lengths: list[int]  # S prompt + response lengths
+    positions: list[int]  # S positions in the step
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[J] -> [K], 0 where the mask is."""
+        return values.new_zeros(len(self.mask)).index_put((self.trained,), values)
+
+
+def loss_mask(sample: Sample) -> np.ndarray:
+    """[R] float32: ones where the sample has none, zeros where it is removed. Raises InvalidField on a wrong length."""
+    if sample.remove_sample:
+        return np.zeros(sample.response_length, dtype=np.float32)
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, dtype=np.float32)
+    mask = np.asarray(sample.loss_mask, dtype=np.float32)
+    if len(mask) != sample.response_length:
+        raise InvalidField("loss_mask", len(mask), f"response_length = {sample.response_length} (sample {sample.index})")
+    return mask
+
+
+def check_sample(sample: Sample, vocab_size: int, *, needs_log_probs: bool = False) -> None:
+    """Raises InvalidField, or NotAvailable for a multimodal sample, where the model cannot be fed with it."""
+    total, response = len(sample.tokens), sample.response_length
+    if not 0 <= response < max(total, 1):
+        raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
+    if total and not 0 <= int(np.min(sample.tokens)) <= int(np.max(sample.tokens)) < vocab_size:
+        raise InvalidField("tokens", int(np.max(sample.tokens)), f"ids in [0, {vocab_size}) (sample {sample.index})")
+    log_probs = sample.rollout_log_probs
+    if log_probs is None and needs_log_probs:
+        raise InvalidField("rollout_log_probs", None, f"log-probs of the engine, for --use-tis and --use-rollout-logprobs (sample {sample.index})")
+    if log_probs is not None and len(log_probs) != response:
+        raise InvalidField("rollout_log_probs", len(log_probs), f"response_length = {response} (sample {sample.index})")
+    if sample.multimodal_inputs or sample.multimodal_train_inputs:
+        raise NotAvailable(f"multimodal inputs (sample {sample.index}) are not available yet", field="multimodal_inputs")
+
+
+def pack(
+    samples: Sequence[Sample],
+    positions: Sequence[int],
+    rewards: Sequence[float],
+    weights: Sequence[float],
+    *,
+    share_prompts: bool = True,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """One row of `samples` (each passed `check_sample`). rewards, weights: one number a sample.
+
+    rollout_log_probs is None unless every sample has them.
+    """
+    row: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    owners: list[np.ndarray] = []  # which prompt a token belongs to
+    branches: list[np.ndarray] = []  # 0 in a prompt, else which response
+    rows, filled, prompts = [], 0, {}
+
+    def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
+        nonlocal filled
+        row.append(tokens)
+        places.append(np.arange(first_position, first_position + len(tokens)))
+        owners.append(np.full(len(tokens), owner))
+        branches.append(np.full(len(tokens), branch))
+        filled += len(tokens)
+        return filled - len(tokens)
+
+    shared = False
+    for branch, sample in enumerate(samples, start=1):
+        tokens = np.asarray(sample.tokens, dtype=np.int64)
+        split = len(tokens) - sample.response_length
+        key = tokens[:split].tobytes() if share_prompts else branch
+        if key in prompts:
+            shared = True
+        else:
+            prompts[key] = (len(prompts), lay(tokens[:split], 0, len(prompts), 0))
+        owner, start = prompts[key]
+        response_start = lay(tokens[split:-1], split, owner, branch)
+        predictors = np.arange(response_start - 1, response_start - 1 + sample.response_length)
+        predictors[:1] = start + split - 1
+        rows.append(predictors)
+    masks = [loss_mask(s) for s in samples]
+    mask = np.concatenate(masks)
+    trained = np.flatnonzero(mask)
+    targets = np.concatenate([np.asarray(s.tokens, dtype=np.int64)[len(s.tokens) - s.response_length :] for s in samples])
+    lengths = [s.response_length for s in samples]
+    log_probs = [s.rollout_log_probs for s in samples]
+    known = all(p is not None for p in log_probs)
+
+    def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(array, dtype=dtype).to(device)
+
+    return PackedBatch(
+        tokens=to(np.concatenate(row), torch.int64)[None],
+        position_ids=to(np.concatenate(places), torch.int64)[None],
+        attention_mask=_tree_mask(to(np.concatenate(owners), torch.int32), to(np.concatenate(branches), torch.int32)) if shared else None,
+        rows=to(np.concatenate(rows)[trained], torch.int64),
+        targets=to(targets[trained], torch.int64),
+        trained=to(trained, torch.int64),
+        mask=to(mask, torch.float32),
+        segments=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
+        weights=to(np.repeat(np.asarray(weights, dtype=np.float64), lengths) * mask, torch.float32),
+        rewards=to(np.asarray(rewards), torch.float32),
+        rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,  # type: ignore[arg-type]
+        lengths=lengths,
+        total_lengths=[len(s.tokens) for s in samples],
+        positions=list(positions),
+    )
+
+
+def _tree_mask(owners: Tensor, branches: Tensor) -> Tensor:
+    """[T], [T] -> [1, 1, T, T] bool, True where the second token is seen by the first."""
+    same_prompt = owners[:, None] == owners[None, :]
+    visible = (branches[None, :] == 0) | (branches[:, None] == branches[None, :])
+    return (same_prompt & visible).tril()[None, None]

@@ -1,0 +1,168 @@
+"""The plan of a step: everything that needs the whole step, as a JSON object that the buffer stores.
+
+    format, step, num_samples, num_rollouts     integers
+    raw_rewards, rewards [S]                    float64; rewards are the training rewards
+    lengths, response_lengths [S]               tokens
+    weights [S]                                 per-token weight of each sample in its update's loss
+    dropped                                     positions of trailing rollouts that fill no update
+    updates[u].num_rollouts                     rollouts whose mean is the loss
+    updates[u].train, .skipped                  positions that need a forward pass; that provably add no gradient
+    updates[u].num_tokens                       tokens with loss mask 1
+
+A position is an index into the samples of a sealed step. The plan knows no rank: `assign` cuts an update for any number
+of them, so a step that was planned by two ranks can be replayed by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from slime.trainer.algorithms.aggregation import sample_weights
+from slime.trainer.algorithms.rewards import normalize_rewards
+from slime.trainer.batching.schedule import MicroBatch, schedule
+from slime.trainer.settings import GROUP_NORMALIZED, GROUP_STANDARDIZED, TrainerSettings
+from slime.types.errors import InvalidField, InvalidSetting
+
+FORMAT = 1
+
+
+class Summary(Protocol):
+    """What is read of `slime.types.clients.SampleSummary`."""
+
+    index: int
+    group_index: int
+    rollout_id: int | None
+    total_length: int
+    response_length: int
+    loss_mask_sum: int
+    reward: Any
+    remove_sample: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Plans steps by the settings of one trainer; `plan` is a pure function of its arguments."""
+
+    settings: TrainerSettings
+
+    def plan(
+        self, step: int, summaries: Sequence[Summary], processed: tuple[Sequence[float], Sequence[float]] | None = None
+    ) -> dict[str, Any]:
+        """processed: (raw rewards, training rewards) of a custom reward function, in place of the built-in ones.
+
+        Raises InvalidField for a reward that is no finite number, InvalidSetting where no update can be filled.
+        """
+        rollouts = [_rollout_key(s, i) for i, s in enumerate(summaries)]
+        raw, rewards = processed or self.rewards(summaries, rollouts)
+        mask_sums = [0 if s.remove_sample else int(s.loss_mask_sum) for s in summaries]
+        per_rollout: dict[Any, int] = {}
+        for key, mask_sum in zip(rollouts, mask_sums, strict=True):
+            per_rollout[key] = per_rollout.get(key, 0) + mask_sum
+        weights = [0.0] * len(summaries)
+        updates, used = [], set()
+        for keys in self.split_rollouts(list(per_rollout)):
+            used.update(keys)
+            chosen = set(keys)
+            positions = [i for i, key in enumerate(rollouts) if key in chosen]
+            of_update = sample_weights(
+                [per_rollout[rollouts[i]] for i in positions],
+                [mask_sums[i] for i in positions],
+                len(keys),
+                per_token=self.settings.calculate_per_token_loss,
+            )
+            for position, weight in zip(positions, of_update, strict=True):
+                weights[position] = weight
+            train, skipped = [], []
+            for i in positions:
+                (skipped if self._adds_nothing(rewards[i], mask_sums[i]) else train).append(i)
+            tokens = sum(mask_sums[i] for i in positions)
+            updates.append({"num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped})
+        if self.settings.normalize_advantages and not any(u["num_tokens"] for u in updates):
+            raise InvalidField("loss_mask", 0, f"a token to train in step {step}, for --normalize-advantages")
+        dropped = [i for i, key in enumerate(rollouts) if key not in used]
+        return {
+            "format": FORMAT, "step": step, "num_samples": len(summaries), "num_rollouts": len(per_rollout),
+            "raw_rewards": list(raw), "rewards": list(rewards), "weights": weights,
+            "lengths": [int(s.total_length) for s in summaries],
+            "response_lengths": [int(s.response_length) for s in summaries],
+            "dropped": dropped, "updates": updates,
+        }  # fmt: skip
+
+    def rewards(self, summaries: Sequence[Summary], rollouts: Sequence[Any]) -> tuple[list[float], list[float]]:
+        """(raw, training rewards) [S]. A removed sample takes part where it has a reward, and is left out where not."""
+        raw = [self._reward(s) for s in summaries]
+        scored = [i for i, r in enumerate(raw) if r is not None]
+        estimator = self.settings.advantage_estimator
+        normalized = normalize_rewards(
+            [raw[i] for i in scored],
+            [summaries[i].group_index for i in scored],
+            [rollouts[i] for i in scored],
+            subtract_mean=self.settings.rewards_normalization and estimator in GROUP_NORMALIZED,
+            divide_by_std=self.settings.grpo_std_normalization and estimator in GROUP_STANDARDIZED,
+        )
+        training = [0.0] * len(raw)
+        for i, value in zip(scored, normalized, strict=True):
+            training[i] = value
+        return [0.0 if r is None else r for r in raw], training
+
+    def _reward(self, summary: Summary) -> float | None:
+        value = summary.reward
+        if self.settings.reward_key is not None and isinstance(value, dict):
+            if self.settings.reward_key not in value:
+                raise InvalidField("reward", sorted(value), f"a key {self.settings.reward_key!r} (sample {summary.index})")
+            value = value[self.settings.reward_key]
+        needless = summary.remove_sample or self.settings.loss_type == "sft_loss"
+        if value is None and needless:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InvalidField("reward", value, f"a finite number (sample {summary.index}; see --reward-key)")
+        return float(value)
+
+    def split_rollouts(self, keys: list[Any]) -> list[list[Any]]:
+        """Rollouts in order of first occurrence, cut into updates; those that fill no update are left out."""
+        size = self.settings.global_batch_size
+        if self.settings.num_steps_per_rollout:
+            fitting = len(keys) // self.settings.num_steps_per_rollout
+            size = fitting if size is None else min(size, fitting)
+        size = len(keys) if size is None else size
+        if not keys or not size or len(keys) < size:
+            raise InvalidSetting(
+                f"--global-batch-size={self.settings.global_batch_size}, --num-steps-per-rollout="
+                f"{self.settings.num_steps_per_rollout}: the step has {len(keys)} rollouts, expected enough for one update",
+                field="--global-batch-size", value=size, expected=f"at most {len(keys)}",
+            )  # fmt: skip
+        updates = [keys[i : i + size] for i in range(0, len(keys) - size + 1, size)]
+        return updates[: self.settings.num_steps_per_rollout]
+
+    def _adds_nothing(self, reward: float, mask_sum: int) -> bool:
+        """True where every term of a sample's loss has gradient exactly zero, whatever the policy is."""
+        s = self.settings
+        if s.custom_advantage_function_path or s.custom_pg_loss_reducer_function_path:
+            return False
+        if mask_sum == 0:
+            return True
+        only_advantages = s.loss_type == "policy_loss" and not s.normalize_advantages
+        other_terms = s.use_kl_loss or s.kl_coef or s.entropy_coef or s.custom_tis_function_path
+        return only_advantages and not other_terms and reward == 0.0
+
+
+def _rollout_key(summary: Summary, position: int) -> tuple[str, int]:
+    return ("position", position) if summary.rollout_id is None else ("rollout", summary.rollout_id)
+
+
+def assign(plan: dict[str, Any], update: int, world_size: int, settings: TrainerSettings, hidden_size: int) -> list[list[MicroBatch]]:
+    """[rank][i] -> micro-batch of one update."""
+    train = plan["updates"][update]["train"]
+    return schedule(
+        train,
+        [plan["lengths"][i] for i in train],
+        world_size,
+        micro_batch_size=settings.micro_batch_size,
+        max_tokens=settings.max_tokens_per_gpu if settings.use_dynamic_batch_size else None,
+        balance=settings.balance_data,
+        # Matrices cost length * 12 h^2 a layer, attention length^2 * 2 h.
+        cost=lambda length: length * (6 * hidden_size + length),
+    )

@@ -1,0 +1,66 @@
+"""One optimizer update's samples as micro-batches for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slime.trainer.batching.balance import partition
+
+# Positions of one forward pass; empty where a rank only keeps the others company in collective calls.
+MicroBatch = list[int]
+
+
+def schedule(
+    positions: Sequence[int],
+    lengths: Sequence[int],
+    world_size: int,
+    *,
+    micro_batch_size: int = 1,
+    max_tokens: int | None = None,
+    balance: bool = False,
+    cost: Callable[[int], float] = float,
+) -> list[list[MicroBatch]]:
+    """[rank][i] -> micro-batch; every rank gets the same number of them.
+
+    positions: samples to train, in order; lengths[i]: tokens of sample positions[i].
+    max_tokens: None cuts into `micro_batch_size` samples; a number fills bins first-fit in order up to it, and a longer
+    sample is alone. balance: ranks get micro-batches of equal total `cost(length)`, else round robin.
+    """
+    length_of = dict(zip(positions, lengths, strict=True))
+    if max_tokens is None:
+        bins = [list(positions[i : i + micro_batch_size]) for i in range(0, len(positions), micro_batch_size)]
+    else:
+        bins = first_fit(positions, length_of, max_tokens)
+    _split_to_multiple(bins, world_size, length_of)
+    if not balance:
+        return [bins[rank::world_size] for rank in range(world_size)]
+    costs = [sum(cost(length_of[p]) for p in b) for b in bins]
+    return [[bins[i] for i in indexes] for indexes in partition(costs, world_size, equal_size=True)]
+
+
+def first_fit(positions: Sequence[int], length_of: dict[int, int], max_tokens: int) -> list[MicroBatch]:
+    bins: list[MicroBatch] = []
+    room: list[int] = []
+    for position in positions:
+        length = length_of[position]
+        for i, free in enumerate(room):
+            if length <= free:
+                bins[i].append(position)
+                room[i] -= length
+                break
+        else:
+            bins.append([position])
+            room.append(max_tokens - length)
+    return bins
+
+
+def _split_to_multiple(bins: list[MicroBatch], world_size: int, length_of: dict[int, int]) -> None:
+    """Splits the largest bins in two until `world_size` divides their number; empty ones where none can be split."""
+    while len(bins) % world_size:
+        splittable = [i for i, b in enumerate(bins) if len(b) > 1]
+        if not splittable:
+            bins.append([])
+            continue
+        largest = max(splittable, key=lambda i: (sum(length_of[p] for p in bins[i]), -i))
+        halves = partition([length_of[p] for p in bins[largest]], 2)
+        bins[largest : largest + 1] = [[bins[largest][i] for i in half] for half in halves]

@@ -1,0 +1,105 @@
+"""Checkpoints: a Hugging Face directory of float32 weights, with what training resumes from beside them.
+
+    config.json, tokenizer files, model*.safetensors     loads with transformers
+    optimizer*.safetensors                               moments as "exp_avg.NAME", "exp_avg_sq.NAME"; whole, so any
+                                                         number of ranks can load what any number saved
+    trainer.json                                         format, step, updates, weight_version
+
+Nothing in it is a pickle. A directory without trainer.json is a plain model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slime.trainer.backends.base import Backend
+from slime.trainer.collective import Ranks
+from slime.trainer.hf_directory import copy_side_files, whole_directory, write_tensors
+from slime.trainer.weight_sync.base import Weights, as_dtype
+from slime.types.errors import InvalidFile, MissingFile
+
+FORMAT = 1
+STATE_FILE = "trainer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands. step: the last one that the weights have seen, -1 for none; updates: of the optimizer."""
+
+    step: int = -1
+    updates: int = 0
+    weight_version: int = 0
+    has_optimizer: bool = True
+
+
+def read_state(path: str) -> TrainerState:
+    """Raises MissingFile or InvalidFile naming --load."""
+    file = Path(path) / STATE_FILE
+    if not file.is_file():
+        raise MissingFile(f"--load: {path} is no checkpoint of this trainer: it has no {STATE_FILE}", field="--load", value=path)
+    try:
+        data = json.loads(file.read_text())
+        if data["format"] != FORMAT:
+            raise InvalidFile(f"--load: {file}: format {data['format']}, expected {FORMAT}", field="--load", value=data["format"])
+        return TrainerState(**{f.name: data[f.name] for f in dataclasses.fields(TrainerState)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidFile(f"--load: {file}: {type(error).__name__}: {error}", field="--load", value=path) from error
+
+
+class TensorReader:
+    """Finds tensors by name in the safetensors files of a directory; reads one at a time."""
+
+    def __init__(self, directory: str, stem: str) -> None:
+        self._file_of: dict[str, Path] = {}
+        for file in sorted(Path(directory).glob(f"{stem}*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                self._file_of.update(dict.fromkeys(tensors.keys(), file))
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._file_of:
+            raise InvalidFile(f"--load: the checkpoint has no tensor {name}", field="--load", value=name)
+        with safe_open(self._file_of[name], framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+
+def save_checkpoint(path: Path, backend: Backend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True) -> None:
+    """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
+
+    Raises OutOfSpace; then and after any other failure nothing lies at `path` but what lay there before.
+    """
+    state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
+    weight_bytes = {name: 4 * n for name, n in backend.weight_sizes().items()}
+    moment_bytes = {name: 4 * n for name, n in backend.optimizer_sizes().items()} if state.has_optimizer else {}
+    weights = backend.named_weights()
+    moments = backend.optimizer_state() if state.has_optimizer else iter(())
+
+    def write() -> None:
+        with whole_directory(path, sum(weight_bytes.values()) + sum(moment_bytes.values())) as directory:
+            copy_side_files(source, directory, "float32")
+            write_tensors(directory, "model", weight_bytes, as_dtype(weights, torch.float32))
+            if state.has_optimizer:
+                write_tensors(directory, "optimizer", moment_bytes, as_dtype(moments, torch.float32))
+            (directory / STATE_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n")
+
+    ranks.on_first(write, weights, moments)
+
+
+def write_model(path: Path, weights: Weights, sizes: dict[str, int], dtype: torch.dtype, source: Path) -> int:
+    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights."""
+    weight_bytes = {name: n * dtype.itemsize for name, n in sizes.items()}
+    with whole_directory(path, sum(weight_bytes.values())) as directory:
+        copy_side_files(source, directory, str(dtype).removeprefix("torch."))
+        return write_tensors(directory, "model", weight_bytes, as_dtype(weights, dtype))
+
+
+def config_dtype(source: Path) -> torch.dtype:
+    """The type in which the weights of a Hugging Face directory are meant to be stored; float32 where it names none."""
+    config = json.loads((source / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return getattr(torch, name)

@@ -1,0 +1,104 @@
+"""`slime-trainer serve`: one rank of a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.rpc import RpcSettings
+from slime.types.settings import parse, setting
+
+USAGE = "usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...; see slime-trainer serve --help"
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidSetting(f"environment variable {name}: got {text!r}, expected an integer", field=name, value=text) from None
+
+
+def _environment_master() -> str | None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f"{host}:{port}" if host and port else None
+
+
+@dataclasses.dataclass(kw_only=True)
+class PlaceSettings:
+    """Place of this process."""
+
+    buffer_address: str = setting("", "host:port of slime-buffer (required)", metavar="HOST:PORT")
+    rollout_address: str = setting("", "host:port of slime-rollout (required)", metavar="HOST:PORT")
+    rank: int | None = setting(None, "rank of this process; default: environment variable RANK, else 0", minimum=0)
+    world_size: int | None = setting(None, "number of ranks; default: environment variable WORLD_SIZE, else 1", minimum=1)
+    master_address: str | None = setting(
+        None, "where rank 0 listens for the others; default: MASTER_ADDR:MASTER_PORT", metavar="HOST:PORT"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_address", "rollout_address"):
+            if not getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise InvalidSetting(f"{flag} is required", field=flag, expected="host:port")
+        self.rank = _environment_int("RANK", 0) if self.rank is None else self.rank
+        self.world_size = _environment_int("WORLD_SIZE", 1) if self.world_size is None else self.world_size
+        self.master_address = self.master_address or _environment_master()
+        if self.rank >= self.world_size:
+            raise InvalidSetting(f"--rank={self.rank} contradicts --world-size={self.world_size}", field="--rank", value=self.rank)
+        if self.world_size > 1 and self.master_address is None:
+            raise InvalidSetting(
+                f"--world-size={self.world_size} needs --master-address", field="--master-address", expected="host:port of rank 0"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 after a clean stop, 2 for a wrong command line or file, 1 for any other failure."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] != "serve":
+        print(USAGE, file=sys.stderr if arguments[:1] not in (["-h"], ["--help"]) else sys.stdout)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    try:
+        settings, rpc, place = parse(
+            arguments[1:], TrainerSettings, RpcSettings, PlaceSettings, prog="slime-trainer serve", description="One rank of a trainer."
+        )
+        return _serve(settings, rpc, place)
+    except ConfigError as error:
+        print(f"slime-trainer: error: {error}", file=sys.stderr)
+        return 2
+    except SlimeError as error:
+        print(f"slime-trainer: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(settings: TrainerSettings, rpc: RpcSettings, place: PlaceSettings) -> int:
+    from slime.trainer.service import serve
+
+    stop = threading.Event()
+    # Until it serves there is nothing to end cleanly, and joining the other ranks may take minutes.
+    _on_stop(lambda: os._exit(0))
+    service = serve(
+        settings,
+        rpc,
+        rank=place.rank or 0,
+        world_size=place.world_size or 1,
+        master_address=place.master_address or "",
+        buffer_address=place.buffer_address,
+        rollout_address=place.rollout_address,
+    )
+    _on_stop(stop.set)
+    with service:
+        print(f"listening on {service.address}", flush=True)
+        stop.wait()
+    return 0
+
+
+def _on_stop(action: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: action())

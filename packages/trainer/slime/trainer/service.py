@@ -1,0 +1,138 @@
+"""The gRPC service of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from slime.trainer.settings import TrainerSettings
+from slime.trainer.worker import Worker
+from slime.types.clients import BufferClient, RolloutClient, Writer
+from slime.types.errors import InvalidField, SlimeError, WrongState
+from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.v1 import buffer_pb2, trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+SERVICE = "slime.v1.TrainerService"
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    """Answers calls by jobs on the worker thread, where the trainer was made."""
+
+    def __init__(self, trainer: Any, worker: Worker) -> None:
+        self._trainer = trainer
+        self._worker = worker
+        self._broken: BaseException | None = None
+
+    def GetInfo(self, request: trainer_pb2.GetInfoRequest, context: grpc.ServicerContext) -> trainer_pb2.GetInfoResponse:
+        trainer = self._trainer
+        return trainer_pb2.GetInfoResponse(
+            rank=trainer.ranks.rank,
+            world_size=trainer.ranks.world_size,
+            backend=trainer.backend.name,
+            device=str(trainer.backend.device),
+            num_parameters=trainer.backend.num_parameters,
+            next_step=trainer.next_step,
+            weight_version=trainer.state.weight_version,
+        )
+
+    def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: grpc.ServicerContext) -> trainer_pb2.TrainStepResponse:
+        if request.num_groups < 1:
+            raise InvalidField("num_groups", request.num_groups, "at least 1")
+        metrics = self._run(f"TrainStep {request.step}", request, context, lambda: self._trainer.train_step(request.step, request.num_groups))
+        return trainer_pb2.TrainStepResponse(metrics=metrics)
+
+    def UpdateWeights(self, request: trainer_pb2.UpdateWeightsRequest, context: grpc.ServicerContext) -> trainer_pb2.UpdateWeightsResponse:
+        version = request.weight_version
+        if version < 0:
+            raise InvalidField("weight_version", version, "at least 0")
+        metrics = self._run(f"UpdateWeights {version}", request, context, lambda: self._trainer.update_weights(version))
+        return trainer_pb2.UpdateWeightsResponse(metrics=metrics)
+
+    def SaveCheckpoint(self, request: trainer_pb2.SaveCheckpointRequest, context: grpc.ServicerContext) -> trainer_pb2.SaveCheckpointResponse:
+        _check_path(request.path)
+        path = self._run(f"SaveCheckpoint {request.step}", request, context, lambda: self._trainer.save_checkpoint(request.step, request.path))
+        return trainer_pb2.SaveCheckpointResponse(path=path)
+
+    def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: grpc.ServicerContext) -> trainer_pb2.ExportModelResponse:
+        _check_path(request.path)
+        path = self._run("ExportModel", None, context, lambda: self._trainer.export_model(request.path))
+        return trainer_pb2.ExportModelResponse(path=path)
+
+    def _run(self, job: str, request: Any, context: grpc.ServicerContext, work: Callable[[], T]) -> T:
+        def guarded() -> T:
+            if self._broken is not None:
+                raise WrongState(f"{job}: this rank failed before and has to be started again: {self._broken}") from self._broken
+            if request is not None:
+                self._trainer.join(_writer(request.writer))
+            try:
+                return work()
+            except SlimeError:
+                raise
+            except BaseException as error:
+                # The ranks may be out of step with each other: leave the group, so that the others fail now.
+                self._broken = error
+                log.exception("%s failed", job)
+                self._trainer.ranks.close()
+                raise
+
+        return self._worker.run(job, guarded, context.time_remaining())
+
+
+def _writer(message: buffer_pb2.Writer) -> Writer | None:
+    return Writer(message.run_id, message.incarnation) if message.run_id else None
+
+
+def _check_path(path: str) -> None:
+    if not path:
+        raise InvalidField("path", path, "a directory")
+
+
+def serve(
+    settings: TrainerSettings,
+    rpc: RpcSettings,
+    *,
+    rank: int,
+    world_size: int,
+    master_address: str,
+    buffer_address: str,
+    rollout_address: str,
+    extra_args: dict[str, Any] | None = None,
+) -> RunningService:
+    """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
+
+    extra_args: more names for the `args` of plug-ins.
+    """
+    if not 0 <= rank < world_size:
+        raise InvalidField("rank", rank, f"less than the world size {world_size}")
+    worker = Worker(f"trainer-{rank}")
+    stack = contextlib.ExitStack()
+    stack.callback(worker.stop)
+    try:
+        buffer = stack.enter_context(BufferClient(buffer_address, settings=rpc))
+        rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc))
+
+        def load() -> Any:
+            # Heavy, and torch has to be used on one thread from the start.
+            from slime.trainer.collective import Ranks
+            from slime.trainer.trainer import Trainer, pick_device, prepare_process
+
+            prepare_process(settings)
+            device = pick_device(rank).type
+            ranks = Ranks(rank, world_size, master_address, settings.distributed_timeout_minutes, device)
+            stack.callback(ranks.close)
+            return Trainer(settings, ranks, buffer, rollout, extra_args)
+
+        trainer = worker.run("loading", load, None)
+        server = Server(
+            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerService(trainer, worker))], rpc, service_names=[SERVICE]
+        )
+        return RunningService(server, stack.close)
+    except BaseException:
+        stack.close()
+        raise

@@ -1,0 +1,213 @@
+"""The settings of a trainer, and the contradictions among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.settings import REQUIRED, setting
+
+ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+# Estimators that subtract the mean of a group from its rewards.
+GROUP_NORMALIZED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+# Of those, the ones that also divide by the group's standard deviation.
+GROUP_STANDARDIZED = frozenset({"grpo", "gspo", "cispo"})
+WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainerSettings:
+    """Trainer."""
+
+    # Model, checkpoints
+    hf_checkpoint: str = setting(REQUIRED, "Hugging Face directory of the initial weights and the tokenizer", metavar="DIR")
+    load: str | None = setting(None, "checkpoint to resume from; its weights, optimizer and step", metavar="DIR")
+    save: str | None = setting(None, "directory for checkpoints", metavar="DIR")
+    ref_load: str | None = setting(None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR")
+    train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
+    bf16: bool = setting(False, "compute in bfloat16; weights and optimizer stay float32")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    no_save_optim: bool = setting(False, "leave the optimizer out of checkpoints")
+
+    # Optimizer
+    lr: float = setting(1e-6, "peak learning rate", above=0)
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", minimum=0)
+    lr_decay_style: str = setting("constant", "shape of the decay", choices=("constant", "linear", "cosine"))
+    lr_warmup_iters: int = setting(0, "optimizer updates of linear warm-up", minimum=0)
+    lr_decay_iters: int | None = setting(None, "optimizer updates until --min-lr, warm-up included", minimum=1)
+    weight_decay: float = setting(0.01, "AdamW decay of matrices; vectors are not decayed", minimum=0)
+    adam_beta1: float = setting(0.9, "AdamW beta1", minimum=0, maximum=1)
+    adam_beta2: float = setting(0.999, "AdamW beta2", minimum=0, maximum=1)
+    adam_eps: float = setting(1e-8, "AdamW epsilon", above=0)
+    clip_grad: float = setting(1.0, "largest gradient norm; 0 turns clipping off", minimum=0)
+
+    # Loss
+    loss_type: str = setting("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
+    custom_loss_function_path: str | None = setting(None, "loss function of --loss-type custom_loss", metavar="PATH")
+    advantage_estimator: str = setting("grpo", "algorithm", choices=ESTIMATORS)
+    compute_advantages_and_returns: bool = setting(
+        True, "compute advantages (off for SFT)", off_flag="disable-compute-advantages-and-returns"
+    )
+    rewards_normalization: bool = setting(True, "subtract the mean of the group", off_flag="disable-rewards-normalization")
+    grpo_std_normalization: bool = setting(
+        True, "divide by the standard deviation of the group", off_flag="disable-grpo-std-normalization"
+    )
+    normalize_advantages: bool = setting(False, "whiten advantages over all tokens of a step")
+    gamma: float = setting(1.0, "discount of reinforce_plus_plus", minimum=0, maximum=1)
+    lambd: float = setting(1.0, "lambda of generalised advantage estimation (ppo)", minimum=0, maximum=1)
+    eps_clip: float = setting(0.2, "lower clip width of the ratio", minimum=0)
+    eps_clip_high: float | None = setting(None, "upper clip width; default --eps-clip", minimum=0)
+    eps_clip_c: float | None = setting(None, "dual-clip constant; off when unset", above=1)
+    use_kl_loss: bool = setting(False, "load a reference model and report its KL; see --kl-loss-coef")
+    kl_loss_coef: float = setting(0.0, "weight of the KL term in the loss", minimum=0)
+    kl_loss_type: str = setting("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    use_unbiased_kl: bool = setting(False, "multiply the KL estimate by the importance ratio")
+    kl_coef: float = setting(0.0, "KL penalty inside the reward (reinforce_plus_plus, ..._baseline)", minimum=0)
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
+    calculate_per_token_loss: bool = setting(False, "average over tokens, not over rollouts")
+    use_rollout_logprobs: bool = setting(False, "the engine's log-probs are the old policy")
+    use_tis: bool = setting(False, "truncated importance sampling against the engine's log-probs")
+    tis_clip: float = setting(2.0, "upper bound of its weight", above=0)
+    tis_clip_low: float = setting(0.0, "lower bound of its weight", minimum=0)
+    use_opsm: bool = setting(False, "drop off-policy sequences with a negative advantage")
+    opsm_delta: float = setting(1e-4, "sequence KL above which --use-opsm drops", minimum=0)
+    rollout_temperature: float = setting(1.0, "sampling temperature; logits are divided by it", above=0)
+    reward_key: str | None = setting(None, "key of the reward where rewards are objects")
+    custom_reward_post_process_path: str | None = setting(None, "replaces reward normalisation", metavar="PATH")
+    custom_advantage_function_path: str | None = setting(None, "replaces the advantages", metavar="PATH")
+    custom_tis_function_path: str | None = setting(None, "replaces the weights of --use-tis", metavar="PATH")
+    custom_pg_loss_reducer_function_path: str | None = setting(None, "replaces the reduction of the policy loss", metavar="PATH")
+
+    # Batches
+    rollout_batch_size: int | None = setting(None, "groups of one rollout", minimum=1)
+    n_samples_per_prompt: int = setting(1, "samples of one group", minimum=1)
+    global_batch_size: int | None = setting(None, "rollouts of one optimizer update", minimum=1)
+    num_steps_per_rollout: int | None = setting(None, "optimizer updates of one rollout", minimum=1)
+    micro_batch_size: int = setting(1, "samples of one forward pass", minimum=1)
+    use_dynamic_batch_size: bool = setting(False, "fill forward passes up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int | None = setting(None, "tokens of one forward pass", minimum=1)
+    balance_data: bool = setting(False, "give ranks micro-batches of equal work")
+    log_probs_chunk_size: int = setting(-1, "positions whose logits become log-probs at once; all when 0 or less")
+    step_wait_seconds: float = setting(600.0, "how long to wait for a step's groups and for its plan", above=0)
+
+    # Weights to the engines
+    update_weight_mode: str = setting("full", "whole weights, or what changed", choices=("full", "delta"))
+    update_weight_transport: str = setting("tensor", "how weights reach the engines", choices=("tensor", "disk", "nccl"))
+    update_weight_buffer_size: int = setting(512 * 1024**2, "bytes of one bucket", minimum=1)
+    update_weight_dtype: str = setting(
+        "auto", "type on the wire; auto: bfloat16 with --bf16, else float32", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    update_weight_disk_dir: str | None = setting(None, "directory, shared with the engines, of transport disk", metavar="DIR")
+    update_weight_disk_keep_files: bool = setting(False, "keep published versions after the engines read them")
+    update_weight_timeout_seconds: float = setting(300.0, "deadline of one request to an engine", above=0)
+    check_weight_update_equal: bool = setting(False, "compare the engines' weights after an update")
+
+    # Process
+    seed: int = setting(1234, "seed of torch")
+    deterministic: bool = setting(False, "the same numbers bit for bit on the same machine")
+    trainer_num_threads: int | None = setting(None, "threads of torch in a trainer process", minimum=1)
+    distributed_timeout_minutes: float = setting(10, "deadline of a collective operation", above=0)
+
+    def __post_init__(self) -> None:
+        self._refuse_unavailable()
+        self._refuse_contradictions()
+
+    def _refuse_unavailable(self) -> None:
+        for field, value, use in (
+            ("train_backend", "megatron", "fsdp"),
+            ("loss_type", "custom_loss", "policy_loss or sft_loss"),
+            ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
+            ("update_weight_transport", "nccl", "tensor or disk"),
+            ("update_weight_mode", "delta", "full"),
+            ("check_weight_update_equal", True, "leave it off"),
+        ):
+            if getattr(self, field) == value:
+                flag = _flag(field)
+                text = flag if value is True else f"{flag} {value}"
+                raise NotAvailable(f"{text} is not available yet; {use}", field=flag, value=value, expected=use)
+
+    def _refuse_contradictions(self) -> None:
+        if self.kl_coef and self.kl_loss_coef:
+            self._contradiction("kl_coef", "kl_loss_coef", "at most one of them to be non-zero")
+        if self.kl_loss_coef and not self.use_kl_loss:
+            self._contradiction("kl_loss_coef", "use_kl_loss", "--use-kl-loss with a non-zero --kl-loss-coef")
+        if self.kl_coef and self.advantage_estimator not in WHITENED:
+            self._contradiction("kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED)))
+        if self.use_tis and self.use_rollout_logprobs:
+            self._contradiction("use_tis", "use_rollout_logprobs", "at most one of them")
+        if self.tis_clip_low > self.tis_clip:
+            self._contradiction("tis_clip_low", "tis_clip", "--tis-clip-low not above --tis-clip")
+        if self.advantage_estimator in WHITENED and not self.normalize_advantages:
+            self._contradiction("advantage_estimator", "normalize_advantages", "--normalize-advantages with this estimator")
+        if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
+            self._contradiction("use_dynamic_batch_size", "max_tokens_per_gpu", "--max-tokens-per-gpu to be set")
+        if self.custom_loss_function_path is not None:
+            self._contradiction("custom_loss_function_path", "loss_type", "--loss-type custom_loss")
+        if self.loss_type == "policy_loss" and not self.compute_advantages_and_returns:
+            self._contradiction("loss_type", "compute_advantages_and_returns", "a policy loss to have advantages")
+        if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
+            self._contradiction("lr_decay_style", "lr_decay_iters", "--lr-decay-iters to be set")
+        if self.lr_decay_iters is not None and self.lr_decay_iters <= self.lr_warmup_iters:
+            self._contradiction("lr_decay_iters", "lr_warmup_iters", "a decay that ends after the warm-up")
+        if self.min_lr > self.lr:
+            self._contradiction("min_lr", "lr", "--min-lr not above --lr")
+        if self.update_weight_transport == "disk" and self.update_weight_disk_dir is None:
+            self._contradiction("update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set")
+        self._check_batch_sizes()
+
+    def _check_batch_sizes(self) -> None:
+        if self.rollout_batch_size is None:
+            return
+        rollouts = self.rollout_batch_size * self.n_samples_per_prompt
+        if self.num_steps_per_rollout and self.num_steps_per_rollout > rollouts:
+            self._contradiction("num_steps_per_rollout", "rollout_batch_size", f"at most one update for each of {rollouts} rollouts")
+        if self.global_batch_size and self.num_steps_per_rollout:
+            if self.global_batch_size != rollouts // self.num_steps_per_rollout:
+                self._contradiction(
+                    "global_batch_size", "num_steps_per_rollout", f"{rollouts} rollouts // steps = {rollouts // self.num_steps_per_rollout}"
+                )
+        elif self.global_batch_size and self.global_batch_size > rollouts:
+            self._contradiction("global_batch_size", "rollout_batch_size", f"at most the {rollouts} rollouts of a step")
+
+    def _contradiction(self, first: str, second: str, expected: str) -> None:
+        a, b = getattr(self, first), getattr(self, second)
+        raise InvalidSetting(
+            f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}", field=_flag(first), value=a, expected=expected
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def wire_dtype(self) -> str:
+        """Name of the torch dtype in which weights go to the engines."""
+        if self.update_weight_dtype != "auto":
+            return self.update_weight_dtype
+        return "bfloat16" if self.bf16 else "float32"
+
+    def optimizer_fingerprint(self) -> dict[str, Any]:
+        """What a resumed optimizer should share with the one that was saved."""
+        return {"optimizer": "adamw", "betas": [self.adam_beta1, self.adam_beta2], "eps": self.adam_eps}
+
+
+def _flag(field: str) -> str:
+    return {
+        "compute_advantages_and_returns": "--disable-compute-advantages-and-returns",
+        "rewards_normalization": "--disable-rewards-normalization",
+        "grpo_std_normalization": "--disable-grpo-std-normalization",
+    }.get(field, "--" + field.replace("_", "-"))
+
+
+def flat_args(settings: TrainerSettings, extra: dict[str, Any] | None = None) -> Any:
+    """The `args` namespace that plug-ins receive: every setting by its name, over what the launcher adds."""
+    import argparse
+
+    return argparse.Namespace(**{**(extra or {}), **dataclasses.asdict(settings)})
+
+
+def describe(settings: TrainerSettings) -> str:
+    """One line of JSON for logs."""
+    return json.dumps(dataclasses.asdict(settings), sort_keys=True)

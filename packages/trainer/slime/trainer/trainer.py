@@ -1,0 +1,188 @@
+"""One rank of a trainer: it seals and plans steps, trains, pushes weights and saves. Knows clients, no server."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.trainer import checkpoint
+from slime.trainer.backends.base import Backend
+from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.batching.plan import FORMAT, Planner
+from slime.trainer.collective import Ranks
+from slime.trainer.settings import TrainerSettings, flat_args
+from slime.trainer.step import TrainStep
+from slime.trainer.weight_sync.base import WeightTransport, as_dtype
+from slime.trainer.weight_sync.disk import DiskTransport
+from slime.trainer.weight_sync.tensor import TensorTransport
+from slime.trainer.weight_sync.transaction import push
+from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
+from slime.types.errors import InvalidField, WrongState
+from slime.types.plugins import load_plugin
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Every method but `info` is collective: all ranks call it at once, and all fail if one does."""
+
+    def __init__(
+        self, settings: TrainerSettings, ranks: Ranks, buffer: BufferClient, rollout: RolloutClient, extra_args: dict[str, Any] | None = None
+    ) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.buffer = buffer
+        self.rollout = rollout
+        self.state = checkpoint.read_state(settings.load) if settings.load else checkpoint.TrainerState()
+        self.backend: Backend = FsdpBackend(settings, ranks, pick_device(ranks.rank), settings.load)
+        if settings.load:
+            self._resume(settings.load)
+        self._source = Path(settings.load or settings.hf_checkpoint)
+        self._step = TrainStep(settings, self.backend, ranks, extra_args)
+        self._planner = Planner(settings)
+        self._args = flat_args(settings, extra_args)
+        path = settings.custom_reward_post_process_path
+        self._process_rewards = path and load_plugin(path, flag="--custom-reward-post-process-path", parameters=("args", "samples"))
+        # Of the last step that was trained, for a call that is made again.
+        self._last_metrics: dict[str, float] = {}
+        self._acknowledged = True
+
+    def _resume(self, path: str) -> None:
+        if self.state.has_optimizer:
+            self.backend.load_optimizer_state(checkpoint.TensorReader(path, "optimizer"), self.state.updates)
+        elif self.state.updates:
+            log.warning("%s holds no optimizer state: its moments start anew", path)
+            self.backend.updates = self.state.updates
+
+    @property
+    def next_step(self) -> int:
+        return self.state.step + 1
+
+    def join(self, writer: Writer | None) -> None:
+        """Calls go out in the name of `writer`; without one, of the run that the buffer has now."""
+        writer = writer or self.buffer.get_run()
+        self.buffer.writer = writer
+        self.rollout.writer = writer
+
+    def train_step(self, step: int, num_groups: int) -> dict[str, float]:
+        """Seals, plans, trains and acknowledges `step`. Asking again for the last step gives its metrics again."""
+        if step != self.state.step or not self._last_metrics:
+            self._train(step, num_groups)
+        self.ranks.together(lambda: self._acknowledge(step))
+        return self._last_metrics
+
+    def _train(self, step: int, num_groups: int) -> None:
+        if step != self.next_step:
+            raise WrongState(f"step {step} cannot be trained now", field="step", value=step, expected=str(self.next_step))
+        started = time.perf_counter()
+        plan = self._plan(step, num_groups)
+        planned = time.perf_counter()
+        metrics = self._step.run(plan, lambda positions: self.buffer.read_step(step, positions))
+        self._last_metrics = metrics | {"perf/plan_time": planned - started}
+        self._acknowledged = False
+        self.state = dataclasses.replace(self.state, step=step, updates=self.backend.updates)
+
+    def _acknowledge(self, step: int) -> None:
+        if self.ranks.rank == 0 and not self._acknowledged:
+            self.buffer.acknowledge_step(step)
+        self._acknowledged = True
+
+    def _plan(self, step: int, num_groups: int) -> dict[str, Any]:
+        wait = self.settings.step_wait_seconds
+
+        def store() -> dict[str, Any]:
+            summaries = self.buffer.seal_step(step, num_groups, wait_seconds=wait)
+            return self.buffer.store_plan(step, self._planner.plan(step, summaries, self._custom_rewards(step, summaries)))
+
+        stored = self.ranks.together(lambda: store() if self.ranks.rank == 0 else None)
+        plan = self.ranks.together(lambda: stored or self.buffer.get_plan(step, wait_seconds=wait))
+        if plan.get("format") != FORMAT:
+            raise InvalidField("plan_json", plan.get("format"), f"a plan of format {FORMAT} (step {step})")
+        return plan
+
+    def _custom_rewards(self, step: int, summaries: Sequence[SampleSummary]) -> tuple[list[float], list[float]] | None:
+        if not self._process_rewards:
+            return None
+        raw, rewards = self._process_rewards(self._args, list(self.buffer.read_step(step, range(len(summaries)))))
+        if len(raw) != len(summaries) or len(rewards) != len(summaries):
+            lengths = f"{len(raw)} and {len(rewards)}"
+            raise InvalidField("--custom-reward-post-process-path", lengths, f"{len(summaries)} raw and training rewards")
+        return [float(r) for r in raw], [float(r) for r in rewards]
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Pushes the policy to every engine of the rollout service as `version`."""
+        started = time.perf_counter()
+        dtype = getattr(torch, self.settings.wire_dtype)
+        weights = self.backend.named_weights()
+        sent = self.ranks.on_first(
+            lambda: push(
+                self.rollout, self._transport(dtype), version, as_dtype(weights, dtype), self.settings.update_weight_timeout_seconds
+            ),
+            weights,
+        )
+        self.state = dataclasses.replace(self.state, weight_version=version)
+        return {"perf/update_weights_time": time.perf_counter() - started, "perf/update_weights_bytes": float(sent or 0)}
+
+    def _transport(self, dtype: torch.dtype) -> WeightTransport:
+        s = self.settings
+        if s.update_weight_transport == "disk":
+            assert s.update_weight_disk_dir is not None
+            sizes = self.backend.weight_sizes()
+            return DiskTransport(
+                s.update_weight_disk_dir,
+                # The stream has the wire's type already.
+                lambda path, weights: checkpoint.write_model(path, weights, sizes, dtype, self._source),
+                s.update_weight_timeout_seconds,
+                keep_files=s.update_weight_disk_keep_files,
+            )
+        return TensorTransport(s.update_weight_buffer_size, s.update_weight_timeout_seconds)
+
+    def save_checkpoint(self, step: int, path: str) -> str:
+        """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer."""
+        if step != self.state.step:
+            raise WrongState(f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step))
+        optimizer = not self.settings.no_save_optim
+        checkpoint.save_checkpoint(Path(path), self.backend, self.ranks, self.state, self._source, optimizer=optimizer)
+        self.ranks.together(lambda: self.buffer.commit_steps(step) if self.ranks.rank == 0 else None)
+        return path
+
+    def export_model(self, path: str) -> str:
+        """Writes a Hugging Face directory in the type of the one that training began with."""
+        dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
+        weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
+        self.ranks.on_first(lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source), weights)
+        return path
+
+
+def pick_device(rank: int) -> torch.device:
+    """The accelerator of this rank on its host, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+
+
+def prepare_process(settings: TrainerSettings) -> None:
+    """Seeds, threads and determinism of this process; before anything else of torch, on the thread that trains."""
+    if settings.trainer_num_threads is not None:
+        torch.set_num_threads(settings.trainer_num_threads)
+    elif settings.deterministic:
+        # The order of a reduction depends on the number of threads: fix what was found.
+        torch.set_num_threads(torch.get_num_threads())
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    random.seed(settings.seed)
+    np.random.seed(settings.seed)
+    torch.manual_seed(settings.seed)
+    device = pick_device(int(os.environ.get("RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

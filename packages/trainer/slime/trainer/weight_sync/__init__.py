@@ -1,0 +1,1 @@
+"""How weights reach the engines: one mechanism a module behind `base.WeightTransport`."""

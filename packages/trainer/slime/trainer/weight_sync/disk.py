@@ -1,0 +1,32 @@
+"""Transport `disk`: a Hugging Face directory per version, `weight_vNNNNNN`, that engines load from a shared file system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slime.trainer.weight_sync.base import EngineRequests, Weights, WeightTransport
+from slime.types.clients import Engine
+
+
+class DiskTransport(WeightTransport):
+    """write_directory(path, weights) writes a whole Hugging Face directory or nothing, and returns its bytes."""
+
+    def __init__(
+        self, directory: str, write_directory: Callable[[Path, Weights], int], timeout_seconds: float, *, keep_files: bool = False
+    ) -> None:
+        self._directory = Path(directory)
+        self._write = write_directory
+        self._keep = keep_files
+        self._requests = EngineRequests(timeout_seconds)
+
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+        path = (self._directory / f"weight_v{version:06d}").resolve()
+        size = self._write(path, weights)
+        body = json.dumps({"model_path": str(path), "weight_version": str(version)}).encode()
+        self._requests.post(engines, "/update_weights_from_disk", body, "application/json", path.name)
+        if not self._keep:
+            shutil.rmtree(path)
+        return size

@@ -1,0 +1,40 @@
+"""Transport `tensor`: safetensors buckets over HTTP, for embedded engines.
+
+POST {engine}/update_weights_from_tensor?weight_version=N&last=true|false, application/octet-stream. The engine serves
+version N after the bucket with last=true. No more than one bucket is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlencode
+
+from safetensors.torch import save
+
+from slime.trainer.weight_sync.base import EngineRequests, Weights, WeightTransport, buckets
+from slime.types.clients import Engine
+from slime.types.errors import NotAvailable
+
+
+class TensorTransport(WeightTransport):
+    def __init__(self, bucket_bytes: int, timeout_seconds: float) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._requests = EngineRequests(timeout_seconds)
+
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+        for engine in engines:
+            if engine.kind != "embedded":
+                raise NotAvailable(
+                    f"--update-weight-transport tensor to engine {engine.name} of kind {engine.kind} is not available yet; use disk",
+                    field="--update-weight-transport", value="tensor", expected="disk",
+                )  # fmt: skip
+        sent = 0
+        for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
+            query = urlencode({"weight_version": version, "last": str(last).lower()})
+            names = list(bucket)
+            what = f"bucket {number} ({names[0]} to {names[-1]})" if names else f"bucket {number} (empty)"
+            body = save(bucket)
+            bucket.clear()
+            self._requests.post(engines, f"/update_weights_from_tensor?{query}", body, "application/octet-stream", what)
+            sent += len(body)
+        return sent

@@ -1,0 +1,176 @@
+"""The algorithms against float64 references written from their formulas."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from slime.trainer.algorithms import advantages as adv
+from slime.trainer.algorithms.aggregation import sample_weights, weighted_sum
+from slime.trainer.algorithms.importance import icepop, truncated_importance
+from slime.trainer.algorithms.kl import approximate_kl
+from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
+from slime.trainer.algorithms.policy_loss import cispo_loss, clipped_loss, off_policy_weights, sequence_kl
+from slime.trainer.algorithms.rewards import normalize_rewards
+
+FLOATS = st.floats(-100, 100, allow_nan=False)
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_rewards_are_normalised_by_group_whatever_the_order():
+    rewards, groups = [1.0, 5.0, 0.0, 7.0, 0.5], [4, 9, 4, 9, 4]
+    out = normalize_rewards(rewards, groups, range(5))
+    for group in (4, 9):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        mean, std = statistics.fmean(members), statistics.stdev(members)
+        for i, g in enumerate(groups):
+            if g == group:
+                assert out[i] == pytest.approx((rewards[i] - mean) / (std + 1e-6), abs=1e-12)
+
+
+def test_a_trajectory_of_several_samples_counts_once():
+    whole = normalize_rewards([1.0, 0.0, 0.0], [0, 0, 0], [10, 11, 12])
+    fanned = normalize_rewards([1.0, 1.0, 1.0, 0.0, 0.0], [0] * 5, [10, 10, 10, 11, 12])
+    assert fanned == pytest.approx([whole[0]] * 3 + whole[1:])
+
+
+@given(st.floats(-1e6, 1e6, allow_nan=False), st.integers(1, 33))
+def test_equal_rewards_give_exact_zeros(reward: float, n: int):
+    assert normalize_rewards([reward] * n, [0] * n, range(n)) == [0.0] * n
+
+
+@given(st.lists(FLOATS, min_size=2, max_size=12))
+def test_centred_rewards_add_up_to_zero(rewards: list[float]):
+    out = normalize_rewards(rewards, [0] * len(rewards), range(len(rewards)), divide_by_std=False)
+    assert math.fsum(out) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_kl_estimators(kind: str):
+    lp, ref = f64(-1.0, -2.0, -20.0), f64(-1.5, -1.0, -1.0)
+    delta = [0.5, -1.0, -19.0]
+    expected = {
+        "k1": delta,
+        "k2": [d * d / 2 for d in delta],
+        "k3": [math.exp(-d) - 1 + d for d in delta],
+        "low_var_kl": [min(10.0, math.exp(-d) - 1 + d) for d in delta],
+    }[kind]
+    assert approximate_kl(lp, ref, kind).tolist() == pytest.approx(expected)
+    ratio = f64(0.5, 2.0, 1.0)
+    weighted = approximate_kl(lp, ref, kind, ratio)
+    assert weighted[:2].tolist() == pytest.approx([0.5 * expected[0], 2 * expected[1]])
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=40), st.floats(0, 1), st.integers(1, 7))
+def test_discounted_returns_equal_the_recursion(rewards: list[float], gamma: float, chunk: int):
+    expected, carry = [], 0.0
+    for reward in reversed(rewards):
+        carry = reward + gamma * carry
+        expected.append(carry)
+    assert adv.discounted_returns(f64(*rewards), gamma, chunk).tolist() == pytest.approx(expected[::-1], abs=1e-9)
+
+
+def test_reinforce_plus_plus_puts_the_reward_at_the_last_trained_token():
+    kl, mask = f64(0.1, 0.2, 0.3, 0.4, 0.5), f64(1, 1, 0, 1, 0)
+    out = adv.reinforce_plus_plus(f64(2.0, -1.0), kl, mask, [3, 2], kl_coef=0.5, gamma=0.9)
+    second = -0.1 + 2.0
+    assert out.tolist() == pytest.approx([-0.05 + 0.9 * second, second, 0.0, -0.2 - 1.0, 0.0])
+    with pytest.raises(ValueError, match="loss mask"):
+        adv.reinforce_plus_plus(f64(1.0), f64(0.0), f64(0.0), [1], kl_coef=0, gamma=1)
+
+
+def test_reinforce_plus_plus_baseline_subtracts_the_kl():
+    out = adv.reinforce_plus_plus_baseline(f64(2.0, -1.0), f64(0.1, 0.2, 0.3), [2, 1], kl_coef=0.5)
+    assert out.tolist() == pytest.approx([1.95, 1.9, -1.15])
+
+
+@given(st.lists(st.tuples(FLOATS, st.booleans()), min_size=3, max_size=30), st.integers(1, 29))
+def test_whitening_is_the_same_however_ranks_share_the_tokens(tokens: list[tuple[float, bool]], cut: int):
+    values, mask = f64(*(v for v, _ in tokens)), f64(*(float(m) for _, m in tokens))
+    if mask.sum() < 2:
+        return
+    whole = adv.whiten(values, mask)
+    chosen = values[mask > 0]
+    expected = (values - chosen.mean()) * (chosen.var() + 1e-8).rsqrt()
+    assert whole.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+    left, right = slice(None, cut), slice(cut, None)
+    # What the two ranks' all-reduce gives, to each in turn.
+    totals = [torch.stack([(values * mask).sum(), mask.sum()]), ((values - chosen.mean()).square() * mask).sum()[None]]
+    for part in (left, right):
+        calls = iter(totals)
+        out = adv.whiten(values[part], mask[part], lambda _, calls=calls: next(calls))
+        assert out.tolist() == pytest.approx(whole[part].tolist(), rel=1e-6, abs=1e-6)
+
+
+def test_clipped_loss():
+    ratio = [0.5, 1.0, 1.5, 0.5, 1.5, 4.0]
+    advantage = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    loss, clipped = clipped_loss(-f64(*ratio).log(), f64(*advantage), 0.2, 0.28)
+    expected = [max(-r * a, -min(max(r, 0.8), 1.28) * a) for r, a in zip(ratio, advantage, strict=True)]
+    assert loss.tolist() == pytest.approx(expected)
+    assert clipped.tolist() == [0, 0, 1, 1, 0, 0]
+    dual, _ = clipped_loss(-f64(*ratio).log(), f64(*advantage), 0.2, 0.28, 3.0)
+    assert dual.tolist() == pytest.approx(expected[:5] + [3.0])
+
+
+def test_on_policy_gradient_is_the_advantage():
+    log_probs = f64(-1.0, -2.0).requires_grad_()
+    loss, _ = clipped_loss(log_probs.detach() - log_probs, f64(0.5, -2.0), 0.2)
+    loss.sum().backward()
+    assert log_probs.grad.tolist() == pytest.approx([-0.5, 2.0])
+
+
+def test_cispo_weighs_the_log_probs_by_a_clipped_constant_ratio():
+    log_probs = f64(-1.0, -2.0).requires_grad_()
+    loss, clipped = cispo_loss(f64(-1.0, 0.0), log_probs, f64(2.0, -1.0), 1.0, 0.5)
+    assert loss.tolist() == pytest.approx([1.5 * 2.0 * 1.0, -2.0])
+    assert clipped.tolist() == [1, 0]
+    loss.sum().backward()
+    assert log_probs.grad.tolist() == pytest.approx([-3.0, 1.0])
+
+
+def test_gspo_and_opsm_look_at_whole_sequences():
+    ppo_kl, mask, segments = f64(0.2, 0.4, 9.0, 1.0), f64(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
+    assert sequence_kl(ppo_kl, mask, segments, 2).tolist() == pytest.approx([0.3, 0.3, 0.3, 1.0])
+    kept = off_policy_weights(ppo_kl, f64(-1, 1, -1, -1), mask, segments, 2, delta=0.5)
+    assert kept.tolist() == [1, 1, 1, 0]
+
+
+def test_importance_weights():
+    train, rollout = f64(0.0, 0.0, 0.0), -f64(0.1, 1.0, 3.0).log()
+    weights, metrics = truncated_importance(train, rollout, 0.5, 2.0)
+    assert weights.tolist() == pytest.approx([0.5, 1.0, 2.0])
+    assert metrics["tis_clipfrac"].tolist() == [1, 0, 1]
+    assert icepop(train, rollout, 0.5, 2.0)[0].tolist() == pytest.approx([0, 1.0, 0])
+
+
+def test_log_probs_and_entropy_in_chunks():
+    logits = torch.randn(7, 11, dtype=torch.float64)
+    targets = torch.randint(0, 11, (7,))
+    expected = (logits / 0.7).log_softmax(-1)
+    for chunk in (-1, 3):
+        got = token_log_probs(logits, targets, 0.7, chunk)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected[range(7), targets], atol=1e-5, rtol=1e-5)
+        entropy = token_entropy(logits, 0.7, chunk)
+        torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_aggregation_is_the_formula():
+    # Rollout 0 has two samples of 2 and 1 trained tokens, rollout 1 one sample of 4.
+    losses, masks = [f64(1, 2, 7), f64(3), f64(1, 1, 1, 1)], [f64(1, 1, 0), f64(1), f64(1, 1, 1, 1)]
+    weights = sample_weights([3, 3, 4], [2, 1, 4], 2)
+    total = sum(weighted_sum(v, m * w) for v, m, w in zip(losses, masks, weights, strict=True))
+    assert float(total) == pytest.approx(((1 + 2 + 3) / 3 + 4 / 4) / 2)
+    per_token = sample_weights([3, 3, 4], [2, 1, 4], 2, per_token=True)
+    total = sum(weighted_sum(v, m * w) for v, m, w in zip(losses, masks, per_token, strict=True))
+    assert float(total) == pytest.approx((1 + 2 + 3 + 4) / 7)
+
+
+def test_a_masked_token_may_be_anything():
+    assert float(weighted_sum(f64(1.0, math.nan, math.inf), f64(2.0, 0.0, 0.0))) == 2.0

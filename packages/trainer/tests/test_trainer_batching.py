@@ -1,0 +1,197 @@
+"""Plans, schedules and packed rows, without a model."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from slime.trainer.batching.balance import partition
+from slime.trainer.batching.packing import check_sample, pack
+from slime.trainer.batching.plan import Planner, assign
+from slime.trainer.batching.schedule import schedule
+from slime.trainer.settings import TrainerSettings
+from slime.types import Sample
+from slime.types.errors import InvalidField, InvalidSetting
+
+
+@dataclasses.dataclass
+class Summary:
+    index: int
+    group_index: int
+    reward: Any
+    rollout_id: int | None = None
+    total_length: int = 10
+    response_length: int = 4
+    loss_mask_sum: int = 4
+    remove_sample: bool = False
+
+
+def planner(**settings: Any) -> Planner:
+    return Planner(TrainerSettings(hf_checkpoint="unused", **settings))
+
+
+def summaries(*rewards: Any, group_size: int = 2, **fields: Any) -> list[Summary]:
+    return [Summary(i, i // group_size, r, **fields) for i, r in enumerate(rewards)]
+
+
+def test_a_plan_is_json_and_skips_what_adds_no_gradient():
+    plan = planner().plan(3, summaries(1.0, 0.0, 0.1, 0.1))
+    assert json.loads(json.dumps(plan)) == plan
+    (update,) = plan["updates"]
+    assert (update["train"], update["skipped"]) == ([0, 1], [2, 3])
+    # Skipping changes no denominator.
+    assert plan["weights"] == [1 / (4 * 4)] * 4
+    assert plan["rewards"][2:] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_kl_loss": True},
+        {"entropy_coef": 0.1},
+        {"custom_advantage_function_path": "a.b"},
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
+        {"normalize_advantages": True},
+        {"loss_type": "sft_loss"},
+    ],
+)
+def test_nothing_is_skipped_where_another_term_has_a_gradient(settings: dict[str, Any]):
+    plan = planner(**settings).plan(0, summaries(1.0, 1.0))
+    assert plan["updates"][0]["train"] == [0, 1]
+
+
+def test_removed_samples_normalise_but_do_not_train():
+    items = summaries(1.0, 0.0, 0.0, group_size=3)
+    items[0].remove_sample = True
+    plan = planner().plan(0, items)
+    assert plan["rewards"][1] < 0
+    assert plan["updates"][0]["skipped"] == [0]
+    assert plan["updates"][0]["num_rollouts"] == 3
+    items[0].reward = None
+    plan = planner().plan(0, items)
+    assert plan["rewards"] == [0.0, 0.0, 0.0]
+
+
+def test_rollouts_of_several_samples_share_a_denominator():
+    items = [Summary(0, 0, 1.0, rollout_id=5), Summary(0, 0, 1.0, rollout_id=5, loss_mask_sum=6), Summary(1, 0, 0.0, rollout_id=6)]
+    plan = planner().plan(0, items)
+    assert plan["num_rollouts"] == 2
+    assert plan["weights"] == pytest.approx([1 / (2 * 10), 1 / (2 * 10), 1 / (2 * 4)])
+
+
+def test_updates_and_the_rollouts_that_fill_none():
+    plan = planner(global_batch_size=2).plan(0, summaries(*[0.0, 1.0] * 2, 0.5, group_size=5))
+    assert [u["train"] for u in plan["updates"]] == [[0, 1], [2, 3]]
+    assert plan["dropped"] == [4]
+    assert [u["num_rollouts"] for u in planner(num_steps_per_rollout=2).plan(0, summaries(*range(6), group_size=6))["updates"]] == [3, 3]
+    with pytest.raises(InvalidSetting, match="the step has 2 rollouts"):
+        planner(global_batch_size=3).plan(0, summaries(1.0, 0.0))
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), "1", True, {"other": 1.0}])
+def test_a_reward_that_is_no_number_is_named(reward: Any):
+    with pytest.raises(InvalidField, match="sample 1"):
+        planner(reward_key="score").plan(0, summaries(1.0, reward))
+
+
+def test_the_reward_key_chooses():
+    assert planner(reward_key="score").plan(0, summaries({"score": 2}, {"score": 1.0}))["raw_rewards"] == [2.0, 1.0]
+
+
+@given(st.lists(st.integers(1, 500), min_size=0, max_size=40), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(1, 9))
+def test_every_sample_is_scheduled_once_and_ranks_keep_in_step(
+    lengths: list[int], world_size: int, dynamic: bool, balance: bool, micro_batch_size: int
+):
+    positions = [3 * i for i in range(len(lengths))]
+    ranks = schedule(
+        positions, lengths, world_size, micro_batch_size=micro_batch_size, max_tokens=600 if dynamic else None, balance=balance
+    )
+    assert len(ranks) == world_size
+    assert len({len(rank) for rank in ranks}) == 1
+    assert sorted(p for rank in ranks for bin in rank for p in bin) == positions
+    length_of = dict(zip(positions, lengths, strict=True))
+    for rank in ranks:
+        for bin in rank:
+            assert sum(length_of[p] for p in bin) <= 600 if dynamic else len(bin) <= micro_batch_size
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 6))
+def test_karmarkar_karp_partitions(costs: list[int], parts: int):
+    lists = partition(costs, parts)
+    assert sorted(i for items in lists for i in items) == list(range(len(costs)))
+    sums = [sum(costs[i] for i in items) for items in lists]
+    assert max(sums) - min(sums) <= max(costs)
+    padded = costs + [1] * (-len(costs) % parts)
+    assert {len(items) for items in partition(padded, parts, equal_size=True)} == {len(padded) // parts}
+
+
+def test_karmarkar_karp_balances_better_than_greedy():
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in items) for items in partition([8, 7, 6, 5, 4], 2)) == [14, 16]
+
+
+def test_a_plan_is_cut_for_any_number_of_ranks():
+    settings = TrainerSettings(hf_checkpoint="unused", use_dynamic_batch_size=True, max_tokens_per_gpu=20)
+    plan = Planner(settings).plan(0, summaries(*[0.0, 1.0] * 3))
+    assert assign(plan, 0, 1, settings, 64) == [[[0, 1], [2, 3], [4, 5]]]
+    two = assign(plan, 0, 2, settings, 64)
+    assert [len(rank) for rank in two] == [2, 2]
+    everything_skipped = Planner(settings).plan(0, summaries(1.0, 1.0))
+    assert assign(everything_skipped, 0, 2, settings, 64) == [[], []]
+
+
+def sample(prompt: list[int], response: list[int], **fields: Any) -> Sample:
+    return Sample(tokens=prompt + response, response_length=len(response), **fields)
+
+
+def test_equal_prompts_are_laid_out_once():
+    samples = [sample([1, 2, 3], [4, 5], loss_mask=[1, 0]), sample([1, 2, 3], [6]), sample([7], [8, 9, 10])]
+    batch = pack(samples, [0, 1, 2], [1.0, 0.0, 0.0], [0.5, 0.25, 0.1])
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 7, 8, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    # The first token of a response is predicted by the last of the prompt; a masked token by none.
+    assert batch.rows.tolist() == [2, 2, 4, 5, 6]
+    assert batch.targets.tolist() == [4, 6, 8, 9, 10]
+    assert batch.trained.tolist() == [0, 2, 3, 4, 5]
+    assert batch.weights.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.1, 0.1, 0.1])
+    mask = batch.attention_mask
+    assert mask is not None and mask.shape == (1, 1, 7, 7)
+    assert mask[0, 0, 3].tolist() == [True] * 4 + [False] * 3
+    assert mask[0, 0, 4].tolist() == [False] * 4 + [True] + [False] * 2
+    plain = pack(samples, [0, 1, 2], [0.0] * 3, [1.0] * 3, share_prompts=False)
+    assert plain.attention_mask is None
+    assert plain.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+
+
+def test_responses_of_one_prompt_do_not_see_each_other():
+    batch = pack([sample([1], [2, 3, 4]), sample([1], [5, 6, 7])], [0, 1], [0.0] * 2, [1.0] * 2)
+    seen = batch.attention_mask[0, 0]
+    assert seen.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+
+
+def test_removed_samples_have_no_weight_and_log_probs_are_all_or_none():
+    kept = sample([1], [2], rollout_log_probs=[-0.5])
+    removed = sample([1], [3], rollout_log_probs=[-0.1], remove_sample=True)
+    batch = pack([kept, removed], [0, 1], [1.0, 1.0], [1.0, 1.0])
+    assert batch.weights.tolist() == [1.0, 0.0]
+    torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([-0.5, -0.1]))
+    assert pack([kept, sample([1], [4])], [0, 1], [0.0] * 2, [1.0] * 2).rollout_log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=2), "response_length"),
+        (Sample(index=7, tokens=np.array([1, 99], np.int32), response_length=1), "tokens"),
+        (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=1, rollout_log_probs=[0.0, 0.0]), "rollout_log_probs"),
+    ],
+)
+def test_a_sample_that_cannot_be_fed_is_named(bad: Sample, field: str):
+    with pytest.raises(InvalidField, match="sample 7") as caught:
+        check_sample(bad, vocab_size=50)
+    assert caught.value.field == field
+    with pytest.raises(InvalidField, match="rollout_log_probs"):
+        check_sample(sample([1], [2]), 50, needs_log_probs=True)

@@ -1,0 +1,116 @@
+"""Checkpoints resume bit for bit, and are whole or absent."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from slime.trainer import checkpoint, hf_directory
+from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
+from trainer_tiny import Runner, alone, make_settings
+from transformers import AutoModelForCausalLM
+
+
+def save(runner: Runner, path: Path, step: int) -> None:
+    state = checkpoint.TrainerState(step=step, updates=runner.backend.updates, weight_version=step + 1)
+    checkpoint.save_checkpoint(path, runner.backend, alone(), state, Path(runner.settings.hf_checkpoint))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Path, tied: bool):
+    settings = make_settings(tied_model if tied else model, lr_warmup_iters=3, num_steps_per_rollout=2)
+    straight = Runner(settings)
+    for step in range(2):
+        straight.run(step)
+    path = tmp_path / "step_1"
+    save(straight, path, 1)
+    state = checkpoint.read_state(str(path))
+    assert (state.step, state.updates, state.weight_version, state.has_optimizer) == (1, 4, 2, True)
+    resumed = Runner(settings, weights=str(path))
+    resumed.backend.load_optimizer_state(checkpoint.TensorReader(str(path), "optimizer"), state.updates)
+    a, b = straight.run(2), resumed.run(2)
+    assert {k: v for k, v in a.items() if k.startswith("train/")} == {k: v for k, v in b.items() if k.startswith("train/")}
+    for name, weight in straight.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: str, tmp_path: Path):
+    runner = Runner(make_settings(tied_model))
+    runner.run()
+    path = tmp_path / "new" / "step_0"
+    save(runner, path, 0)
+    assert sorted(os.listdir(path)) == [
+        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "tokenizer_config.json", "trainer.json",
+    ]  # fmt: skip
+    assert os.listdir(path.parent) == ["step_0"]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert loaded.dtype == torch.float32
+    for name, weight in runner.weights().items():
+        assert torch.equal(loaded.get_parameter(name), weight)
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+
+
+def test_saving_again_replaces(model: str, tmp_path: Path):
+    runner = Runner(make_settings(model))
+    save(runner, tmp_path / "c", 0)
+    runner.run()
+    save(runner, tmp_path / "c", 1)
+    assert checkpoint.read_state(str(tmp_path / "c")).step == 1
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_shards_have_an_index(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf_directory, "SHARD_BYTES", 20_000)
+    runner = Runner(make_settings(model))
+    sizes = runner.backend.weight_sizes()
+    total = checkpoint.write_model(tmp_path / "m", runner.backend.named_weights(), sizes, torch.bfloat16, Path(model))
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total == 2 * sum(sizes.values())
+    assert set(index["weight_map"]) == set(sizes)
+    assert len(set(index["weight_map"].values())) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_full_disk_leaves_what_was_there(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = Runner(make_settings(model))
+    save(runner, tmp_path / "c", 0)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf_directory, "save_file", full)
+    with pytest.raises(OutOfSpace, match="No space left"):
+        save(runner, tmp_path / "c", 1)
+    assert os.listdir(tmp_path) == ["c"]
+    assert checkpoint.read_state(str(tmp_path / "c")).step == 0
+    monkeypatch.setattr(hf_directory.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(OutOfSpace, match="10 are free"):
+        save(runner, tmp_path / "d", 1)
+
+
+def test_what_cannot_be_resumed_is_named(model: str, tmp_path: Path):
+    with pytest.raises(MissingFile, match=r"no trainer\.json"):
+        checkpoint.read_state(model)
+    (tmp_path / "trainer.json").write_text('{"format": 9}')
+    with pytest.raises(InvalidFile, match="format 9, expected 1"):
+        checkpoint.read_state(str(tmp_path))
+    (tmp_path / "trainer.json").write_text('{"format": 1}')
+    with pytest.raises(InvalidFile, match="'step'"):
+        checkpoint.read_state(str(tmp_path))
+    with pytest.raises(InvalidFile, match=r"no tensor exp_avg\.x"):
+        checkpoint.TensorReader(model, "optimizer")("exp_avg.x")
+
+
+def test_optimizer_tensors_are_whole(model: str, tmp_path: Path):
+    runner = Runner(make_settings(model))
+    runner.run()
+    save(runner, tmp_path / "c", 0)
+    with safe_open(tmp_path / "c" / "optimizer.safetensors", framework="pt") as tensors:
+        names = set(tensors.keys())
+    assert names == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in runner.weights()}

@@ -1,0 +1,81 @@
+"""Two ranks of gloo give the numbers of one, and fail together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from slime.trainer import checkpoint
+from trainer_ranks import CASES
+from trainer_tiny import Runner, make_samples, make_settings
+
+SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: str, reference_model: str) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    arguments = ["2", str(directory), model, reference_model]
+    processes = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *arguments], stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return directory
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(two_ranks: Path, model: str, reference_model: str, case: str):
+    runner = Runner(make_settings(model, ref_load=reference_model, **CASES[case]))
+    samples = make_samples(groups=2, size=3) if case == "idle" else None
+    if case == "idle":
+        for sample in samples[1:]:
+            sample.reward, sample.remove_sample = 0.0, True
+    expected = runner.run(0, samples)
+    metrics = json.loads((two_ranks / f"{case}.json").read_text())
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.startswith("train/") and name != "train/micro_batches":
+            assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    weights = load_file(two_ranks / f"{case}.safetensors")
+    for name, weight in runner.weights().items():
+        # Adam turns the last bits of a gradient near 0 into a whole step.
+        assert ((weights[name] - weight).abs() > 1e-5).float().mean() < 0.01, name
+
+
+def test_one_rank_resumes_what_two_saved(two_ranks: Path, model: str, reference_model: str):
+    straight = Runner(make_settings(model, **CASES["grpo"]))
+    straight.run(0)
+    path = str(two_ranks / "checkpoint")
+    resumed = Runner(make_settings(model, **CASES["grpo"]), weights=path)
+    assert checkpoint.read_state(path).updates == 2
+    resumed.backend.load_optimizer_state(checkpoint.TensorReader(path, "optimizer"), 2)
+    expected, got = straight.run(1), resumed.run(1)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
+    assert got["train/step"] == 4
+    for name, weight in straight.weights().items():
+        assert ((resumed.weights()[name] - weight).abs() > 1e-3).float().mean() < 0.02, name
+
+
+def test_an_error_on_one_rank_is_an_error_on_all(two_ranks: Path):
+    first, second = (json.loads((two_ranks / f"errors-{rank}.json").read_text()) for rank in range(2))
+    assert second[0].startswith("InvalidField[tokens]: tokens: got 10")
+    assert first[0].startswith("InvalidField[tokens]: rank 1: InvalidField: tokens")
+    assert "below-a-file" in first[1] or "Not a directory" in first[1] or "File exists" in first[1]
+    assert second[1].startswith("RemoteError: rank 0:")
+    # Both are in step again.
+    assert first[2] == second[2]
+
+
+def test_gradients_of_two_ranks_are_those_of_one(two_ranks: Path, model: str):
+    norm = json.loads((two_ranks / "errors-0.json").read_text())[2]
+    assert float(norm) == pytest.approx(Runner(make_settings(model)).run(0)["train/grad_norm"], rel=1e-5)
+    assert torch.distributed.is_initialized() is False

@@ -1,0 +1,95 @@
+"""What the settings refuse, and that reading them loads nothing heavy."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from slime.trainer.backends.fsdp.optimizer import learning_rate
+from slime.trainer.cli import PlaceSettings, main
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.settings import parse
+
+
+def settings(**values: Any) -> TrainerSettings:
+    return TrainerSettings(hf_checkpoint="model", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "both"),
+    [
+        ({"kl_coef": 0.1, "kl_loss_coef": 0.2, "use_kl_loss": True}, ("--kl-coef=0.1", "--kl-loss-coef=0.2")),
+        ({"kl_loss_coef": 0.2}, ("--kl-loss-coef=0.2", "--use-kl-loss=False")),
+        ({"kl_coef": 0.1}, ("--kl-coef=0.1", "--advantage-estimator=grpo")),
+        ({"use_tis": True, "use_rollout_logprobs": True}, ("--use-tis=True", "--use-rollout-logprobs=True")),
+        ({"advantage_estimator": "reinforce_plus_plus"}, ("reinforce_plus_plus", "--normalize-advantages=False")),
+        ({"use_dynamic_batch_size": True}, ("--use-dynamic-batch-size=True", "--max-tokens-per-gpu=None")),
+        ({"lr_decay_style": "cosine"}, ("--lr-decay-style=cosine", "--lr-decay-iters=None")),
+        ({"update_weight_transport": "disk"}, ("--update-weight-transport=disk", "--update-weight-disk-dir=None")),
+        (
+            {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 8, "num_steps_per_rollout": 2},
+            ("--global-batch-size=8", "--num-steps-per-rollout=2"),
+        ),
+    ],
+)
+def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[str, str]):
+    with pytest.raises(InvalidSetting) as caught:
+        settings(**values)
+    for part in both:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"advantage_estimator": "ppo"},
+        {"train_backend": "megatron"},
+        {"update_weight_transport": "nccl"},
+        {"update_weight_mode": "delta"},
+        {"check_weight_update_equal": True},
+        {"loss_type": "custom_loss"},
+    ],
+)
+def test_known_values_without_an_implementation(values: dict[str, Any]):
+    with pytest.raises(NotAvailable, match="not available yet"):
+        settings(**values)
+
+
+def test_learning_rates():
+    s = settings(lr=1.0, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=6, min_lr=0.2)
+    assert [learning_rate(s, i) for i in range(8)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    s = settings(lr=1.0, lr_decay_style="cosine", lr_decay_iters=4)
+    assert [learning_rate(s, i) for i in range(5)] == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
+    assert learning_rate(settings(lr=3.0), 10**6) == 3.0
+
+
+def test_flags_and_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    argv = ["--hf-checkpoint", "m", "--disable-rewards-normalization", "--buffer-address", "a:1", "--rollout-address", "b:2"]
+    trainer, place = parse(argv, TrainerSettings, PlaceSettings, prog="t", description="")
+    assert trainer.rewards_normalization is False
+    assert (place.rank, place.world_size, place.master_address) == (1, 2, "127.0.0.1:29500")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(InvalidSetting, match="RANK"):
+        parse(argv, TrainerSettings, PlaceSettings, prog="t", description="")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--hf-checkpoint", "m", "--lrr", "1"], "did you mean --lr"),
+        (["serve", "--hf-checkpoint", "m"], "--buffer-address is required"),
+        (["serve", "--hf-checkpoint", "m", "--advantage-estimator", "ppo"], "not available yet"),
+        (["train"], "usage"),
+    ],
+)
+def test_wrong_command_lines_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_importing_is_light():
+    code = "import sys, slime.trainer, slime.trainer.settings, slime.trainer.cli; print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "[]"

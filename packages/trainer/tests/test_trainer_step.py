@@ -1,0 +1,190 @@
+"""Training steps on one rank, against float64 references with one forward pass per sample."""
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from slime.trainer.batching.packing import pack
+from slime.trainer.backends.base import NonFiniteGradient
+from slime.types.errors import InvalidField, InvalidFile, MissingFile
+from trainer_tiny import Runner, make_samples, make_settings
+from transformers import AutoModelForCausalLM
+
+
+def load64(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def reference_log_probs(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
+    tokens = torch.tensor(sample.tokens, dtype=torch.int64)
+    logits = model(input_ids=tokens[None]).logits[0] / temperature
+    log_probs = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+    return log_probs[len(tokens) - 1 - sample.response_length :]
+
+
+def grpo_rewards(samples: list[Any]) -> list[float]:
+    out = []
+    for s in samples:
+        group = [x.reward for x in samples if x.group_index == s.group_index]
+        out.append((s.reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
+    return out
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_packed_equals_separate(model: str, share: bool):
+    runner, reference, samples = Runner(make_settings(model, rollout_temperature=0.8)), load64(model), make_samples()
+    n = len(samples)
+    batch = pack(samples, range(n), [0.0] * n, [1.0] * n, share_prompts=share)
+    got = runner.backend.log_probs(batch)
+    expected = torch.cat([reference_log_probs(reference, s, 0.8) for s in samples])
+    torch.testing.assert_close(got.double(), expected * batch.mask, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_tokens_per_gpu": 10},
+        {"use_dynamic_batch_size": False, "micro_batch_size": 2},
+        {"calculate_per_token_loss": True},
+        {"use_rollout_logprobs": True, "eps_clip": 0.2, "eps_clip_high": 0.3},
+        {"entropy_coef": 0.01},
+        {"log_probs_chunk_size": 3, "gradient_checkpointing": True},
+    ],
+)
+def test_a_grpo_step_equals_its_float64_reference(model: str, settings: dict[str, Any]):
+    s = make_settings(model, **settings)
+    runner, samples, reference = Runner(s), make_samples(), load64(model)
+    metrics = runner.run(0, samples)
+
+    rewards, loss, num_tokens = grpo_rewards(samples), 0.0, sum(int(x.loss_mask.sum()) for x in samples)
+    for sample, reward in zip(samples, rewards, strict=True):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        tokens = torch.tensor(sample.tokens, dtype=torch.int64)
+        log_probs = reference_log_probs(reference, sample)
+        old = torch.tensor(sample.rollout_log_probs).double() if s.use_rollout_logprobs else log_probs.detach()
+        ratio = (log_probs - old).exp()
+        high = 1 + (s.eps_clip if s.eps_clip_high is None else s.eps_clip_high)
+        token_loss = torch.maximum(-ratio * reward, -ratio.clamp(1 - s.eps_clip, high) * reward)
+        if s.entropy_coef:
+            all_log_probs = reference(input_ids=tokens[None]).logits[0].log_softmax(-1)
+            entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)[:-1][len(tokens) - 1 - sample.response_length :]
+            token_loss = token_loss - s.entropy_coef * entropy
+        weight = 1 / num_tokens if s.calculate_per_token_loss else 1 / (len(samples) * mask.sum())
+        loss = loss + weight * (mask * token_loss).sum()
+    loss.backward()
+    decay = [p for p in reference.parameters() if p.ndim >= 2], [p for p in reference.parameters() if p.ndim < 2]
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    torch.optim.AdamW([{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}], lr=1e-2).step()
+
+    assert metrics["train/loss"] == pytest.approx(float(loss), abs=2e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["train/skipped_samples"] == (0 if s.entropy_coef else 4)
+    expected = dict(reference.named_parameters())
+    for name, weight in runner.weights().items():
+        # One Adam step moves a weight by lr * sign(g): where g is about 0, float32 may not know its sign.
+        off = (weight.double() - expected[name]).abs() > 1e-4
+        assert off.float().mean() < 0.005, name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "gspo", "num_steps_per_rollout": 2},
+        {"advantage_estimator": "cispo", "eps_clip": 1.0, "num_steps_per_rollout": 3},
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1, "gamma": 0.9},
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True, "kl_coef": 0.1},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
+        {"use_tis": True, "tis_clip": 1.5, "use_opsm": True, "eps_clip_c": 3.0, "num_steps_per_rollout": 2},
+        {"loss_type": "sft_loss", "compute_advantages_and_returns": False},
+    ],
+)
+def test_how_the_work_is_cut_changes_nothing(model: str, reference_model: str, settings: dict[str, Any]):
+    runs = []
+    for cut in ({}, {"use_dynamic_batch_size": False, "micro_batch_size": 1}, {"max_tokens_per_gpu": 13}):
+        runner = Runner(make_settings(model, ref_load=reference_model, **settings, **cut))
+        runs.append(({k: v for k, v in runner.run().items() if k.startswith("train/")}, runner.weights()))
+    (metrics, weights), others = runs[0], runs[1:]
+    for other, other_weights in others:
+        for name, value in metrics.items():
+            if name != "train/micro_batches":
+                assert other[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+        for name, weight in weights.items():
+            assert ((weight - other_weights[name]).abs() > 1e-3).float().mean() < 0.01, name
+
+
+def test_a_reference_equal_to_the_policy_has_no_divergence(model: str):
+    metrics = Runner(make_settings(model, use_kl_loss=True, kl_loss_coef=0.1)).run()
+    assert metrics["train/kl_loss"] == pytest.approx(0, abs=1e-7)
+
+
+def test_the_second_update_of_a_rollout_is_off_policy(model: str):
+    metrics = Runner(make_settings(model, num_steps_per_rollout=3, lr=3e-2)).run()
+    assert metrics["train/ppo_kl"] != 0.0
+    assert metrics["train/step"] == 3
+
+
+def test_a_step_without_any_gradient(model: str):
+    samples = make_samples()
+    for sample in samples:
+        sample.reward = 1.0
+    runner = Runner(make_settings(model, weight_decay=0.0))
+    before = runner.weights()
+    metrics = runner.run(0, samples)
+    assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["train/skipped_samples"]) == (0.0, 0.0, 12)
+    assert all(torch.equal(before[name], weight) for name, weight in runner.weights().items())
+
+
+def test_training_raises_the_likelihood_of_what_was_rewarded(model: str):
+    runner, samples = Runner(make_settings(model, weight_decay=0.0)), make_samples()
+    good = [s for s in samples if s.reward == 2.0]
+    batch = pack(good, range(len(good)), [0.0] * len(good), [1.0] * len(good))
+    before = runner.backend.log_probs(batch).sum()
+    for _ in range(5):
+        runner.run(0, samples)
+    assert runner.backend.log_probs(batch).sum() > before + 1
+
+
+def test_bf16_computes_about_the_same(model: str):
+    exact, rough = Runner(make_settings(model)).run(), Runner(make_settings(model, bf16=True)).run()
+    assert rough["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.05)
+
+
+def test_plugins_take_part(model: str, tmp_path: Any):
+    file = tmp_path / "plugins.py"
+    file.write_text(
+        "import torch\n"
+        "def advantages(args, rollout_data):\n"
+        "    rollout_data['advantages'] = [torch.full_like(m, args.lr) for m in rollout_data['loss_masks']]\n"
+        "def tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):\n"
+        "    return pg_loss * 0.5, loss_masks, {'mine': torch.cat(rollout_log_probs)}\n"
+        "def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    return lambda x: x.sum() * 0.0 + 3.0\n"
+    )
+    metrics = Runner(make_settings(model, custom_advantage_function_path=f"{file}:advantages")).run()
+    assert metrics["train/pg_loss"] == pytest.approx(-1e-2)
+    metrics = Runner(make_settings(model, use_tis=True, custom_tis_function_path=f"{file}:tis")).run()
+    assert metrics["train/mine"] < -1
+    one_row = make_settings(model, custom_pg_loss_reducer_function_path=f"{file}:reducer", max_tokens_per_gpu=10**6)
+    assert Runner(one_row).run()["train/pg_loss"] == pytest.approx(3.0 / 12)
+
+
+def test_errors_name_what_was_wrong(model: str, tmp_path: Any):
+    with pytest.raises(MissingFile, match="--hf-checkpoint"):
+        Runner(make_settings(str(tmp_path / "none")))
+    with pytest.raises(InvalidFile, match="config.json"):
+        Runner(make_settings(str(tmp_path)))
+    samples = make_samples()
+    samples[3].rollout_log_probs = None
+    with pytest.raises(InvalidField, match="sample 3"):
+        Runner(make_settings(model, use_tis=True)).run(0, samples)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(model: str):
+    runner, samples = Runner(make_settings(model, use_rollout_logprobs=True)), make_samples()
+    before = runner.weights()
+    samples[0].rollout_log_probs = [float("-inf")] * samples[0].response_length
+    with pytest.raises(NonFiniteGradient):
+        runner.run(0, samples)
+    assert all(torch.equal(before[name], weight) for name, weight in runner.weights().items())

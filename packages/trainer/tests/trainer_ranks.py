@@ -1,0 +1,70 @@
+"""Run in two processes by test_trainer_ranks: `python trainer_ranks.py RANK WORLD_SIZE DIR MODEL REFERENCE`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from slime.trainer import checkpoint
+from slime.trainer.collective import Ranks
+from slime.types.errors import InvalidField, SlimeError
+from trainer_tiny import Runner, make_samples, make_settings
+
+CASES = {
+    "grpo": {"num_steps_per_rollout": 2},
+    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "balance_data": True},
+    "whitened": {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
+    # Fewer samples with a gradient than ranks could want: one rank has nothing to do.
+    "idle": {"max_tokens_per_gpu": 1000},
+}
+
+
+def run(ranks: Ranks, directory: Path, model: str, reference: str) -> None:
+    for name, values in CASES.items():
+        runner = Runner(make_settings(model, ref_load=reference, **values), ranks)
+        samples = make_samples(groups=2, size=3) if name == "idle" else None
+        if name == "idle":
+            for sample in samples[1:]:
+                sample.reward, sample.remove_sample = 0.0, True
+        metrics = runner.run(0, samples)
+        weights = runner.weights()
+        if ranks.rank == 0:
+            (directory / f"{name}.json").write_text(json.dumps(metrics))
+            save_file(weights, directory / f"{name}.safetensors")
+        if name == "grpo":
+            state = checkpoint.TrainerState(step=0, updates=runner.backend.updates, weight_version=1)
+            checkpoint.save_checkpoint(directory / "checkpoint", runner.backend, ranks, state, Path(model))
+
+
+def fail(ranks: Ranks, directory: Path, model: str) -> None:
+    """An error on one rank reaches the other; so does one of the rank that writes."""
+    runner = Runner(make_settings(model), ranks)
+    samples = make_samples()
+    if ranks.rank == 1:
+        for sample in samples:
+            sample.tokens = sample.tokens + 1000
+    errors = [_caught(lambda: runner.run(0, samples))]
+    (directory / "file").write_text("")
+    target = directory / "file" / "below-a-file"
+    state = checkpoint.TrainerState()
+    errors.append(_caught(lambda: checkpoint.save_checkpoint(target, runner.backend, ranks, state, Path(model))))
+    errors.append(f"{runner.run(0)['train/grad_norm']:.6f}")
+    (directory / f"errors-{ranks.rank}.json").write_text(json.dumps(errors))
+
+
+def _caught(work) -> str:
+    try:
+        work()
+    except (SlimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}" if not isinstance(error, InvalidField) else f"InvalidField[{error.field}]: {error}"
+    return "no error"
+
+
+if __name__ == "__main__":
+    rank, world_size, directory, model, reference = sys.argv[1:]
+    torch.set_num_threads(1)
+    group = Ranks(int(rank), int(world_size), f"file://{directory}/rendezvous", 2)
+    run(group, Path(directory), model, reference)
+    fail(group, Path(directory), model)
+    group.close()

@@ -1,0 +1,101 @@
+"""A model of a few thousand parameters, samples for it, and steps on it without services."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.batching.plan import Planner
+from slime.trainer.collective import Ranks
+from slime.trainer.settings import TrainerSettings
+from slime.trainer.step import TrainStep
+from slime.types import Sample
+
+VOCAB = 32
+
+
+def write_model(path: Path, seed: int = 0, tied: bool = False) -> str:
+    """A two-layer Qwen3 as a Hugging Face directory, with a file that stands for a tokenizer's."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return str(path)
+
+
+def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
+    """Groups with a common prompt, responses of different lengths, some tokens masked; the last group's rewards are equal."""
+    random = np.random.default_rng(100 + step)
+    samples = []
+    for group in range(groups):
+        prompt = random.integers(2, VOCAB, 3 + group)
+        for member in range(size):
+            response = random.integers(2, VOCAB, int(random.integers(2, 7)))
+            mask = np.ones(len(response), np.uint8)
+            mask[1] = member % 2
+            samples.append(
+                Sample(
+                    index=len(samples), group_index=group, tokens=np.concatenate([prompt, response]).astype(np.int32),
+                    response_length=len(response), loss_mask=mask, reward=1.0 if group == groups - 1 else float(member % 3),
+                    rollout_log_probs=random.uniform(-4, -1, len(response)).astype(np.float32),
+                )
+            )  # fmt: skip
+    return samples
+
+
+@dataclasses.dataclass
+class Summary:
+    index: int
+    group_index: int
+    rollout_id: int | None
+    total_length: int
+    response_length: int
+    loss_mask_sum: int
+    reward: Any
+    remove_sample: bool
+
+
+def summarize(samples: Sequence[Sample]) -> list[Summary]:
+    return [
+        Summary(
+            s.index, s.group_index, s.rollout_id, len(s.tokens), s.response_length,
+            s.response_length if s.loss_mask is None else int(s.loss_mask.sum()), s.reward, s.remove_sample,
+        )
+        for s in samples
+    ]  # fmt: skip
+
+
+def make_settings(model: str, **values: Any) -> TrainerSettings:
+    values = {"lr": 1e-2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "weight_decay": 0.1} | values
+    return TrainerSettings(hf_checkpoint=model, **values)
+
+
+def alone() -> Ranks:
+    return Ranks(0, 1, "", 1)
+
+
+class Runner:
+    """Steps without services."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None, weights: str | None = None) -> None:
+        self.settings = settings
+        self.ranks = ranks or alone()
+        self.backend = FsdpBackend(settings, self.ranks, torch.device("cpu"), weights)
+        self._step = TrainStep(settings, self.backend, self.ranks)
+
+    def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
+        samples = make_samples(step) if samples is None else samples
+        plan = Planner(self.settings).plan(step, summarize(samples))
+        return self._step.run(plan, lambda positions: (samples[p] for p in positions))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.backend.named_weights()}

@@ -1,0 +1,83 @@
+"""Plug-in paths: what leads to a callable, and the words for what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.types.errors import PluginError
+from slime.types.plugins import load_plugin
+
+SOURCE = """
+import dataclasses
+
+@dataclasses.dataclass
+class State:
+    count: int = 0
+
+STATE = State()
+NUMBER = 3
+
+def exact(args, sample, *, strict=False):
+    return STATE
+
+async def later(args, *samples):
+    return None
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_module_path_and_a_file_path_lead_to_a_callable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_plugin("os.path.join") is __import__("os").path.join
+    exact = load_plugin(f"{file}:exact", flag="--custom-rm-path", parameters=("args", "sample"))
+    assert load_plugin(f"{file}:exact")(None, None) is exact(None, None)
+    assert load_plugin(f"{file}:later", parameters=("args", "a", "b"))
+    monkeypatch.chdir(file.parent)
+    assert load_plugin("my_rewards.py:exact") is exact
+    monkeypatch.syspath_prepend(str(file.parent))
+    assert load_plugin("my_rewards.exact")(None, None).count == 0
+
+
+def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plugin.py").write_text(f"def only(): return {name!r}\ndef _hidden(): pass\n")
+    assert [load_plugin(str(tmp_path / name / "plugin.py"))() for name in ("a", "b", "a")] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "words"),
+    [
+        ("{file}:missing", (), ["has no 'missing'", "exact"]),
+        ("{file}:NUMBER", (), ["NUMBER is a int", "something callable"]),
+        ("{file}:exact", ("args",), ["it takes (args, sample", "(args)"]),
+        ("{file}:exact", ("args", "sample", "more"), ["it takes", "(args, sample, more)"]),
+        ("{file}", (), ["defines 2 public functions (exact, later)"]),
+        ("{dir}/nowhere.py:f", (), ["no such file"]),
+        ("{dir}/broken.py:f", (), ["SyntaxError"]),
+        ("{dir}/raises.py:f", (), ["ZeroDivisionError"]),
+        ("no_such_package_of_ours.f", (), ["no module named 'no_such_package_of_ours'"]),
+        ("os.path.no_such_function", (), ["has no 'no_such_function'"]),
+        ("plain", (), ["it is not a path"]),
+        ("", (), ["it is not a path"]),
+    ],
+)
+def test_what_is_wrong_with_a_path_is_said(
+    file: Path, path: str, parameters: tuple[str, ...], words: list[str]
+) -> None:
+    (file.parent / "broken.py").write_text("def f(:\n")
+    (file.parent / "raises.py").write_text("1 / 0\n")
+    given = path.format(file=file, dir=file.parent)
+    for _ in range(2):
+        with pytest.raises(PluginError) as caught:
+            load_plugin(given, flag="--custom-rm-path", parameters=parameters)
+        assert caught.value.field == "--custom-rm-path" and caught.value.value.startswith(given[:100])
+        for word in ["--custom-rm-path", *words]:
+            assert word in str(caught.value)

@@ -1,0 +1,93 @@
+"""Tells Pants what pip already knows about this machine: indexes, wheel directories, certificates.
+
+    pants_machine.py FILE
+
+`./pants` runs it before Pants. It reads pip's configuration (files and PIP_* variables) and writes FILE, a pants.toml
+fragment, so that a machine with a mirror, a local build of torch or its own certificate authority needs no settings of
+ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PUBLIC_INDEX = "https://pypi.org/simple"
+
+
+def pip_listing() -> str:
+    command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def pip_settings(listing: str) -> dict[str, str]:
+    """Options by name from what `pip config list` prints; the environment wins over `install`, that over `global`."""
+    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listing.splitlines():
+        name, _, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        if section in found:
+            found[section][option] = str(ast.literal_eval(value))
+    return {**found["global"], **found["install"], **found[":env:"]}
+
+
+def as_url(location: str) -> str:
+    return location if "://" in location else Path(location).expanduser().absolute().as_uri()
+
+
+def fragment(pip: dict[str, str], environment: dict[str, str]) -> dict[str, dict[str, object]]:
+    """Sections and options of the pants.toml fragment."""
+    index = pip.get("index-url", "")
+    extra = pip.get("extra-index-url", "").split()
+    links = [as_url(link) for link in pip.get("find-links", "").split()]
+    certificates = pip.get("cert") or environment.get("REQUESTS_CA_BUNDLE") or environment.get("SSL_CERT_FILE", "")
+
+    sections: dict[str, dict[str, object]] = {}
+    tests: list[str] = []
+    if index or extra:
+        sections.setdefault("python-repos", {})["indexes"] = [index or PUBLIC_INDEX, *extra]
+        tests.append("UV_DEFAULT_INDEX=" + (index or PUBLIC_INDEX))
+        tests.append("UV_INDEX=" + " ".join(extra))
+        tests.append("UV_INDEX_STRATEGY=unsafe-best-match")
+    if links:
+        sections.setdefault("python-repos", {})["find_links"] = links
+        # uv wants one list, separated by commas.
+        tests.append("UV_FIND_LINKS=" + ",".join(links))
+    if certificates and Path(certificates).is_file():
+        sections["GLOBAL"] = {"ca_certs_path": certificates}
+        tests.append("SSL_CERT_FILE=" + certificates)
+    if tests:
+        # Tests that install wheels do so with uv, which does not read pip's files.
+        sections["test"] = {"extra_env_vars.add": tests}
+    return sections
+
+
+def render(sections: dict[str, dict[str, object]]) -> str:
+    lines = []
+    for name, options in sections.items():
+        lines.append(f"[{name}]")
+        # JSON strings and lists of them are TOML as well.
+        lines += [f"{option} = {json.dumps(value)}" for option, value in options.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(path: Path, listing: str) -> None:
+    text = render(fragment(pip_settings(listing), dict(os.environ)))
+    if path.exists() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Index addresses may hold credentials.
+    partial = path.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), pip_listing())

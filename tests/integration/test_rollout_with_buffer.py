@@ -1,0 +1,173 @@
+"""slime-rollout with its embedded engine on a real buffer, over gRPC: a tiny random model, real tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from slime.buffer.service import serve as serve_buffer
+from slime.buffer.settings import BufferSettings
+from slime.rollout.service import serve as serve_rollout
+from slime.rollout.settings import RolloutSettings
+from slime.types import Sample
+from slime.types.clients import BufferClient, RolloutClient
+from slime.types.errors import EngineError, MissingFile, SlimeError
+from slime.types.rpc import RpcSettings, RunningService
+
+VOCABULARY = ["<pad>", "<eos>", *"0123456789>"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random model of two layers, and a tokenizer of characters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"prompt": f"{i:03d}>", "label": f"{i:03d}"[::-1]} for i in range(64)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+class Pair:
+    """A buffer and a rollout service with their clients."""
+
+    def __init__(self, checkpoint: Path, prompts: Path, n_samples: int = 4, **settings) -> None:
+        self.buffer_service: RunningService = serve_buffer(
+            BufferSettings(
+                prompt_data=str(prompts), input_key="prompt", label_key="label", n_samples_per_prompt=n_samples,
+                eval_prompt_data=[["held_out", f"{prompts}@[0:8]"]],
+            ),
+            RpcSettings(),
+        )  # fmt: skip
+        values = dict(rm_type="exact_partial", rollout_max_response_len=4, rollout_engine_threads=1) | settings
+        self.buffer = BufferClient(self.buffer_service.address)
+        try:
+            self.rollout_service: RunningService = serve_rollout(
+                RolloutSettings(hf_checkpoint=str(checkpoint), n_samples_per_prompt=n_samples, **values),
+                RpcSettings(),
+                buffer_address=self.buffer_service.address,
+            )
+        except BaseException:
+            self.buffer.close()
+            self.buffer_service.stop(0)
+            raise
+        self.rollout = RolloutClient(self.rollout_service.address, writer=self.buffer.open_run("test"))
+
+    def close(self) -> None:
+        self.rollout.close()
+        self.buffer.close()
+        self.rollout_service.stop(0)
+        self.buffer_service.stop(0)
+
+    def groups(self, indexes: Iterable[int]) -> list[list[Sample]]:
+        return [stored.group.samples for stored in self.buffer.read_groups(group_indexes=list(indexes))]
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, prompts) -> Iterator[Pair]:
+    pair = Pair(checkpoint, prompts, deterministic=True)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint, prompts) -> Iterator[Pair]:
+    pair = Pair(checkpoint, prompts, deterministic=True)
+    yield pair
+    pair.close()
+
+
+def test_a_rollout_ends_in_the_buffer(pair):
+    result = pair.rollout.generate(0, 8, timeout=60)
+    groups = pair.groups(range(8))
+    assert len(groups) == 8 and all(len(group) == 4 for group in groups)
+    for sample in (sample for group in groups for sample in group):
+        assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+        assert 1 <= sample.response_length <= 4 and len(sample.rollout_log_probs) == sample.response_length
+        assert (sample.rollout_log_probs <= 0).all() and sample.weight_versions == ["0"]
+        assert 0 <= sample.reward <= 1
+    rewards = [sample.reward for group in groups for sample in group]
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(np.mean(rewards))
+    assert pair.buffer.stats().groups.get("leased", 0) == 0
+    assert len(pair.buffer.seal_step(0, 8, wait_seconds=5)) == 32
+
+
+def test_evaluation_is_the_same_each_time(pair):
+    first, second = (pair.rollout.evaluate(i, timeout=60).metrics for i in range(2))
+    assert "eval/held_out" in first
+    del first["perf/eval_time"], second["perf/eval_time"]
+    assert first == second
+
+
+def test_new_weights_serve_after_the_commit(pair, checkpoint):
+    from slime.rollout.engines.client import EngineClient
+
+    (engine,) = pair.rollout.begin_weight_update(1)
+
+    async def push() -> None:
+        async with EngineClient(engine.url, engine.name) as client:
+            await client.update_weights_from_disk(str(checkpoint), 1)
+
+    asyncio.run(push())
+    pair.rollout.commit_weight_update(1)
+    assert pair.rollout.generate(1, 2, timeout=60).metrics["rollout/weight_version_min"] == 1
+
+
+def test_two_deterministic_runs_are_alike_token_for_token(pair, other):
+    other.rollout.generate(0, 8, timeout=60)
+    first, second = (
+        [(s.index, s.tokens.tolist(), s.rollout_log_probs.tolist(), s.reward) for g in p.groups(range(8)) for s in g]
+        for p in (pair, other)
+    )
+    assert len(first) == 32 and first == second
+
+
+def test_a_cancelled_rollout_leaves_no_lease(pair):
+    with pytest.raises(SlimeError):
+        pair.rollout.generate(5, 40, timeout=0.02)
+    deadline = time.monotonic() + 20
+    while pair.rollout.status().running_rollouts or pair.buffer.stats().groups.get("leased", 0):
+        assert time.monotonic() < deadline
+
+
+def test_an_engine_that_dies_ends_the_rollout_and_no_prompt_is_lost(other):
+    (engine,) = other.rollout.status().engines
+    port = int(engine.url.rsplit(":", 1)[1])
+    (process,) = [p for p in psutil.Process().children() if port in {c.laddr.port for c in p.net_connections("tcp")}]
+    process.kill()
+    with pytest.raises(EngineError, match=rf"(?s){engine.name}.*SIGKILL.*its last lines"):
+        for rollout_id in range(1, 1000):
+            other.rollout.generate(rollout_id, 8, timeout=60)
+    assert other.buffer.stats().groups.get("leased", 0) == 0
+    assert not other.rollout.status().engines[0].healthy
+
+
+def test_a_model_directory_without_a_tokenizer(checkpoint, prompts, tmp_path):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(MissingFile, match="no tokenizer in it"):
+        Pair(tmp_path, prompts)

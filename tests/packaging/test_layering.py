@@ -1,0 +1,59 @@
+"""An import that the layering forbids fails the lint: shown in a copy of the tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FORBIDDEN = [
+    # file, line added to it, what the message names
+    ("buffer/slime/buffer/settings.py", "import ray", "3rdparty/python:reqs#ray"),
+    ("rollout/slime/rollout/settings.py", "import slime.trainer", "packages/trainer"),
+    ("rollout/slime/rollout/settings.py", "def _late():\n    import torch", "3rdparty/python:reqs#torch"),
+    ("types/slime/types/errors.py", "from slime.buffer import settings", "packages/buffer"),
+    ("trainer/slime/trainer/settings.py", "import ray", "3rdparty/python:reqs#ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("pants", "pants.toml", "pyproject.toml", "constraints.txt", "BUILD"):
+        shutil.copy(ROOT / name, copy)
+    ignore = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", ".*")
+    for name in ("pants-macros", "pants-plugins", "3rdparty", "scripts", "packages", "proto"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    return copy
+
+
+def layering(tree: Path) -> subprocess.CompletedProcess[str]:
+    unwanted = ("PYTHON", "PEX", "PANTS", "VIRTUAL_ENV")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    # Each copy would leave a daemon of its own behind.
+    environment["PANTS_PANTSD"] = "false"
+    command = [tree / "pants", "lint", "--only=layering", "packages::"]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_tree_as_it_is_passes(tree: Path) -> None:
+    done = layering(tree)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layering succeeded" in done.stderr
+
+
+def test_forbidden_imports_fail(tree: Path) -> None:
+    for file, line, _ in FORBIDDEN:
+        with (tree / "packages" / file).open("a") as source:
+            source.write(f"\n\n{line}\n")
+    done = layering(tree)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "layering failed" in done.stderr
+    report = (done.stdout + done.stderr).splitlines()
+    for file, line, named in FORBIDDEN:
+        assert any(file in row and "must not import" in row and named in row for row in report), (line, report)
