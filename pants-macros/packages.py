@@ -46,10 +46,25 @@ def slime_package(name, siblings=(), must_not_import=(), only_in=None, lib_depen
     )
 
 
-def slime_tests(package, siblings=(), timeout=300, **kwargs):
-    """The tests of a package: they may import what the package may, and any third party except Ray outside the launcher."""
+def slime_code(*packages):
+    """All of the code of packages, for tests that load some of it by name (plug-ins, commands, Ray workers)."""
+    return ["//packages/%s:%s" % (name, part) for name in packages for part in ("lib", "data")]
+
+
+def slime_tests(package, siblings=(), dependencies=(), timeout=300):
+    """The tests of a package: they import what the package may, `siblings` and any third party, Ray only in the launcher.
+
+    dependencies: targets that the tests use and do not import.
+    """
     own = ["//packages/%s/**" % package]
     ray = [] if package == "launcher" else ["!//3rdparty/python/reqs#ray"]
     __dependencies_rules__(("*", own, _first_party(siblings), ray, "*"))
-    python_tests(name="tests", sources=["test_*.py", "**/test_*.py"], timeout=timeout, **kwargs)
-    python_test_utils(name="fixtures", sources=["*.py", "**/*.py", "!test_*.py", "!**/test_*.py"])
+    python_tests(
+        name="tests",
+        sources=["test_*.py", "**/test_*.py"],
+        dependencies=slime_code(package, *siblings) + list(dependencies),
+        timeout=timeout,
+    )
+    python_test_utils(name="fixtures", sources=["*.py", "**/*.py", "!test_*.py", "!**/test_*.py", "!conftest.py"])
+    # mypy takes two modules of one name for a mistake.
+    python_test_utils(name="conftest", sources=["conftest.py"], skip_mypy=True)

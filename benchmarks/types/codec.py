@@ -6,7 +6,7 @@ A sample has `--tokens` int32 token ids and, for every one, a float32 log-prob a
 same process, in turns, on the same data:
 
     bytes           slime.types.codec: protobuf whose arrays are bytes
-    pickle numpy    pickled dicts of numpy arrays: a memory copy and little more, the honest limit
+    pickle numpy    pickled dicts of numpy arrays: memory copies and little more, the honest limit
     pickle lists    pickled dicts of lists of Python numbers
 
 Every peer ends with what it began with, arrays that may be written to included. The best of the repeats counts:
@@ -28,18 +28,7 @@ from slime.types import Sample
 from slime.types.codec import decode_sample, encode_sample
 
 ARRAYS = ("tokens", "loss_mask", "rollout_log_probs")
-FIELDS = (
-    *ARRAYS,
-    "group_index",
-    "index",
-    "prompt",
-    "response",
-    "response_length",
-    "label",
-    "reward",
-    "status",
-    "metadata",
-)
+FIELDS = (*ARRAYS, "group_index", "index", "prompt", "response", "response_length", "reward", "status")
 
 
 def make_samples(count: int, tokens: int) -> list[Sample]:
@@ -52,12 +41,10 @@ def make_samples(count: int, tokens: int) -> list[Sample]:
             tokens=random.integers(0, 150_000, tokens, dtype=np.int32),
             response="The answer is 13. " * 10,
             response_length=tokens,
-            label="13",
             reward=float(index % 2),
             loss_mask=np.ones(tokens, np.uint8),
             rollout_log_probs=-random.exponential(size=tokens).astype(np.float32),
             status=Sample.Status.COMPLETED,
-            metadata={"rm_type": "math"},
         )
         for index in range(count)
     ]

@@ -72,7 +72,7 @@ def test_evaluation_repeats_itself_and_stores_nothing(engine, serve):
         k: v for k, v in second.metrics.items() if k not in times
     }
     assert {params["temperature"] for r in engine.requests for params in r["sampling_params"]} == {0.5}
-    assert len(first.examples) == 6
+    assert [sample.index for sample in first.examples] == [0, 4, 8, 0, 4], "one of each of the first prompts"
     only = client.evaluate(0, names=["other"], timeout=20)
     assert "eval/held_out" not in only.metrics
     with pytest.raises(NotFound, match="no evaluation set 'nope'; the buffer has held_out, other"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slime.trainer.algorithms import advantages as adv
 from slime.trainer.algorithms.aggregation import sample_weights, weighted_sum
 from slime.trainer.algorithms.importance import icepop, truncated_importance

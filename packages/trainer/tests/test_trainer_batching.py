@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slime.trainer.batching.balance import partition
 from slime.trainer.batching.packing import check_sample, pack
 from slime.trainer.batching.plan import Planner, assign
@@ -77,7 +78,11 @@ def test_removed_samples_normalise_but_do_not_train():
 
 
 def test_rollouts_of_several_samples_share_a_denominator():
-    items = [Summary(0, 0, 1.0, rollout_id=5), Summary(0, 0, 1.0, rollout_id=5, loss_mask_sum=6), Summary(1, 0, 0.0, rollout_id=6)]
+    items = [
+        Summary(0, 0, 1.0, rollout_id=5),
+        Summary(0, 0, 1.0, rollout_id=5, loss_mask_sum=6),
+        Summary(1, 0, 0.0, rollout_id=6),
+    ]
     plan = planner().plan(0, items)
     assert plan["num_rollouts"] == 2
     assert plan["weights"] == pytest.approx([1 / (2 * 10), 1 / (2 * 10), 1 / (2 * 4)])
@@ -87,7 +92,10 @@ def test_updates_and_the_rollouts_that_fill_none():
     plan = planner(global_batch_size=2).plan(0, summaries(*[0.0, 1.0] * 2, 0.5, group_size=5))
     assert [u["train"] for u in plan["updates"]] == [[0, 1], [2, 3]]
     assert plan["dropped"] == [4]
-    assert [u["num_rollouts"] for u in planner(num_steps_per_rollout=2).plan(0, summaries(*range(6), group_size=6))["updates"]] == [3, 3]
+    assert [
+        u["num_rollouts"]
+        for u in planner(num_steps_per_rollout=2).plan(0, summaries(*range(6), group_size=6))["updates"]
+    ] == [3, 3]
     with pytest.raises(InvalidSetting, match="the step has 2 rollouts"):
         planner(global_batch_size=3).plan(0, summaries(1.0, 0.0))
 
@@ -102,13 +110,24 @@ def test_the_reward_key_chooses():
     assert planner(reward_key="score").plan(0, summaries({"score": 2}, {"score": 1.0}))["raw_rewards"] == [2.0, 1.0]
 
 
-@given(st.lists(st.integers(1, 500), min_size=0, max_size=40), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(1, 9))
+@given(
+    st.lists(st.integers(1, 500), min_size=0, max_size=40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 9),
+)
 def test_every_sample_is_scheduled_once_and_ranks_keep_in_step(
     lengths: list[int], world_size: int, dynamic: bool, balance: bool, micro_batch_size: int
 ):
     positions = [3 * i for i in range(len(lengths))]
     ranks = schedule(
-        positions, lengths, world_size, micro_batch_size=micro_batch_size, max_tokens=600 if dynamic else None, balance=balance
+        positions,
+        lengths,
+        world_size,
+        micro_batch_size=micro_batch_size,
+        max_tokens=600 if dynamic else None,
+        balance=balance,
     )
     assert len(ranks) == world_size
     assert len({len(rank) for rank in ranks}) == 1
@@ -186,7 +205,10 @@ def test_removed_samples_have_no_weight_and_log_probs_are_all_or_none():
     [
         (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=2), "response_length"),
         (Sample(index=7, tokens=np.array([1, 99], np.int32), response_length=1), "tokens"),
-        (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=1, rollout_log_probs=[0.0, 0.0]), "rollout_log_probs"),
+        (
+            Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=1, rollout_log_probs=[0.0, 0.0]),
+            "rollout_log_probs",
+        ),
     ],
 )
 def test_a_sample_that_cannot_be_fed_is_named(bad: Sample, field: str):

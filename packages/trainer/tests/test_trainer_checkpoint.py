@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from slime.trainer import checkpoint, hf_directory
-from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
 from trainer_tiny import Runner, alone, make_settings
 from transformers import AutoModelForCausalLM
+
+from slime.trainer import checkpoint, hf_directory
+from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
 
 
 def save(runner: Runner, path: Path, step: int) -> None:
@@ -34,7 +35,9 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
     resumed = Runner(settings, weights=str(path))
     resumed.backend.load_optimizer_state(checkpoint.TensorReader(str(path), "optimizer"), state.updates)
     a, b = straight.run(2), resumed.run(2)
-    assert {k: v for k, v in a.items() if k.startswith("train/")} == {k: v for k, v in b.items() if k.startswith("train/")}
+    assert {k: v for k, v in a.items() if k.startswith("train/")} == {
+        k: v for k, v in b.items() if k.startswith("train/")
+    }
     for name, weight in straight.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
 
@@ -45,7 +48,8 @@ def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: st
     path = tmp_path / "new" / "step_0"
     save(runner, path, 0)
     assert sorted(os.listdir(path)) == [
-        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "tokenizer_config.json", "trainer.json",
+        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors",
+        "tokenizer_config.json", "trainer.json",
     ]  # fmt: skip
     assert os.listdir(path.parent) == ["step_0"]
     loaded = AutoModelForCausalLM.from_pretrained(path)

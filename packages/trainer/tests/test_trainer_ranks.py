@@ -1,6 +1,7 @@
 """Two ranks of gloo give the numbers of one, and fail together."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from slime.trainer import checkpoint
 from trainer_ranks import CASES
 from trainer_tiny import Runner, make_samples, make_settings
+
+from slime.trainer import checkpoint
 
 SCRIPT = Path(__file__).with_name("trainer_ranks.py")
 
@@ -19,8 +21,12 @@ SCRIPT = Path(__file__).with_name("trainer_ranks.py")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: str, reference_model: str) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     arguments = ["2", str(directory), model, reference_model]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *arguments], stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(2)
     ]
     try:
         for process in processes:

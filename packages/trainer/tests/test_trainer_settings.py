@@ -1,10 +1,12 @@
 """What the settings refuse, and that reading them loads nothing heavy."""
 
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+
 from slime.trainer.backends.fsdp.optimizer import learning_rate
 from slime.trainer.cli import PlaceSettings, main
 from slime.trainer.settings import TrainerSettings
@@ -67,7 +69,15 @@ def test_learning_rates():
 def test_flags_and_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    argv = ["--hf-checkpoint", "m", "--disable-rewards-normalization", "--buffer-address", "a:1", "--rollout-address", "b:2"]
+    argv = [
+        "--hf-checkpoint",
+        "m",
+        "--disable-rewards-normalization",
+        "--buffer-address",
+        "a:1",
+        "--rollout-address",
+        "b:2",
+    ]
     trainer, place = parse(argv, TrainerSettings, PlaceSettings, prog="t", description="")
     assert trainer.rewards_normalization is False
     assert (place.rank, place.world_size, place.master_address) == (1, 2, "127.0.0.1:29500")
@@ -91,5 +101,11 @@ def test_wrong_command_lines_exit_with_2(argv: list[str], message: str, capsys: 
 
 
 def test_importing_is_light():
-    code = "import sys, slime.trainer, slime.trainer.settings, slime.trainer.cli; print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "[]"
+    code = (
+        "import sys, slime.trainer, slime.trainer.settings, slime.trainer.cli\n"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    assert done.stdout.strip() == "[]"

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from slime.trainer.batching.packing import pack
-from slime.trainer.backends.base import NonFiniteGradient
-from slime.types.errors import InvalidField, InvalidFile, MissingFile
 from trainer_tiny import Runner, make_samples, make_settings
 from transformers import AutoModelForCausalLM
+
+from slime.trainer.backends.base import NonFiniteGradient
+from slime.trainer.batching.packing import pack
+from slime.types.errors import InvalidField, InvalidFile, MissingFile
 
 
 def load64(path: str) -> Any:
@@ -76,7 +77,9 @@ def test_a_grpo_step_equals_its_float64_reference(model: str, settings: dict[str
     loss.backward()
     decay = [p for p in reference.parameters() if p.ndim >= 2], [p for p in reference.parameters() if p.ndim < 2]
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    torch.optim.AdamW([{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}], lr=1e-2).step()
+    torch.optim.AdamW(
+        [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}], lr=1e-2
+    ).step()
 
     assert metrics["train/loss"] == pytest.approx(float(loss), abs=2e-6)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)

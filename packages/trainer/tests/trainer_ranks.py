@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from trainer_tiny import Runner, make_samples, make_settings
+
 from slime.trainer import checkpoint
 from slime.trainer.collective import Ranks
 from slime.types.errors import InvalidField, SlimeError
-from trainer_tiny import Runner, make_samples, make_settings
 
 CASES = {
     "grpo": {"num_steps_per_rollout": 2},
@@ -57,7 +58,11 @@ def _caught(work) -> str:
     try:
         work()
     except (SlimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}" if not isinstance(error, InvalidField) else f"InvalidField[{error.field}]: {error}"
+        return (
+            f"{type(error).__name__}: {error}"
+            if not isinstance(error, InvalidField)
+            else f"InvalidField[{error.field}]: {error}"
+        )
     return "no error"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from slime.trainer.backends.fsdp.backend import FsdpBackend
 from slime.trainer.batching.plan import Planner
 from slime.trainer.collective import Ranks
@@ -23,8 +24,8 @@ def write_model(path: Path, seed: int = 0, tied: bool = False) -> str:
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
         pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(path)
@@ -33,7 +34,7 @@ def write_model(path: Path, seed: int = 0, tied: bool = False) -> str:
 
 
 def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
-    """Groups with a common prompt, responses of different lengths, some tokens masked; the last group's rewards are equal."""
+    """Groups with a common prompt and partly masked responses; the last group's rewards are equal."""
     random = np.random.default_rng(100 + step)
     samples = []
     for group in range(groups):
@@ -45,7 +46,8 @@ def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
             samples.append(
                 Sample(
                     index=len(samples), group_index=group, tokens=np.concatenate([prompt, response]).astype(np.int32),
-                    response_length=len(response), loss_mask=mask, reward=1.0 if group == groups - 1 else float(member % 3),
+                    response_length=len(response), loss_mask=mask,
+                    reward=1.0 if group == groups - 1 else float(member % 3),
                     rollout_log_probs=random.uniform(-4, -1, len(response)).astype(np.float32),
                 )
             )  # fmt: skip

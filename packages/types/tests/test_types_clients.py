@@ -220,9 +220,15 @@ def test_the_buffer_client_leases_and_completes(buffer: Any) -> None:
     assert client.complete_group("t", GROUP.samples) is True
     assert servicer.requests[0].writer.run_id == "run" and servicer.requests[0].lease_token == "t"
     assert [s.index for r in servicer.requests for s in r.samples] == [8, 9]
-    assert [r.commit for r in servicer.requests] == [False, False, True]
+    assert [r.commit for r in servicer.requests] == [True]
+    client.complete_group("t", [Sample(response="x" * 3_000_000)] * 3)
+    assert [(r.lease_token, len(r.samples), r.commit) for r in servicer.requests] == [
+        ("t", 1, False),
+        ("", 1, False),
+        ("", 1, True),
+    ]
     client.return_group("t", [])
-    assert [r.commit for r in servicer.requests] == [False, True]
+    assert [(r.lease_token, len(r.samples), r.commit) for r in servicer.requests] == [("t", 0, True)]
     with pytest.raises(LeaseLost, match="gone"):
         client.reject_group("t", "no variance")
     broken = Sample(tokens=[1], response_length=1, loss_mask=[1, 1])

@@ -102,6 +102,7 @@ def test_any_valid_sample_survives_the_trip(sample: Sample) -> None:
     assert back == sample
     assert back.__dict__.keys() == sample.__dict__.keys()
     assert decode_sample(encode_sample(sample), copy=False) == sample
+    assert sample_from_proto(sample_to_proto(sample)) == sample
     back.validate()
 
 
@@ -141,6 +142,17 @@ def test_numpy_scalars_and_tuples_become_plain() -> None:
     assert decode_sample(encode_sample(Sample(reward=1))).reward == 1
     for reward in (2**60 + 1, -(10**400)):
         assert decode_sample(encode_sample(Sample(reward=reward))).reward == reward
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 127, 128, 4096, 70_000, 600_000])
+def test_the_quick_encoding_is_that_of_the_message(size: int) -> None:
+    sample = Sample(
+        tokens=range(size), loss_mask=np.ones(size), rollout_log_probs=np.arange(size) / 3, response="r", index=3
+    )
+    assert sample_pb2.Sample.FromString(encode_sample(sample)) == sample_to_proto(sample)
+    sample.tokens = sample.tokens[::2]
+    assert sample_pb2.Sample.FromString(encode_sample(sample)) == sample_to_proto(sample)
+    assert decode_sample(encode_sample(sample)) == sample
 
 
 def test_decoded_arrays_are_the_samples_own_unless_asked() -> None:

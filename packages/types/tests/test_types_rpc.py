@@ -367,6 +367,35 @@ def test_stopping_lets_calls_end(servicer: Scripted) -> None:
             get_stats(stub)
 
 
+def test_a_call_that_the_server_ends_is_unavailable(servicer: Scripted) -> None:
+    entered, cancelled = threading.Event(), threading.Event()
+
+    def hold(call: int, context: grpc.ServicerContext) -> None:
+        context.add_callback(cancelled.set)
+        entered.set()
+        cancelled.wait(WAIT)
+
+    servicer.script = hold
+    service = serve(servicer)
+    raised: list[Exception] = []
+
+    def call() -> None:
+        try:
+            get_stats(stub)
+        except errors.SlimeError as error:
+            raised.append(error)
+
+    with connect(service.address, RpcSettings(retry_seconds=0)) as channel:
+        stub = buffer_pb2_grpc.BufferServiceStub(channel)
+        caller = threading.Thread(target=call)
+        caller.start()
+        assert entered.wait(WAIT)
+        service.stop(grace_seconds=0)
+        caller.join(WAIT)
+    assert [type(error) for error in raised] == [errors.Unavailable]
+    assert cancelled.wait(WAIT)
+
+
 def test_samples_are_cut_into_messages_in_order() -> None:
     samples = [Sample(index=i, tokens=range(100 if i != 2 else 5000)) for i in range(6)]
     chunks = list(chunk_samples(samples, max_bytes=1000))

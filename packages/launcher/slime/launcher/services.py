@@ -63,7 +63,12 @@ class Services:
         rollout_address = supervisor.start(
             rollout, "slime.rollout.service", config.rollout, rpc, buffer_address=buffer_address, extra_args=config.flat
         )
-        wiring = dict(master_address=master, buffer_address=buffer_address, rollout_address=rollout_address)
+        wiring = dict(
+            master_address=master,
+            buffer_address=buffer_address,
+            rollout_address=rollout_address,
+            extra_args=config.flat,
+        )
         addresses = supervisor.start_all(
             trainers, "slime.trainer.service", config.trainer, rpc, world_size=len(trainers), **wiring
         )

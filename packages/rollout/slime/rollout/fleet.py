@@ -125,21 +125,24 @@ class Fleet:
     async def _fail(self, member: Member, error: EngineError | None) -> EngineError:
         """Makes the fleet fail with `error`, or with what is known of the death of the member's process."""
         member.healthy = False
-        if self.error is None:
-            self.error = await asyncio.to_thread(_death, member, error)
-            if self._failed is not None and not self._failed.done():
-                self._failed.set_exception(self.error)
-            await self.router.fail(self.error)
-            for listener in list(self._listeners):
-                listener(self.error)
-        return self.error
+        found = await asyncio.to_thread(_death, member, error)
+        if self.error is not None:
+            return self.error
+        self.error = found
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(found)
+        await self.router.fail(found)
+        for listener in list(self._listeners):
+            listener(found)
+        return found
 
     async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs it, but ends at once with EngineError when an engine fails."""
         assert self._failed is not None, "the fleet was not started"
         task = asyncio.ensure_future(coroutine)
         try:
-            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and self.error is not None:
                 raise self.error
             return await task

@@ -6,7 +6,7 @@ import copy
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -126,7 +126,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if log is None or not log(rollout_id, args, output.data, output.metrics):
             metrics |= evaluation_metrics(output.data, args)
         metrics["perf/eval_time"] = event.seconds
-        shown = [sample for result in output.data.values() for sample in (result.get("samples") or ())[:EXAMPLES]]
+        shown = [sample for result in output.data.values() for sample in _first_of_prompts(result.get("samples") or ())]
         return rollout_pb2.EvaluateResponse(
             completed_samples=event.call.done,
             num_samples=event.call.total,
@@ -250,6 +250,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
 def _load_rollout_function(path: str, flag: str) -> Any:
     return load_plugin(path, flag=flag, parameters=("args", "rollout_id", "data_source"))
+
+
+def _first_of_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """The first sample of each of the first prompts."""
+    first: dict[int | None, Sample] = {}
+    for sample in samples:
+        first.setdefault(sample.group_index, sample)
+    return list(first.values())[:EXAMPLES]
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

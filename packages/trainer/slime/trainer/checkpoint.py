@@ -42,11 +42,15 @@ def read_state(path: str) -> TrainerState:
     """Raises MissingFile or InvalidFile naming --load."""
     file = Path(path) / STATE_FILE
     if not file.is_file():
-        raise MissingFile(f"--load: {path} is no checkpoint of this trainer: it has no {STATE_FILE}", field="--load", value=path)
+        raise MissingFile(
+            f"--load: {path} is no checkpoint of this trainer: it has no {STATE_FILE}", field="--load", value=path
+        )
     try:
         data = json.loads(file.read_text())
         if data["format"] != FORMAT:
-            raise InvalidFile(f"--load: {file}: format {data['format']}, expected {FORMAT}", field="--load", value=data["format"])
+            raise InvalidFile(
+                f"--load: {file}: format {data['format']}, expected {FORMAT}", field="--load", value=data["format"]
+            )
         return TrainerState(**{f.name: data[f.name] for f in dataclasses.fields(TrainerState)})
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidFile(f"--load: {file}: {type(error).__name__}: {error}", field="--load", value=path) from error
@@ -68,7 +72,9 @@ class TensorReader:
             return tensors.get_tensor(name)
 
 
-def save_checkpoint(path: Path, backend: Backend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True) -> None:
+def save_checkpoint(
+    path: Path, backend: Backend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True
+) -> None:
     """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
 
     Raises OutOfSpace; then and after any other failure nothing lies at `path` but what lay there before.
@@ -85,7 +91,9 @@ def save_checkpoint(path: Path, backend: Backend, ranks: Ranks, state: TrainerSt
             write_tensors(directory, "model", weight_bytes, as_dtype(weights, torch.float32))
             if state.has_optimizer:
                 write_tensors(directory, "optimizer", moment_bytes, as_dtype(moments, torch.float32))
-            (directory / STATE_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n")
+            (directory / STATE_FILE).write_text(
+                json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n"
+            )
 
     ranks.on_first(write, weights, moments)
 

@@ -14,7 +14,9 @@ from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.rpc import RpcSettings
 from slime.types.settings import parse, setting
 
-USAGE = "usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...; see slime-trainer serve --help"
+USAGE = """\
+usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...
+see slime-trainer serve --help"""
 
 
 def _environment_int(name: str, default: int) -> int:
@@ -22,7 +24,9 @@ def _environment_int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidSetting(f"environment variable {name}: got {text!r}, expected an integer", field=name, value=text) from None
+        raise InvalidSetting(
+            f"environment variable {name}: got {text!r}, expected an integer", field=name, value=text
+        ) from None
 
 
 def _environment_master() -> str | None:
@@ -37,7 +41,9 @@ class PlaceSettings:
     buffer_address: str = setting("", "host:port of slime-buffer (required)", metavar="HOST:PORT")
     rollout_address: str = setting("", "host:port of slime-rollout (required)", metavar="HOST:PORT")
     rank: int | None = setting(None, "rank of this process; default: environment variable RANK, else 0", minimum=0)
-    world_size: int | None = setting(None, "number of ranks; default: environment variable WORLD_SIZE, else 1", minimum=1)
+    world_size: int | None = setting(
+        None, "number of ranks; default: environment variable WORLD_SIZE, else 1", minimum=1
+    )
     master_address: str | None = setting(
         None, "where rank 0 listens for the others; default: MASTER_ADDR:MASTER_PORT", metavar="HOST:PORT"
     )
@@ -51,10 +57,14 @@ class PlaceSettings:
         self.world_size = _environment_int("WORLD_SIZE", 1) if self.world_size is None else self.world_size
         self.master_address = self.master_address or _environment_master()
         if self.rank >= self.world_size:
-            raise InvalidSetting(f"--rank={self.rank} contradicts --world-size={self.world_size}", field="--rank", value=self.rank)
+            raise InvalidSetting(
+                f"--rank={self.rank} contradicts --world-size={self.world_size}", field="--rank", value=self.rank
+            )
         if self.world_size > 1 and self.master_address is None:
             raise InvalidSetting(
-                f"--world-size={self.world_size} needs --master-address", field="--master-address", expected="host:port of rank 0"
+                f"--world-size={self.world_size} needs --master-address",
+                field="--master-address",
+                expected="host:port of rank 0",
             )
 
 
@@ -66,7 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
         settings, rpc, place = parse(
-            arguments[1:], TrainerSettings, RpcSettings, PlaceSettings, prog="slime-trainer serve", description="One rank of a trainer."
+            arguments[1:],
+            TrainerSettings,
+            RpcSettings,
+            PlaceSettings,
+            prog="slime-trainer serve",
+            description="One rank of a trainer.",
         )
         return _serve(settings, rpc, place)
     except ConfigError as error:

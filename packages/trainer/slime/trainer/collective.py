@@ -22,8 +22,12 @@ T = TypeVar("T")
 class Ranks:
     """The process group of a trainer; with a world size of 1 there is none and every call is local."""
 
-    def __init__(self, rank: int, world_size: int, master_address: str, timeout_minutes: float, device_type: str = "cpu") -> None:
-        """master_address: "host:port" where rank 0 listens, or "file:///path" for one machine. Blocks until all joined."""
+    def __init__(
+        self, rank: int, world_size: int, master_address: str, timeout_minutes: float, device_type: str = "cpu"
+    ) -> None:
+        """master_address: "host:port" where rank 0 listens, or "file:///path" for one machine. Blocks until all
+        joined.
+        """
         self.rank = rank
         self.world_size = world_size
         self.control: dist.ProcessGroup | None = None
@@ -117,6 +121,10 @@ def _rebuilt(rank: int, fields: dict[str, str]) -> SlimeError:
     cls = error_classes().get(fields["type"], RemoteError)
     error = cls.__new__(cls)
     SlimeError.__init__(
-        error, message, field=fields.get("field", ""), value=fields.get("value", ""), expected=fields.get("expected", "")
+        error,
+        message,
+        field=fields.get("field", ""),
+        value=fields.get("value", ""),
+        expected=fields.get("expected", ""),
     )
     return error

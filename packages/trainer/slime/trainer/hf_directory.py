@@ -36,7 +36,12 @@ def whole_directory(path: Path, need_bytes: int) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < need_bytes:
-        raise OutOfSpace(f"{path}: {need_bytes} bytes are needed, {free} are free", field="path", value=str(path), expected=f"{need_bytes} bytes")
+        raise OutOfSpace(
+            f"{path}: {need_bytes} bytes are needed, {free} are free",
+            field="path",
+            value=str(path),
+            expected=f"{need_bytes} bytes",
+        )
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
         with out_of_space(path):
@@ -106,7 +111,10 @@ def write_tensors(directory: Path, stem: str, sizes: Mapping[str, int], tensors:
             count, filled = count + 1, 0
         shard_of[name] = count
         filled += size
-    files = {n: f"{stem}.safetensors" if count == 1 else f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
+    files = {
+        n: f"{stem}.safetensors" if count == 1 else f"{stem}-{n:05d}-of-{count:05d}.safetensors"
+        for n in range(1, count + 1)
+    }
     shard: dict[str, Tensor] = {}
     current = 1
     for name, tensor in tensors:
@@ -117,6 +125,9 @@ def write_tensors(directory: Path, stem: str, sizes: Mapping[str, int], tensors:
         shard[name] = tensor
     save_file(shard, directory / files[current], metadata={"format": "pt"})
     if count > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: files[s] for n, s in shard_of.items()}}
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {n: files[s] for n, s in shard_of.items()},
+        }
         (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return sum(sizes.values())

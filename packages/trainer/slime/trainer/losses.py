@@ -43,7 +43,15 @@ class Loss:
         self._tis = _plugin(
             settings.custom_tis_function_path,
             "--custom-tis-function-path",
-            ("args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths"),
+            (
+                "args",
+                "pg_loss",
+                "train_log_probs",
+                "rollout_log_probs",
+                "loss_masks",
+                "total_lengths",
+                "response_lengths",
+            ),
         )
         self._reducer = _plugin(
             settings.custom_pg_loss_reducer_function_path,
@@ -58,7 +66,9 @@ class Loss:
             return "none"
         return "gradient" if self.settings.entropy_coef else "value"
 
-    def __call__(self, batch: PackedBatch, outputs: Outputs, targets: Targets | None, denominator: float, sums: Sums) -> Tensor:
+    def __call__(
+        self, batch: PackedBatch, outputs: Outputs, targets: Targets | None, denominator: float, sums: Sums
+    ) -> Tensor:
         """The loss of one row, its metrics added to `sums`.
 
         denominator: rollouts of the update, or its tokens with per-token loss; used by a custom reducer alone.
@@ -69,7 +79,9 @@ class Loss:
         assert targets is not None
         return self._policy_loss(batch, outputs, targets, denominator, sums)
 
-    def _policy_loss(self, batch: PackedBatch, outputs: Outputs, targets: Targets, denominator: float, sums: Sums) -> Tensor:
+    def _policy_loss(
+        self, batch: PackedBatch, outputs: Outputs, targets: Targets, denominator: float, sums: Sums
+    ) -> Tensor:
         s = self.settings
         log_probs, advantages = outputs.log_probs, targets.advantages
         old = log_probs.detach() if targets.old_log_probs is None else targets.old_log_probs
@@ -83,7 +95,9 @@ class Loss:
             pg_loss, clipped = clipped_loss(ppo_kl, advantages, s.eps_clip, s.eps_clip_high, s.eps_clip_c)
         tokens["pg_clipfrac"] = clipped
         if s.use_opsm:
-            kept = off_policy_weights(old - log_probs, advantages, batch.mask, batch.segments, batch.num_samples, s.opsm_delta)
+            kept = off_policy_weights(
+                old - log_probs, advantages, batch.mask, batch.segments, batch.num_samples, s.opsm_delta
+            )
             pg_loss = pg_loss * kept
             tokens["opsm_clipfrac"] = 1 - kept
         weights = batch.weights
@@ -113,7 +127,9 @@ class Loss:
             terms[name] = weighted_sum(values.detach(), batch.weights)
         return _add(sums, {"loss": loss, "weight": batch.weights.sum(), **terms}, loss)
 
-    def _correct_mismatch(self, batch: PackedBatch, pg_loss: Tensor, old: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _correct_mismatch(
+        self, batch: PackedBatch, pg_loss: Tensor, old: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(loss [K], weights [K] with the masks that the function returned, metrics [K])."""
         s = self.settings
         assert batch.rollout_log_probs is not None

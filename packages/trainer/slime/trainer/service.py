@@ -29,7 +29,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._worker = worker
         self._broken: BaseException | None = None
 
-    def GetInfo(self, request: trainer_pb2.GetInfoRequest, context: grpc.ServicerContext) -> trainer_pb2.GetInfoResponse:
+    def GetInfo(
+        self, request: trainer_pb2.GetInfoRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.GetInfoResponse:
         trainer = self._trainer
         return trainer_pb2.GetInfoResponse(
             rank=trainer.ranks.rank,
@@ -41,25 +43,43 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             weight_version=trainer.state.weight_version,
         )
 
-    def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: grpc.ServicerContext) -> trainer_pb2.TrainStepResponse:
+    def TrainStep(
+        self, request: trainer_pb2.TrainStepRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.TrainStepResponse:
         if request.num_groups < 1:
             raise InvalidField("num_groups", request.num_groups, "at least 1")
-        metrics = self._run(f"TrainStep {request.step}", request, context, lambda: self._trainer.train_step(request.step, request.num_groups))
+        metrics = self._run(
+            f"TrainStep {request.step}",
+            request,
+            context,
+            lambda: self._trainer.train_step(request.step, request.num_groups),
+        )
         return trainer_pb2.TrainStepResponse(metrics=metrics)
 
-    def UpdateWeights(self, request: trainer_pb2.UpdateWeightsRequest, context: grpc.ServicerContext) -> trainer_pb2.UpdateWeightsResponse:
+    def UpdateWeights(
+        self, request: trainer_pb2.UpdateWeightsRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.UpdateWeightsResponse:
         version = request.weight_version
         if version < 0:
             raise InvalidField("weight_version", version, "at least 0")
         metrics = self._run(f"UpdateWeights {version}", request, context, lambda: self._trainer.update_weights(version))
         return trainer_pb2.UpdateWeightsResponse(metrics=metrics)
 
-    def SaveCheckpoint(self, request: trainer_pb2.SaveCheckpointRequest, context: grpc.ServicerContext) -> trainer_pb2.SaveCheckpointResponse:
+    def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.SaveCheckpointResponse:
         _check_path(request.path)
-        path = self._run(f"SaveCheckpoint {request.step}", request, context, lambda: self._trainer.save_checkpoint(request.step, request.path))
+        path = self._run(
+            f"SaveCheckpoint {request.step}",
+            request,
+            context,
+            lambda: self._trainer.save_checkpoint(request.step, request.path),
+        )
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
-    def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: grpc.ServicerContext) -> trainer_pb2.ExportModelResponse:
+    def ExportModel(
+        self, request: trainer_pb2.ExportModelRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.ExportModelResponse:
         _check_path(request.path)
         path = self._run("ExportModel", None, context, lambda: self._trainer.export_model(request.path))
         return trainer_pb2.ExportModelResponse(path=path)
@@ -67,7 +87,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     def _run(self, job: str, request: Any, context: grpc.ServicerContext, work: Callable[[], T]) -> T:
         def guarded() -> T:
             if self._broken is not None:
-                raise WrongState(f"{job}: this rank failed before and has to be started again: {self._broken}") from self._broken
+                raise WrongState(
+                    f"{job}: this rank failed before and has to be started again: {self._broken}"
+                ) from self._broken
             if request is not None:
                 self._trainer.join(_writer(request.writer))
             try:
@@ -130,7 +152,9 @@ def serve(
 
         trainer = worker.run("loading", load, None)
         server = Server(
-            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerService(trainer, worker))], rpc, service_names=[SERVICE]
+            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerService(trainer, worker))],
+            rpc,
+            service_names=[SERVICE],
         )
         return RunningService(server, stack.close)
     except BaseException:

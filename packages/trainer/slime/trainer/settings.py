@@ -22,10 +22,14 @@ class TrainerSettings:
     """Trainer."""
 
     # Model, checkpoints
-    hf_checkpoint: str = setting(REQUIRED, "Hugging Face directory of the initial weights and the tokenizer", metavar="DIR")
+    hf_checkpoint: str = setting(
+        REQUIRED, "Hugging Face directory of the initial weights and the tokenizer", metavar="DIR"
+    )
     load: str | None = setting(None, "checkpoint to resume from; its weights, optimizer and step", metavar="DIR")
     save: str | None = setting(None, "directory for checkpoints", metavar="DIR")
-    ref_load: str | None = setting(None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR")
+    ref_load: str | None = setting(
+        None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR"
+    )
     train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
     bf16: bool = setting(False, "compute in bfloat16; weights and optimizer stay float32")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
@@ -50,7 +54,9 @@ class TrainerSettings:
     compute_advantages_and_returns: bool = setting(
         True, "compute advantages (off for SFT)", off_flag="disable-compute-advantages-and-returns"
     )
-    rewards_normalization: bool = setting(True, "subtract the mean of the group", off_flag="disable-rewards-normalization")
+    rewards_normalization: bool = setting(
+        True, "subtract the mean of the group", off_flag="disable-rewards-normalization"
+    )
     grpo_std_normalization: bool = setting(
         True, "divide by the standard deviation of the group", off_flag="disable-grpo-std-normalization"
     )
@@ -78,7 +84,9 @@ class TrainerSettings:
     custom_reward_post_process_path: str | None = setting(None, "replaces reward normalisation", metavar="PATH")
     custom_advantage_function_path: str | None = setting(None, "replaces the advantages", metavar="PATH")
     custom_tis_function_path: str | None = setting(None, "replaces the weights of --use-tis", metavar="PATH")
-    custom_pg_loss_reducer_function_path: str | None = setting(None, "replaces the reduction of the policy loss", metavar="PATH")
+    custom_pg_loss_reducer_function_path: str | None = setting(
+        None, "replaces the reduction of the policy loss", metavar="PATH"
+    )
 
     # Batches
     rollout_batch_size: int | None = setting(None, "groups of one rollout", minimum=1)
@@ -94,12 +102,18 @@ class TrainerSettings:
 
     # Weights to the engines
     update_weight_mode: str = setting("full", "whole weights, or what changed", choices=("full", "delta"))
-    update_weight_transport: str = setting("tensor", "how weights reach the engines", choices=("tensor", "disk", "nccl"))
+    update_weight_transport: str = setting(
+        "tensor", "how weights reach the engines", choices=("tensor", "disk", "nccl")
+    )
     update_weight_buffer_size: int = setting(512 * 1024**2, "bytes of one bucket", minimum=1)
     update_weight_dtype: str = setting(
-        "auto", "type on the wire; auto: bfloat16 with --bf16, else float32", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "type on the wire; auto: bfloat16 with --bf16, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
-    update_weight_disk_dir: str | None = setting(None, "directory, shared with the engines, of transport disk", metavar="DIR")
+    update_weight_disk_dir: str | None = setting(
+        None, "directory, shared with the engines, of transport disk", metavar="DIR"
+    )
     update_weight_disk_keep_files: bool = setting(False, "keep published versions after the engines read them")
     update_weight_timeout_seconds: float = setting(300.0, "deadline of one request to an engine", above=0)
     check_weight_update_equal: bool = setting(False, "compare the engines' weights after an update")
@@ -134,13 +148,17 @@ class TrainerSettings:
         if self.kl_loss_coef and not self.use_kl_loss:
             self._contradiction("kl_loss_coef", "use_kl_loss", "--use-kl-loss with a non-zero --kl-loss-coef")
         if self.kl_coef and self.advantage_estimator not in WHITENED:
-            self._contradiction("kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED)))
+            self._contradiction(
+                "kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED))
+            )
         if self.use_tis and self.use_rollout_logprobs:
             self._contradiction("use_tis", "use_rollout_logprobs", "at most one of them")
         if self.tis_clip_low > self.tis_clip:
             self._contradiction("tis_clip_low", "tis_clip", "--tis-clip-low not above --tis-clip")
         if self.advantage_estimator in WHITENED and not self.normalize_advantages:
-            self._contradiction("advantage_estimator", "normalize_advantages", "--normalize-advantages with this estimator")
+            self._contradiction(
+                "advantage_estimator", "normalize_advantages", "--normalize-advantages with this estimator"
+            )
         if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
             self._contradiction("use_dynamic_batch_size", "max_tokens_per_gpu", "--max-tokens-per-gpu to be set")
         if self.custom_loss_function_path is not None:
@@ -154,7 +172,9 @@ class TrainerSettings:
         if self.min_lr > self.lr:
             self._contradiction("min_lr", "lr", "--min-lr not above --lr")
         if self.update_weight_transport == "disk" and self.update_weight_disk_dir is None:
-            self._contradiction("update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set")
+            self._contradiction(
+                "update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set"
+            )
         self._check_batch_sizes()
 
     def _check_batch_sizes(self) -> None:
@@ -162,11 +182,15 @@ class TrainerSettings:
             return
         rollouts = self.rollout_batch_size * self.n_samples_per_prompt
         if self.num_steps_per_rollout and self.num_steps_per_rollout > rollouts:
-            self._contradiction("num_steps_per_rollout", "rollout_batch_size", f"at most one update for each of {rollouts} rollouts")
+            self._contradiction(
+                "num_steps_per_rollout", "rollout_batch_size", f"at most one update for each of {rollouts} rollouts"
+            )
         if self.global_batch_size and self.num_steps_per_rollout:
             if self.global_batch_size != rollouts // self.num_steps_per_rollout:
                 self._contradiction(
-                    "global_batch_size", "num_steps_per_rollout", f"{rollouts} rollouts // steps = {rollouts // self.num_steps_per_rollout}"
+                    "global_batch_size",
+                    "num_steps_per_rollout",
+                    f"{rollouts} rollouts // steps = {rollouts // self.num_steps_per_rollout}",
                 )
         elif self.global_batch_size and self.global_batch_size > rollouts:
             self._contradiction("global_batch_size", "rollout_batch_size", f"at most the {rollouts} rollouts of a step")
@@ -174,7 +198,10 @@ class TrainerSettings:
     def _contradiction(self, first: str, second: str, expected: str) -> None:
         a, b = getattr(self, first), getattr(self, second)
         raise InvalidSetting(
-            f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}", field=_flag(first), value=a, expected=expected
+            f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}",
+            field=_flag(first),
+            value=a,
+            expected=expected,
         )
 
     @property

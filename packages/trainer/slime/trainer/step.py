@@ -1,4 +1,4 @@
-"""One training step on one rank: samples -> log-probs -> advantages -> optimizer updates -> metrics. Knows no service."""
+"""One training step on one rank: samples, log-probs, advantages, optimizer updates, metrics. Knows no service."""
 
 from __future__ import annotations
 
@@ -36,14 +36,18 @@ class Work:
 class TrainStep:
     """Runs steps of one trainer; `run` is collective."""
 
-    def __init__(self, settings: TrainerSettings, backend: Backend, ranks: Ranks, extra_args: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, settings: TrainerSettings, backend: Backend, ranks: Ranks, extra_args: dict[str, Any] | None = None
+    ) -> None:
         self.settings = settings
         self.backend = backend
         self.ranks = ranks
         self.loss = Loss(settings, extra_args)
         self.args = flat_args(settings, extra_args)
         path = settings.custom_advantage_function_path
-        self._advantages = path and load_plugin(path, flag="--custom-advantage-function-path", parameters=("args", "rollout_data"))
+        self._advantages = path and load_plugin(
+            path, flag="--custom-advantage-function-path", parameters=("args", "rollout_data")
+        )
 
     def run(self, plan: dict[str, Any], read: ReadSamples) -> dict[str, float]:
         """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks."""
@@ -78,7 +82,9 @@ class TrainStep:
         positions = [p for share in shares for micro_batch in share for p in micro_batch]
         samples = dict(zip(positions, read(positions) if positions else (), strict=True))
         for position, sample in samples.items():
-            check_sample(sample, backend.vocab_size, needs_log_probs=self.settings.use_tis or self.settings.use_rollout_logprobs)
+            check_sample(
+                sample, backend.vocab_size, needs_log_probs=self.settings.use_tis or self.settings.use_rollout_logprobs
+            )
             expected = plan["lengths"][position]
             if len(sample.tokens) != expected:
                 raise InvalidField("tokens", len(sample.tokens), f"{expected} tokens, as planned (position {position})")
@@ -117,7 +123,12 @@ class TrainStep:
                 if s.use_rollout_logprobs:
                     old = batch.rollout_log_probs
                 work.targets[i] = Targets(torch.empty(0), old, ref)
-        pairs = [(b, t) for work in updates for b, t in zip(work.batches, work.targets, strict=True) if b is not None and t is not None]
+        pairs = [
+            (b, t)
+            for work in updates
+            for b, t in zip(work.batches, work.targets, strict=True)
+            if b is not None and t is not None
+        ]
         for batch, targets in pairs:
             targets.advantages = self._estimate(batch, targets)
         if s.normalize_advantages:
@@ -163,7 +174,9 @@ class TrainStep:
         for batch, targets in zip(work.batches, work.targets, strict=True):
             self.backend.forward_backward(
                 batch,
-                lambda outputs, batch=batch, targets=targets: self.loss(batch, outputs, targets, max(1, denominator), sums),
+                lambda outputs, batch=batch, targets=targets: self.loss(
+                    batch, outputs, targets, max(1, denominator), sums
+                ),
                 entropy=self.loss.entropy,
             )
         norm, lr = self.backend.optimizer_step()
@@ -171,7 +184,7 @@ class TrainStep:
         totals = self.ranks.add_numbers({name: float(value) for name, value in sums.items()})
         weight = totals.pop("weight", 0.0)
         for name, total in totals.items():
-            # A loss term is a sum over the plan's weights already; the rest are means over the weights that were computed.
+            # A loss term is a sum over the plan's weights already; the rest are means over what was computed.
             metrics[f"train/{name}"] = total if name in LOSS_TERMS or not weight else total / weight
         return metrics
 

@@ -36,7 +36,12 @@ class Trainer:
     """Every method but `info` is collective: all ranks call it at once, and all fail if one does."""
 
     def __init__(
-        self, settings: TrainerSettings, ranks: Ranks, buffer: BufferClient, rollout: RolloutClient, extra_args: dict[str, Any] | None = None
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        buffer: BufferClient,
+        rollout: RolloutClient,
+        extra_args: dict[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.ranks = ranks
@@ -51,7 +56,9 @@ class Trainer:
         self._planner = Planner(settings)
         self._args = flat_args(settings, extra_args)
         path = settings.custom_reward_post_process_path
-        self._process_rewards = path and load_plugin(path, flag="--custom-reward-post-process-path", parameters=("args", "samples"))
+        self._process_rewards = path and load_plugin(
+            path, flag="--custom-reward-post-process-path", parameters=("args", "samples")
+        )
         # Of the last step that was trained, for a call that is made again.
         self._last_metrics: dict[str, float] = {}
         self._acknowledged = True
@@ -82,7 +89,9 @@ class Trainer:
 
     def _train(self, step: int, num_groups: int) -> None:
         if step != self.next_step:
-            raise WrongState(f"step {step} cannot be trained now", field="step", value=step, expected=str(self.next_step))
+            raise WrongState(
+                f"step {step} cannot be trained now", field="step", value=step, expected=str(self.next_step)
+            )
         started = time.perf_counter()
         plan = self._plan(step, num_groups)
         planned = time.perf_counter()
@@ -101,7 +110,9 @@ class Trainer:
 
         def store() -> dict[str, Any]:
             summaries = self.buffer.seal_step(step, num_groups, wait_seconds=wait)
-            return self.buffer.store_plan(step, self._planner.plan(step, summaries, self._custom_rewards(step, summaries)))
+            return self.buffer.store_plan(
+                step, self._planner.plan(step, summaries, self._custom_rewards(step, summaries))
+            )
 
         stored = self.ranks.together(lambda: store() if self.ranks.rank == 0 else None)
         plan = self.ranks.together(lambda: stored or self.buffer.get_plan(step, wait_seconds=wait))
@@ -115,7 +126,9 @@ class Trainer:
         raw, rewards = self._process_rewards(self._args, list(self.buffer.read_step(step, range(len(summaries)))))
         if len(raw) != len(summaries) or len(rewards) != len(summaries):
             lengths = f"{len(raw)} and {len(rewards)}"
-            raise InvalidField("--custom-reward-post-process-path", lengths, f"{len(summaries)} raw and training rewards")
+            raise InvalidField(
+                "--custom-reward-post-process-path", lengths, f"{len(summaries)} raw and training rewards"
+            )
         return [float(r) for r in raw], [float(r) for r in rewards]
 
     def update_weights(self, version: int) -> dict[str, float]:
@@ -125,12 +138,19 @@ class Trainer:
         weights = self.backend.named_weights()
         sent = self.ranks.on_first(
             lambda: push(
-                self.rollout, self._transport(dtype), version, as_dtype(weights, dtype), self.settings.update_weight_timeout_seconds
+                self.rollout,
+                self._transport(dtype),
+                version,
+                as_dtype(weights, dtype),
+                self.settings.update_weight_timeout_seconds,
             ),
             weights,
         )
         self.state = dataclasses.replace(self.state, weight_version=version)
-        return {"perf/update_weights_time": time.perf_counter() - started, "perf/update_weights_bytes": float(sent or 0)}
+        return {
+            "perf/update_weights_time": time.perf_counter() - started,
+            "perf/update_weights_bytes": float(sent or 0),
+        }
 
     def _transport(self, dtype: torch.dtype) -> WeightTransport:
         s = self.settings
@@ -149,7 +169,9 @@ class Trainer:
     def save_checkpoint(self, step: int, path: str) -> str:
         """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer."""
         if step != self.state.step:
-            raise WrongState(f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step))
+            raise WrongState(
+                f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step)
+            )
         optimizer = not self.settings.no_save_optim
         checkpoint.save_checkpoint(Path(path), self.backend, self.ranks, self.state, self._source, optimizer=optimizer)
         self.ranks.together(lambda: self.buffer.commit_steps(step) if self.ranks.rank == 0 else None)

@@ -22,9 +22,11 @@ class Worker:
         self._job = ""
 
     def run(self, job: str, work: Callable[[], T], timeout_seconds: float | None) -> T:
-        """Raises DeadlineExceeded where `work` has not ended in time (it goes on), WrongState while another job runs."""
+        """Raises DeadlineExceeded where `work` has not ended in time (it goes on), WrongState while another runs."""
         if not self._busy.acquire(blocking=False):
-            raise WrongState(f"{job}: {self._job} is still running", field="call", value=job, expected=f"{self._job} to end first")
+            raise WrongState(
+                f"{job}: {self._job} is still running", field="call", value=job, expected=f"{self._job} to end first"
+            )
         self._job = job
         future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._busy.release())

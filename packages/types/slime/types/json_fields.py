@@ -11,6 +11,7 @@ from slime.types.errors import InvalidField
 
 _MAX_DEPTH = 100
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 def to_json(value: Any, path: str) -> str:
@@ -46,7 +47,7 @@ def plain(value: Any, path: str, depth: int = 0) -> Any:
 def from_json(text: str, path: str, kind: type | None = None) -> Any:
     """The value of `text`, of type `kind` where one is given."""
     try:
-        value = json.loads(text)
+        value = _decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidField(path, text, f"JSON ({error})") from None
     if kind is not None and not isinstance(value, kind):

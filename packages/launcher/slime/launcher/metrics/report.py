@@ -17,7 +17,7 @@ COLUMNS = (
     # heading, key, format
     ("step", "step", "{:.0f}"),
     ("reward", "rollout/raw_reward", "{:.3f}"),
-    ("length", "rollout/response_length_mean", "{:.1f}"),
+    ("length", "rollout/response_lengths", "{:.1f}"),
     ("tok/s", "perf/tokens_per_second", "{:.0f}"),
     ("loss", "train/loss", "{:+.4f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),

@@ -14,6 +14,11 @@ from slime.types.settings import Parser
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
+COMMON = [
+    "--input-key", "prompt", "--label-key", "label", "--rollout-shuffle", "--rollout-skip-special-tokens",
+    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--adam-beta2", "0.95", "--weight-decay", "0",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Options:
@@ -50,9 +55,9 @@ def tiny_recipe(options: Options) -> list[str]:
     train, held_out = reverse.write_data(inputs, options.seed)
     model = reverse.write_model(inputs / "model", options.seed)
     return [
-        "--hf-checkpoint", str(model), "--prompt-data", str(train), "--input-key", "prompt", "--label-key", "label",
+        "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--eval-prompt-data", "reverse", str(held_out), "--n-samples-per-eval-prompt", "4",
-        "--custom-rm-path", "slime.launcher.quickstart.reverse.reward", "--rollout-shuffle",
+        "--custom-rm-path", "slime.launcher.quickstart.reverse.reward",
         "--num-rollout", str(options.num_rollout or 300), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", str(reverse.DIGITS + 1), "--lr", "1e-3", "--deterministic",
     ]  # fmt: skip
@@ -65,9 +70,9 @@ def smollm2_recipe(options: Options) -> list[str]:
     train, held_out = arithmetic.write(options.output_dir / "inputs", options.seed)
     model = ensure_model(options.model_dir)
     return [
-        "--hf-checkpoint", str(model), "--prompt-data", str(train), "--input-key", "prompt", "--label-key", "label",
+        "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out), "--n-samples-per-eval-prompt", "2",
-        "--rm-type", "integer", "--rollout-shuffle",
+        "--rm-type", "integer",
         "--num-rollout", str(options.num_rollout or 16), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", "12", "--lr", "2e-5",
     ]  # fmt: skip
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     seeds = ["--seed", str(options.seed), "--rollout-seed", str(options.seed)]
-    flags = [*recipe, "--adam-beta2", "0.95", "--weight-decay", "0", *seeds, "--output-dir", str(options.output_dir), *rest]
+    flags = [*recipe, *COMMON, *seeds, "--output-dir", str(options.output_dir), *rest]
     return run_train(flags, next_command=_next_command(options))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.rollout.call import CALL
 from slime.rollout.generate.sample import FINISHED, Request, generate, make_request, send
@@ -17,7 +17,7 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 
 # The elements of a generated group: a sample, or the segments that one fanned out into.
-Generated = Sample | list[Sample]
+Generated: TypeAlias = Sample | list[Sample]
 
 load_generate_once = functools.cache(load_generate)
 

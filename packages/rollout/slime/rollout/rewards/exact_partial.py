@@ -24,8 +24,10 @@ def reward(args: Any, sample: Sample) -> float:
 
 
 def visible(args: Any, sample: Sample) -> str:
-    """The response without the text of the token that ended it."""
+    """The response without the text of the token that ended it, and without the blanks that a tokenizer of single
+    characters puts between them."""
     text = sample.response
     state = getattr(args, "slime_generate_state", None)
     eos = getattr(getattr(state, "tokenizer", None), "eos_token", None)
-    return text[: -len(eos)] if eos and text.endswith(eos) else text
+    text = text[: -len(eos)] if eos and text.endswith(eos) else text
+    return text if " " in str(sample.label) else text.replace(" ", "")

@@ -45,7 +45,9 @@ def discounted_returns(rewards: Tensor, gamma: float, chunk: int = 128) -> Tenso
     carry = rewards.new_zeros(())
     steps = torch.arange(chunk, device=rewards.device)
     distance = steps[None, :] - steps[:, None]
-    powers = torch.where(distance >= 0, torch.tensor(gamma, dtype=rewards.dtype) ** distance.clamp(min=0), 0.0).to(rewards.dtype)
+    powers = torch.where(distance >= 0, torch.tensor(gamma, dtype=rewards.dtype) ** distance.clamp(min=0), 0.0).to(
+        rewards.dtype
+    )
     for start in reversed(range(0, len(rewards), chunk)):
         r = rewards[start : start + chunk]
         n = len(r)

@@ -1,7 +1,9 @@
 """How per-token values become one number.
 
-    per-rollout mean (default)   L = 1/B * sum_rollouts [ sum_{samples, t} m * l / max(1, sum of m over the whole rollout) ]
-    per-token mean               L = sum_{samples, t} m * l / sum_samples max(1, sum_t m)
+    per-rollout mean (default)
+        L = 1/B * sum_rollouts [ sum_{samples, t} m * l / max(1, sum of m over the whole rollout) ]
+    per-token mean
+        L = sum_{samples, t} m * l / sum_samples max(1, sum_t m)
 
 B is the number of rollouts of the optimizer update. Either is sum over samples of weight * sum_t m * l, with a weight
 per sample known before anything is split: so micro-batches and ranks, however cut, add up to the same number.

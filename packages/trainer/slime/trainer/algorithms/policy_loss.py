@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def clipped_loss(
-    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None = None, eps_clip_c: float | None = None
+    ppo_kl: Tensor,
+    advantages: Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's surrogate (arXiv:1707.06347), as (loss, clip fraction), both [K].
 

@@ -30,7 +30,7 @@ class Outputs:
 
 
 class Backend(abc.ABC):
-    """A policy, maybe a reference model, and an optimizer. Every method is collective: all ranks call it, in one order."""
+    """A policy, maybe a reference model, and an optimizer. All ranks call every method, in one order."""
 
     name: str
     device: torch.device
@@ -44,10 +44,12 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def log_probs(self, batch: PackedBatch | None, *, reference: bool = False) -> Tensor | None:
-        """[K] without gradient, of the policy or of the reference model. None in, None out: this rank has no samples."""
+        """[K] without gradient, of the policy or the reference model. None in, None out: this rank has no samples."""
 
     @abc.abstractmethod
-    def forward_backward(self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none") -> None:
+    def forward_backward(
+        self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none"
+    ) -> None:
         """Adds the gradient of `loss(outputs)` (a scalar) to what is accumulated; gradients of ranks are added up.
 
         entropy: "none", "value" (no gradient) or "gradient".
@@ -62,7 +64,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def named_weights(self) -> NamedTensors:
-        """Every weight once, whole, float32, by its Hugging Face name, one at a time; tied weights under their first name."""
+        """Every weight once, whole, float32, by its Hugging Face name, one at a time; a tied one by its first name."""
 
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
@@ -78,4 +80,4 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int) -> None:
-        """Restores what `optimizer_state` gave; `read` finds a tensor by name. updates: optimizer updates done so far."""
+        """Restores what `optimizer_state` gave; `read` finds a tensor by name. updates: those done so far."""

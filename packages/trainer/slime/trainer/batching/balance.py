@@ -25,7 +25,9 @@ def partition(costs: Sequence[float], parts: int, *, equal_size: bool = False) -
     while len(heap) > 1:
         _, first, a = heapq.heappop(heap)
         _, second, b = heapq.heappop(heap)
-        merged = sorted(((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda s: (-s[0], s[1]))
+        merged = sorted(
+            ((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda s: (-s[0], s[1])
+        )
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first, second), merged))
     lists = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
     return sorted(lists, key=lambda items: (not items, items))

@@ -57,7 +57,9 @@ def loss_mask(sample: Sample) -> np.ndarray:
         return np.ones(sample.response_length, dtype=np.float32)
     mask = np.asarray(sample.loss_mask, dtype=np.float32)
     if len(mask) != sample.response_length:
-        raise InvalidField("loss_mask", len(mask), f"response_length = {sample.response_length} (sample {sample.index})")
+        raise InvalidField(
+            "loss_mask", len(mask), f"response_length = {sample.response_length} (sample {sample.index})"
+        )
     return mask
 
 
@@ -70,11 +72,17 @@ def check_sample(sample: Sample, vocab_size: int, *, needs_log_probs: bool = Fal
         raise InvalidField("tokens", int(np.max(sample.tokens)), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.rollout_log_probs
     if log_probs is None and needs_log_probs:
-        raise InvalidField("rollout_log_probs", None, f"log-probs of the engine, for --use-tis and --use-rollout-logprobs (sample {sample.index})")
+        raise InvalidField(
+            "rollout_log_probs",
+            None,
+            f"log-probs of the engine, for --use-tis and --use-rollout-logprobs (sample {sample.index})",
+        )
     if log_probs is not None and len(log_probs) != response:
         raise InvalidField("rollout_log_probs", len(log_probs), f"response_length = {response} (sample {sample.index})")
     if sample.multimodal_inputs or sample.multimodal_train_inputs:
-        raise NotAvailable(f"multimodal inputs (sample {sample.index}) are not available yet", field="multimodal_inputs")
+        raise NotAvailable(
+            f"multimodal inputs (sample {sample.index}) are not available yet", field="multimodal_inputs"
+        )
 
 
 def pack(
@@ -122,7 +130,9 @@ def pack(
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
-    targets = np.concatenate([np.asarray(s.tokens, dtype=np.int64)[len(s.tokens) - s.response_length :] for s in samples])
+    targets = np.concatenate(
+        [np.asarray(s.tokens, dtype=np.int64)[len(s.tokens) - s.response_length :] for s in samples]
+    )
     lengths = [s.response_length for s in samples]
     log_probs = [s.rollout_log_probs for s in samples]
     known = all(p is not None for p in log_probs)
@@ -133,7 +143,9 @@ def pack(
     return PackedBatch(
         tokens=to(np.concatenate(row), torch.int64)[None],
         position_ids=to(np.concatenate(places), torch.int64)[None],
-        attention_mask=_tree_mask(to(np.concatenate(owners), torch.int32), to(np.concatenate(branches), torch.int32)) if shared else None,
+        attention_mask=_tree_mask(to(np.concatenate(owners), torch.int32), to(np.concatenate(branches), torch.int32))
+        if shared
+        else None,
         rows=to(np.concatenate(rows)[trained], torch.int64),
         targets=to(targets[trained], torch.int64),
         trained=to(trained, torch.int64),

@@ -112,7 +112,9 @@ class Planner:
         value = summary.reward
         if self.settings.reward_key is not None and isinstance(value, dict):
             if self.settings.reward_key not in value:
-                raise InvalidField("reward", sorted(value), f"a key {self.settings.reward_key!r} (sample {summary.index})")
+                raise InvalidField(
+                    "reward", sorted(value), f"a key {self.settings.reward_key!r} (sample {summary.index})"
+                )
             value = value[self.settings.reward_key]
         needless = summary.remove_sample or self.settings.loss_type == "sft_loss"
         if value is None and needless:
@@ -131,7 +133,7 @@ class Planner:
         if not keys or not size or len(keys) < size:
             raise InvalidSetting(
                 f"--global-batch-size={self.settings.global_batch_size}, --num-steps-per-rollout="
-                f"{self.settings.num_steps_per_rollout}: the step has {len(keys)} rollouts, expected enough for one update",
+                f"{self.settings.num_steps_per_rollout}: the step has {len(keys)} rollouts, expected more",
                 field="--global-batch-size", value=size, expected=f"at most {len(keys)}",
             )  # fmt: skip
         updates = [keys[i : i + size] for i in range(0, len(keys) - size + 1, size)]
@@ -153,7 +155,9 @@ def _rollout_key(summary: Summary, position: int) -> tuple[str, int]:
     return ("position", position) if summary.rollout_id is None else ("rollout", summary.rollout_id)
 
 
-def assign(plan: dict[str, Any], update: int, world_size: int, settings: TrainerSettings, hidden_size: int) -> list[list[MicroBatch]]:
+def assign(
+    plan: dict[str, Any], update: int, world_size: int, settings: TrainerSettings, hidden_size: int
+) -> list[list[MicroBatch]]:
     """[rank][i] -> micro-batch of one update."""
     train = plan["updates"][update]["train"]
     return schedule(

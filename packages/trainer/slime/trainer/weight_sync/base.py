@@ -47,14 +47,14 @@ def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor
 
 
 class EngineRequests:
-    """POST requests to several engines at once, each with a deadline and without a retry: a bucket must not arrive twice."""
+    """POST requests to several engines at once, with a deadline, without retries: a bucket must not arrive twice."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
         self._http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(timeout_seconds))
 
     def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
-        """`what` names the content in errors. Raises EngineError or DeadlineExceeded of the first engine that failed."""
+        """`what` names the content in errors. Raises EngineError or DeadlineExceeded of the first engine to fail."""
         with ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights") as pool:
             for outcome in [pool.submit(self._post, engine, path, body, content_type, what) for engine in engines]:
                 outcome.result()
@@ -62,14 +62,21 @@ class EngineRequests:
     def _post(self, engine: Engine, path: str, body: bytes, content_type: str, what: str) -> None:
         where = f"engine {engine.name} at {engine.url}{path.split('?')[0]}, {what}"
         try:
-            answer = self._http.request("POST", engine.url.rstrip("/") + path, body=body, headers={"Content-Type": content_type})
+            answer = self._http.request(
+                "POST", engine.url.rstrip("/") + path, body=body, headers={"Content-Type": content_type}
+            )
+        except urllib3.exceptions.NewConnectionError as error:
+            # urllib3 counts a refused connection among the time-outs.
+            raise EngineError(f"{where}: {error}", field=engine.name) from error
         except urllib3.exceptions.TimeoutError as error:
             raise DeadlineExceeded(f"{where}: no answer within {self._timeout:g} s", field=engine.name) from error
         except urllib3.exceptions.HTTPError as error:
             raise EngineError(f"{where}: {error}", field=engine.name) from error
         text = answer.data.decode(errors="replace")
         if answer.status != 200 or not _succeeded(text):
-            raise EngineError(f"{where}: status {answer.status}: {text[:500]}", field=engine.name, value=answer.status, expected="200")
+            raise EngineError(
+                f"{where}: status {answer.status}: {text[:500]}", field=engine.name, value=answer.status, expected="200"
+            )
 
     def close(self) -> None:
         self._http.clear()

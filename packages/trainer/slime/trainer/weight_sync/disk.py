@@ -1,4 +1,4 @@
-"""Transport `disk`: a Hugging Face directory per version, `weight_vNNNNNN`, that engines load from a shared file system."""
+"""Transport `disk`: a Hugging Face directory per version, `weight_vNNNNNN`, on a disk shared with the engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ class DiskTransport(WeightTransport):
     """write_directory(path, weights) writes a whole Hugging Face directory or nothing, and returns its bytes."""
 
     def __init__(
-        self, directory: str, write_directory: Callable[[Path, Weights], int], timeout_seconds: float, *, keep_files: bool = False
+        self,
+        directory: str,
+        write_directory: Callable[[Path, Weights], int],
+        timeout_seconds: float,
+        *,
+        keep_files: bool = False,
     ) -> None:
         self._directory = Path(directory)
         self._write = write_directory

@@ -25,7 +25,7 @@ class TensorTransport(WeightTransport):
         for engine in engines:
             if engine.kind != "embedded":
                 raise NotAvailable(
-                    f"--update-weight-transport tensor to engine {engine.name} of kind {engine.kind} is not available yet; use disk",
+                    f"transport tensor to engine {engine.name} ({engine.kind}) is not available yet; use disk",
                     field="--update-weight-transport", value="tensor", expected="disk",
                 )  # fmt: skip
         sent = 0

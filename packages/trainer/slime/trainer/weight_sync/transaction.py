@@ -23,7 +23,7 @@ class Engines(Protocol):
 
 
 def push(rollout: Engines, transport: WeightTransport, version: int, weights: Weights, timeout_seconds: float) -> int:
-    """Pushes one version to the engines of a rollout service; bytes sent. Any failure aborts the update and is raised."""
+    """Pushes one version to the engines of a rollout service; bytes sent. A failure aborts the update and is raised."""
     engines = rollout.begin_weight_update(version, timeout=timeout_seconds)
     try:
         sent = transport.send(engines, version, weights)

@@ -228,13 +228,18 @@ class BufferClient(Client):
         )
 
     def _group_stream(self, request: Any, token: str, samples: Sequence[Sample]) -> Repeatable:
-        header = request(writer=self._writer(), lease_token=token)
+        writer = self._writer()
 
         def messages() -> Iterator[Any]:
-            yield header
-            for chunk in chunk_samples(samples):
-                yield request(samples=chunk)
-            yield request(commit=True)
+            # A message costs about a millisecond: a small group is one, header and commit included.
+            message = request(writer=writer, lease_token=token)
+            for number, chunk in enumerate(chunk_samples(samples)):
+                if number:
+                    yield message
+                    message = request()
+                message.samples.extend(chunk)
+            message.commit = True
+            yield message
 
         return Repeatable(messages)
 

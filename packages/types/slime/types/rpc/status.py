@@ -29,6 +29,8 @@ METADATA_KEY = "slime-error-bin"
 # All of a call's trailing metadata, base64 and escapes included, has to fit into the 8 KiB that clients accept.
 LONGEST_MESSAGE = 2500
 LONGEST_STATUS = 400
+# What gRPC says where it was this side that cancelled.
+_CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
 # Statuses that a peer of another make sends without detail.
 _BY_CODE: dict[grpc.StatusCode, type[SlimeError]] = {
@@ -43,7 +45,7 @@ _BY_CODE: dict[grpc.StatusCode, type[SlimeError]] = {
 
 
 class Cancelled(SlimeError):
-    """The call was cancelled, by its client or by a server that stops."""
+    """The call was cancelled by its client."""
 
     status = "CANCELLED"
 
@@ -95,6 +97,8 @@ def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: floa
     code, text = call.code(), call.details() or ""  # type: ignore[attr-defined]
     where = f"{address}{method}"
     if code is grpc.StatusCode.CANCELLED:
+        if not text.startswith(_CANCELLED_HERE):
+            return Unavailable(f"{where}: the server ended the call, as one that stops does", field=address)
         return Cancelled(f"{where}: the call was cancelled", field=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         within = "before its deadline" if timeout is None else f"within {timeout:g} s"

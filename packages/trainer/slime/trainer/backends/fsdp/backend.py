@@ -24,7 +24,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class FsdpBackend(Backend):
     name = "fsdp"
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None) -> None:
+    def __init__(
+        self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
+    ) -> None:
         """weights: a Hugging Face directory in place of `settings.hf_checkpoint` (a checkpoint to resume from)."""
         self.settings = settings
         self.ranks = ranks
@@ -37,9 +39,7 @@ class FsdpBackend(Backend):
         self.can_share_prompts = loading.can_share_prompts(policy.config)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            # transformers recomputes only in train mode; nothing in these models drops out then but what the config asks.
-            policy.train()
+            loading.enable_recomputation(policy)
         self.policy = self._place(policy)
         self.reference: nn.Module | None = None
         if settings.needs_reference:
@@ -64,7 +64,11 @@ class FsdpBackend(Backend):
             autocast = torch.autocast(self.device.type, dtype=torch.bfloat16)
         with autocast:
             logits = model(
-                input_ids=batch.tokens, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False, **kwargs
+                input_ids=batch.tokens,
+                position_ids=batch.position_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+                **kwargs,
             ).logits[0]
         return logits if kwargs else logits[batch.rows]
 
@@ -83,10 +87,14 @@ class FsdpBackend(Backend):
                 return None
             logits = self._logits(model, batch)
             return batch.scatter(
-                token_log_probs(logits, batch.targets, self.settings.rollout_temperature, self.settings.log_probs_chunk_size)
+                token_log_probs(
+                    logits, batch.targets, self.settings.rollout_temperature, self.settings.log_probs_chunk_size
+                )
             )
 
-    def forward_backward(self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none") -> None:
+    def forward_backward(
+        self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none"
+    ) -> None:
         # FSDP averages gradients over ranks, the plan's weights expect their sum.
         scale = self.ranks.world_size
         if batch is None:
@@ -111,7 +119,9 @@ class FsdpBackend(Backend):
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(f"update {self.updates}: the gradient norm is {float(norm)}", field="grad_norm", value=float(norm))
+            raise NonFiniteGradient(
+                f"update {self.updates}: the gradient norm is {float(norm)}", field="grad_norm", value=float(norm)
+            )
         if self.settings.clip_grad > 0:
             nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_grad, norm)
         lr = learning_rate(self.settings, self.updates)

@@ -20,17 +20,23 @@ def load_model(path: str, *, flag: str) -> nn.Module:
     Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     if not Path(path).is_dir():
         raise MissingFile(f"{flag}: no such directory {path}", field=flag, value=path)
     if not (Path(path) / "config.json").is_file():
-        raise InvalidFile(f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory")
+        raise InvalidFile(
+            f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory"
+        )
     config = AutoConfig.from_pretrained(path)
     for kind in layer_types(config):
         if kind not in _PACKABLE:
             raise NotAvailable(f"{flag}: layers of type {kind} are not available yet", field=flag, value=kind)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
@@ -48,6 +54,15 @@ def layer_types(config: Any) -> set[str]:
 def can_share_prompts(config: Any) -> bool:
     """An explicit mask replaces a layer's own, so only layers without a window can take one."""
     return layer_types(config) == {_FULL}
+
+
+def enable_recomputation(model: Any) -> None:
+    """Activations are made again in the backward pass; transformers does it in train mode only."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
 
 
 def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) -> nn.Module:

@@ -18,7 +18,9 @@ def build_adamw(model: nn.Module, settings: TrainerSettings) -> torch.optim.Adam
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True
+    )
 
 
 def learning_rate(settings: TrainerSettings, update: int) -> float:

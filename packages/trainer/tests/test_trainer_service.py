@@ -1,0 +1,191 @@
+"""The gRPC service over a buffer and a rollout service that stand in."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_tiny import alone, make_samples, make_settings, summarize
+
+from slime.trainer.service import SERVICE, TrainerService
+from slime.trainer.trainer import Trainer
+from slime.trainer.worker import Worker
+from slime.types import Sample
+from slime.types.clients import TrainerClient, Writer
+from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, RemoteError, SlimeError, WrongState
+from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.v1 import trainer_pb2_grpc
+
+WRITER = Writer("run", 3)
+
+
+class StandInBuffer:
+    def __init__(self) -> None:
+        self.writer: Writer | None = None
+        self.calls: list[tuple[Any, ...]] = []
+        self.plans: dict[int, dict[str, Any]] = {}
+        self.fail_next: str = ""
+
+    def _record(self, name: str, *arguments: Any) -> None:
+        if self.fail_next == name:
+            self.fail_next = ""
+            raise LeaseLost(f"{name}: gone")
+        self.calls.append((name, *arguments))
+
+    def get_run(self) -> Writer:
+        return WRITER
+
+    def seal_step(self, step: int, num_groups: int, wait_seconds: float = 0.0) -> list[Any]:
+        self._record("seal", step, num_groups)
+        return summarize(make_samples(step))
+
+    def store_plan(self, step: int, plan: dict[str, Any]) -> dict[str, Any]:
+        self._record("plan", step)
+        return self.plans.setdefault(step, plan)
+
+    def get_plan(self, step: int, wait_seconds: float = 0.0) -> dict[str, Any]:
+        return self.plans[step]
+
+    def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
+        samples = make_samples(step)
+        return (samples[p] for p in positions)
+
+    def acknowledge_step(self, step: int) -> None:
+        self._record("acknowledge", step)
+
+    def commit_steps(self, step: int) -> None:
+        self._record("commit", step)
+
+
+class StandInRollout:
+    def __init__(self) -> None:
+        self.writer: Writer | None = None
+        self.calls: list[tuple[Any, ...]] = []
+
+    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Any]:
+        self.calls.append(("begin", weight_version))
+        return []
+
+    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        self.calls.append(("commit", weight_version))
+
+
+class Stack:
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.buffer, self.rollout, self.worker = StandInBuffer(), StandInRollout(), Worker("trainer")
+        make = lambda: Trainer(make_settings(model, **settings), alone(), self.buffer, self.rollout)  # noqa: E731
+        self.trainer = self.worker.run("loading", make, 60)
+        service = TrainerService(self.trainer, self.worker)
+        add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+        server = Server([(add, service)], RpcSettings(), service_names=[SERVICE])
+        self.running = RunningService(server, self.worker.stop)
+        self.client = TrainerClient(self.running.address, WRITER)
+
+    def close(self) -> None:
+        self.client.close()
+        self.running.stop()
+
+
+@pytest.fixture
+def stack(model: str) -> Iterator[Stack]:
+    stack = Stack(model)
+    yield stack
+    stack.close()
+
+
+def test_a_step_is_sealed_planned_trained_and_acknowledged(stack: Stack, model: str, tmp_path: Path):
+    info = stack.client.info()
+    assert (info.rank, info.world_size, info.backend, info.device, info.next_step) == (0, 1, "fsdp", "cpu", 0)
+    metrics = stack.client.train_step(0, 3, timeout=60)
+    assert stack.buffer.calls == [("seal", 0, 3), ("plan", 0), ("acknowledge", 0)]
+    assert stack.buffer.writer == WRITER
+    assert metrics["train/grad_norm"] > 0
+    assert {"perf/train_time", "perf/actor_train_tokens_per_second", "train/lr-pg_0", "train/step"} <= metrics.keys()
+    assert "perf/update_weights_time" in stack.client.update_weights(1, timeout=60)
+    assert stack.rollout.calls == [("begin", 1), ("commit", 1)]
+    path = str(tmp_path / "step_0")
+    assert stack.client.save_checkpoint(0, path, timeout=60) == path
+    assert stack.buffer.calls[-1] == ("commit", 0)
+    info = stack.client.info()
+    assert (info.next_step, info.weight_version) == (1, 1)
+    exported = stack.client.export_model(str(tmp_path / "model"), timeout=60)
+    assert (Path(exported) / "model.safetensors").is_file()
+
+    resumed = Stack(model, load=path)
+    try:
+        assert (resumed.client.info().next_step, resumed.client.info().weight_version) == (1, 1)
+        again, straight = resumed.client.train_step(1, 3, timeout=60), stack.client.train_step(1, 3, timeout=60)
+        assert {k: v for k, v in again.items() if k[0] == "t"} == {k: v for k, v in straight.items() if k[0] == "t"}
+    finally:
+        resumed.close()
+
+
+def test_a_repeated_call_does_not_train_twice(stack: Stack):
+    stack.buffer.fail_next = "acknowledge"
+    with pytest.raises(LeaseLost, match="acknowledge"):
+        stack.client.train_step(0, 3, timeout=60)
+    metrics = stack.client.train_step(0, 3, timeout=60)
+    assert metrics == stack.client.train_step(0, 3, timeout=60)
+    assert [call[0] for call in stack.buffer.calls] == ["seal", "plan", "acknowledge"]
+    assert metrics["train/step"] == 1
+
+
+def test_a_failure_before_training_can_be_repeated(stack: Stack):
+    stack.buffer.fail_next = "seal"
+    with pytest.raises(LeaseLost):
+        stack.client.train_step(0, 3, timeout=60)
+    assert stack.client.train_step(0, 3, timeout=60)["train/step"] == 1
+
+
+def test_a_stored_plan_wins(stack: Stack):
+    from slime.trainer.batching.plan import Planner
+
+    plan = Planner(stack.trainer.settings).plan(0, summarize(make_samples(0)))
+    plan["updates"][0]["train"] = plan["updates"][0]["train"][:2]
+    stack.buffer.plans[0] = plan
+    assert stack.client.train_step(0, 3, timeout=60)["train/micro_batches"] == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "field"),
+    [
+        (lambda c: c.train_step(4, 3, timeout=60), WrongState, "step"),
+        (lambda c: c.train_step(0, 0, timeout=60), InvalidField, "num_groups"),
+        (lambda c: c.save_checkpoint(0, "", timeout=60), InvalidField, "path"),
+        (lambda c: c.save_checkpoint(5, "x", timeout=60), WrongState, "step"),
+        (lambda c: c.update_weights(-1, timeout=60), InvalidField, "weight_version"),
+    ],
+)
+def test_wrong_calls_name_the_field(stack: Stack, call: Any, error: type[SlimeError], field: str):
+    with pytest.raises(error) as caught:
+        call(stack.client)
+    assert caught.value.field == field
+
+
+def test_after_an_unexpected_error_the_rank_refuses_work(stack: Stack, monkeypatch: pytest.MonkeyPatch):
+    def explode(*_: Any) -> None:
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(stack.trainer._step, "run", explode)
+    with pytest.raises(RemoteError, match="no memory left"):
+        stack.client.train_step(0, 3, timeout=60)
+    with pytest.raises(WrongState, match="has to be started again"):
+        stack.client.update_weights(1, timeout=60)
+
+
+def test_a_worker_keeps_one_thread_one_job_and_deadlines():
+    worker, gate, started = Worker("w"), threading.Event(), threading.Event()
+    assert worker.run("a", threading.get_ident, 10) == worker.run("b", threading.get_ident, 10) != threading.get_ident()
+
+    def wait() -> None:
+        started.set()
+        gate.wait(30)
+
+    with pytest.raises(DeadlineExceeded, match="slow: not done"):
+        worker.run("slow", wait, 0.01)
+    assert started.wait(10)
+    with pytest.raises(WrongState, match="slow is still running"):
+        worker.run("next", lambda: None, 10)
+    gate.set()
+    worker.stop()

@@ -1,0 +1,179 @@
+"""Weights over HTTP to engines that stand in, within the transaction of a rollout service that stands in."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from trainer_tiny import Runner, make_settings
+
+from slime.trainer import checkpoint
+from slime.trainer.weight_sync.base import as_dtype, buckets
+from slime.trainer.weight_sync.disk import DiskTransport
+from slime.trainer.weight_sync.tensor import TensorTransport
+from slime.trainer.weight_sync.transaction import push
+from slime.types.clients import Engine
+from slime.types.errors import DeadlineExceeded, EngineError, NotAvailable, WrongState
+
+
+class StandInEngine:
+    """Collects what is posted; answers with `status` and `answer`, or not at all before `silent` is set."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, str], str, bytes]] = []
+        self.status, self.answer = 200, {"success": True}
+        self.silent: threading.Event | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                url = urlsplit(self.path)
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.requests.append((url.path, dict(parse_qsl(url.query)), self.headers["Content-Type"], body))
+                if outer.silent is not None:
+                    outer.silent.wait(30)
+                data = json.dumps(outer.answer).encode()
+                self.send_response(outer.status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def describe(self, name: str, kind: str = "embedded") -> Engine:
+        return Engine(name, f"http://127.0.0.1:{self.server.server_address[1]}", kind, True, 0)
+
+
+class StandInRollout:
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.calls: list[tuple[Any, ...]] = []
+
+    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        self.calls.append(("begin", weight_version))
+        return self.engines
+
+    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        self.calls.append(("commit", weight_version))
+
+    def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
+        self.calls.append(("abort", weight_version, reason))
+
+
+@pytest.fixture
+def engines() -> Iterator[list[StandInEngine]]:
+    servers = [StandInEngine(), StandInEngine()]
+    yield servers
+    for server in servers:
+        if server.silent is not None:
+            server.silent.set()
+        server.server.shutdown()
+        server.server.server_close()
+        server.thread.join(10)
+
+
+def test_buckets_hold_every_tensor_once():
+    weights = [(f"w{i}", torch.zeros(n)) for i, n in enumerate((2, 2, 9, 1))]
+    got = list(buckets(iter(weights), max_bytes=20))
+    assert [(list(b), last) for b, last in got] == [(["w0", "w1"], False), (["w2"], False), (["w3"], True)]
+    assert [last for _, last in buckets(iter(()), 20)] == [True]
+
+
+def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engines: list[StandInEngine]):
+    backend = Runner(make_settings(tied_model)).backend
+    rollout = StandInRollout([e.describe(f"engine-{i}") for i, e in enumerate(engines)])
+    sent = push(rollout, TensorTransport(8_000, 10), 7, as_dtype(backend.named_weights(), torch.bfloat16), 10)
+    assert rollout.calls == [("begin", 7), ("commit", 7)]
+    expected = dict(backend.policy.named_parameters())
+    for engine in engines:
+        got: dict[str, torch.Tensor] = {}
+        for path, query, content_type, body in engine.requests:
+            assert (path, content_type) == ("/update_weights_from_tensor", "application/octet-stream")
+            assert query["weight_version"] == "7"
+            assert len(body) < 8_000 + 4_000
+            got |= load(body)
+        assert [q["last"] for _, q, _, _ in engine.requests] == ["false"] * (len(engine.requests) - 1) + ["true"]
+        assert len(engine.requests) > 2
+        assert sum(len(body) for *_, body in engine.requests) == sent
+        # The tied output layer goes once, as the embedding.
+        assert got.keys() == expected.keys() and "lm_head.weight" not in got
+        assert all(torch.equal(got[name], weight.detach().bfloat16()) for name, weight in expected.items())
+
+
+def test_a_directory_is_written_read_and_removed(model: str, engines: list[StandInEngine], tmp_path: Path):
+    backend = Runner(make_settings(model)).backend
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def write(path: Path, weights: Any) -> int:
+        size = checkpoint.write_model(path, weights, backend.weight_sizes(), torch.float32, Path(model))
+        seen.append(load_file(path / "model.safetensors"))
+        return size
+
+    rollout = StandInRollout([engines[0].describe("engine-0", kind="sglang")])
+    for keep in (False, True):
+        push(rollout, DiskTransport(str(tmp_path), write, 10, keep_files=keep), 12, backend.named_weights(), 10)
+        assert (tmp_path / "weight_v000012").is_dir() is keep
+    path, _, content_type, body = engines[0].requests[0]
+    assert (path, content_type) == ("/update_weights_from_disk", "application/json")
+    assert json.loads(body) == {"model_path": str(tmp_path / "weight_v000012"), "weight_version": "12"}
+    assert seen[0].keys() == dict(backend.policy.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"), [(500, {"error": "no memory"}), (200, {"success": False, "message": "no memory"})]
+)
+def test_a_failing_engine_aborts_and_is_named(
+    model: str, engines: list[StandInEngine], status: int, answer: dict[str, Any]
+):
+    backend = Runner(make_settings(model)).backend
+    engines[1].status, engines[1].answer = status, answer
+    rollout = StandInRollout([e.describe(f"engine-{i}") for i, e in enumerate(engines)])
+    with pytest.raises(EngineError, match=r"engine engine-1 .*bucket 0 \(model.embed_tokens.weight.*no memory"):
+        push(rollout, TensorTransport(8_000, 10), 1, backend.named_weights(), 10)
+    assert [call[0] for call in rollout.calls] == ["begin", "abort"]
+    assert "engine-1" in rollout.calls[1][2]
+
+
+def test_an_engine_that_is_gone_or_silent(model: str, engines: list[StandInEngine]):
+    backend = Runner(make_settings(model)).backend
+    gone = Engine("engine-9", "http://127.0.0.1:1", "embedded", True, 0)
+    with pytest.raises(EngineError, match="engine-9"):
+        push(StandInRollout([gone]), TensorTransport(10**9, 5), 1, backend.named_weights(), 10)
+    engines[0].silent = threading.Event()
+    with pytest.raises(DeadlineExceeded, match=r"engine-0.*no answer within 0\.2 s"):
+        push(
+            StandInRollout([engines[0].describe("engine-0")]),
+            TensorTransport(10**9, 0.2),
+            1,
+            backend.named_weights(),
+            10,
+        )
+    assert len(engines[0].requests) == 1
+
+
+def test_pickles_are_not_sent_to_sglang(model: str, engines: list[StandInEngine]):
+    rollout = StandInRollout([engines[0].describe("engine-0", kind="sglang")])
+    with pytest.raises(NotAvailable, match="use disk"):
+        push(rollout, TensorTransport(10**9, 5), 1, iter(()), 10)
+    assert engines[0].requests == []
+
+
+def test_the_first_failure_is_the_one_that_is_raised(engines: list[StandInEngine]):
+    class Refusing(StandInRollout):
+        def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
+            raise WrongState("not open")
+
+    engines[0].status = 503
+    with pytest.raises(EngineError, match="status 503"):
+        push(Refusing([engines[0].describe("engine-0")]), TensorTransport(10**9, 5), 1, iter(()), 10)
