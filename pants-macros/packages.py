@@ -1,46 +1,45 @@
-# Macros for BUILD files (Pants reads this file as a prelude: no imports here).
+# Macros for BUILD files. Pants reads this file before them; it imports nothing, and its names are those of BUILD files.
 #
-# The layering of the packages is enforced here: `__dependencies_rules__` refuses every import, of ours or of a third
-# party, that the calls of slime_package do not allow. A rule is read from the top, and the first match decides.
+# The layering of the packages is stated here: `__dependencies_rules__` refuses every import, of ours or of a third
+# party, that a call of slime_package does not allow. Of the rules for a module the first that matches decides.
 
 
-def _first_party(siblings):
-    return ["//packages/%s/**" % name for name in siblings] + ["!//packages/**"]
-
-
-def _third_party(names, deny):
-    prefix = "!" if deny else ""
-    return [prefix + "//3rdparty/python/reqs#" + name for name in names]
+def _layer(package, siblings, kept_out):
+    """What a module may import: nothing of `kept_out`, of our packages its own and `siblings`, and anything else."""
+    return [
+        *[f"!//3rdparty/python/reqs#{requirement}" for requirement in kept_out],
+        *[f"//packages/{name}/**" for name in (package, *siblings)],
+        "!//packages/**",
+        "*",
+    ]
 
 
 def slime_package(name, siblings=(), must_not_import=(), only_in=None, lib_dependencies=()):
-    """The targets of packages/NAME: `lib` (the code), `dist` (the wheel) and its parts.
+    """The targets of packages/NAME: `lib` (code), `data` beside it, `project` (its metadata) and `dist` (the wheel).
 
     siblings: packages whose modules it may import.
     must_not_import: requirements of 3rdparty/python that it must not import.
-    only_in: requirement -> path globs below the package, the only places that may import it.
+    only_in: path glob below the package -> requirements that nothing else in the package may import.
     lib_dependencies: what the code needs and does not import.
     """
+    confined = [requirement for requirements in (only_in or {}).values() for requirement in requirements]
     rules = []
-    confined = only_in or {}
-    for path in sorted({path for paths in confined.values() for path in paths}):
-        free = [requirement for requirement, paths in confined.items() if path in paths]
-        kept_out = [r for r in list(must_not_import) + list(confined) if r not in free]
-        rules.append(
-            ({"path": "//packages/%s/%s" % (name, path)}, _third_party(kept_out, True), ["//packages/%s/**" % name], _first_party(siblings), "*")
-        )
-    rules.append(
-        ("*", _third_party(list(must_not_import) + list(confined), True), ["//packages/%s/**" % name], _first_party(siblings), "*")
-    )
+    for path, requirements in (only_in or {}).items():
+        kept_out = [*must_not_import, *[r for r in confined if r not in requirements]]
+        rules.append(({"path": f"//packages/{name}/{path}"}, *_layer(name, siblings, kept_out)))
+    rules.append(("*", *_layer(name, siblings, [*must_not_import, *confined])))
     __dependencies_rules__(*rules)
 
     python_sources(name="lib", sources=["slime/**/*.py", "slime/**/*.pyi"], dependencies=list(lib_dependencies))
-    resources(name="data", sources=["slime/**/py.typed", "slime/**/*.json", "slime/**/*.jinja", "slime/**/*.tsv", "slime/**/*.yaml"])
+    resources(
+        name="data",
+        sources=[f"slime/**/{kind}" for kind in ("py.typed", "*.json", "*.jinja", "*.tsv", "*.yaml")],
+    )
     resources(name="project", sources=["pyproject.toml", "README.md"])
     python_distribution(
         name="dist",
         dependencies=[":lib", ":data", ":project"],
-        provides=python_artifact(name="slime-" + name, version="0.1.0"),
+        provides=python_artifact(name=f"slime-{name}", version="0.1.0"),
         generate_setup=False,
         sdist=False,
     )
@@ -48,23 +47,19 @@ def slime_package(name, siblings=(), must_not_import=(), only_in=None, lib_depen
 
 def slime_code(*packages):
     """All of the code of packages, for tests that load some of it by name (plug-ins, commands, Ray workers)."""
-    return ["//packages/%s:%s" % (name, part) for name in packages for part in ("lib", "data")]
+    return [f"//packages/{name}:{part}" for name in packages for part in ("lib", "data")]
 
 
 def slime_tests(package, siblings=(), dependencies=(), timeout=300):
-    """The tests of a package: they import what the package may, `siblings` and any third party, Ray only in the launcher.
+    """The tests of a package. They may import what the package may, `siblings`, and Ray only in the launcher.
 
     dependencies: targets that the tests use and do not import.
     """
-    own = ["//packages/%s/**" % package]
-    ray = [] if package == "launcher" else ["!//3rdparty/python/reqs#ray"]
-    __dependencies_rules__(("*", own, _first_party(siblings), ray, "*"))
+    __dependencies_rules__(("*", *_layer(package, siblings, [] if package == "launcher" else ["ray"])))
     python_tests(
         name="tests",
         sources=["test_*.py", "**/test_*.py"],
-        dependencies=slime_code(package, *siblings) + list(dependencies),
+        dependencies=[*slime_code(package, *siblings), *dependencies],
         timeout=timeout,
     )
-    python_test_utils(name="fixtures", sources=["*.py", "**/*.py", "!test_*.py", "!**/test_*.py", "!conftest.py"])
-    # mypy takes two modules of one name for a mistake.
-    python_test_utils(name="conftest", sources=["conftest.py"], skip_mypy=True)
+    python_test_utils(name="fixtures", sources=["*.py", "**/*.py", "!test_*.py", "!**/test_*.py"])

@@ -96,11 +96,26 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
 
 
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, "--num-rollout", "4")
+    keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts")
+    run(parts, "--num-rollout", "2", *keep)
+    run(parts, "--num-rollout", "4", *keep, "--load", str(parts / "checkpoints"))
+    kept = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(whole))]
+    assert kept == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(parts))]
+
+
 def wait_for(condition, seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.05)
+
+
+def trained_a_step(output_dir: Path) -> bool:
+    path = output_dir / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -111,12 +126,14 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", ["starting", "training"])
+@pytest.mark.parametrize(
+    "number, code, moment",
+    [(signal.SIGINT, 130, "starting"), (signal.SIGINT, 130, "training"), (signal.SIGTERM, 143, "training")],
+)
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code: int, moment: str) -> None:
     process = quickstart(tmp_path)
-    log = tmp_path / ("logs/rollout.log" if moment == "starting" else "metrics.jsonl")
-    wait_for(lambda: log.exists() and (moment == "starting" or log.stat().st_size > 0), DEADLINE, f"{log} appears")
+    log = tmp_path / "logs/rollout.log"
+    wait_for(lambda: log.exists() if moment == "starting" else trained_a_step(tmp_path), DEADLINE, moment)
     children = descendants(process)
     assert children
     process.send_signal(number)
@@ -128,24 +145,31 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code:
 
 def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     process = quickstart(tmp_path)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0, DEADLINE, "a step")
+    wait_for(
+        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
+        DEADLINE,
+        "a step",
+    )
     children = descendants(process)
     (engine,) = [p for p in children if "slime.rollout.engines.embedded" in " ".join(p.cmdline())]
     os.kill(engine.pid, signal.SIGKILL)
     output = finish(process, 60)
     assert process.returncode == 1, output
-    assert "EngineError" in output and "engine-0" in output
+    assert "EngineError" in output and "embedded-0" in output
     wait_for(lambda: gone(children), 20, "every process has ended")
 
 
-@pytest.mark.parametrize("victim", ["slime.buffer", "trainer-0"])
-def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("name", ["buffer", "trainer-0"])
+def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
     process = quickstart(tmp_path)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0, DEADLINE, "a step")
+    wait_for(
+        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
+        DEADLINE,
+        "a step",
+    )
     children = descendants(process)
-    name = victim.removeprefix("slime.")
     log = str(tmp_path / "logs" / f"{name}.log")
-    (service,) = [p for p in children if p.is_running() and any(f.path == log for f in p.open_files()) and "ray::" in p.name() + " ".join(p.cmdline())]
+    (service,) = [p for p in children if p.name().startswith("ray::") and log in [file.path for file in p.open_files()]]
     os.kill(service.pid, signal.SIGKILL)
     output = finish(process, 60)
     assert process.returncode == 1, output
@@ -153,21 +177,9 @@ def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, victim: 
     wait_for(lambda: gone(children), 20, "every process has ended")
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--leraning-rate", "1"], ["--leraning-rate", "unknown flag"]),
-        (["--lr", "fast"], ["--lr", "fast"]),
-        (["--prompt-data", "/no/such/file.jsonl"], ["/no/such/file.jsonl"]),
-        (["--hf-checkpoint", "/no/such/model"], ["/no/such/model"]),
-        (["--custom-rm-path", "no.such.module.reward"], ["--custom-rm-path", "no.such.module"]),
-        (["--use-critic-of-mine"], ["--use-critic-of-mine"]),
-        (["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size", "not available yet"]),
-    ],
-)
-def test_bad_flags_are_named_before_anything_starts(tmp_path: Path, flags: list[str], words: list[str]) -> None:
-    process = quickstart(tmp_path, *flags)
+def test_a_wrong_flag_ends_the_run_before_anything_starts(tmp_path: Path) -> None:
+    process = quickstart(tmp_path, "--leraning-rate", "1")
     output = finish(process, 60)
     assert process.returncode == 2, output
-    assert all(word in output for word in words), output
+    assert "unknown flag --leraning-rate" in output
     assert not (tmp_path / "logs").exists()

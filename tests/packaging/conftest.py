@@ -61,7 +61,7 @@ class CleanEnvironment:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel of each package: those that Pants packaged for this test, else built here."""
+    """A directory of wheels: those that Pants packaged for the test, else of each package, built here."""
     directory = tmp_path_factory.mktemp("wheels")
     packaged = list(ROOT.glob("slime_*.whl"))
     if packaged:
@@ -73,7 +73,6 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy = tmp_path_factory.mktemp("source") / name
             shutil.copytree(ROOT / "packages" / name, copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
             run(uv.find_uv_bin(), "build", "--quiet", "--wheel", "--no-create-gitignore", "-o", directory, copy)
-    assert len(list(directory.glob("*.whl"))) == len(PACKAGES)
     return directory
 
 

@@ -7,11 +7,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECTS = {path.parent.name: tomllib.loads(path.read_text()) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+PROJECTS = {path.parent.name: tomllib.loads(path.read_text()) for path in ROOT.glob("packages/*/pyproject.toml")}
 
 
 def lines(path: Path) -> list[str]:
-    return [line for line in (raw.strip() for raw in path.read_text().splitlines()) if line and not line.startswith("#")]
+    stripped = [line.strip() for line in path.read_text().splitlines()]
+    return [line for line in stripped if line and not line.startswith("#")]
 
 
 def test_ruff() -> None:

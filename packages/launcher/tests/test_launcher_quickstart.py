@@ -42,7 +42,7 @@ def test_the_tiny_tokenizer_reads_one_character_a_token(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(reverse.write_model(tmp_path, 0))
     ids = tokenizer("407>")["input_ids"]
     assert [reverse.CHARACTERS[i] for i in ids] == list("407>")
-    assert tokenizer.decode([*ids[:3], 1], skip_special_tokens=True).replace(" ", "") == "407"
+    assert tokenizer.decode([*ids[:3], 1], skip_special_tokens=True) == "407"
 
 
 @pytest.mark.parametrize(

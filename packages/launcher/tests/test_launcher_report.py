@@ -18,7 +18,9 @@ from slime.types.errors import OutOfSpace
 
 def report(directory: Path, num_steps: int = 2) -> tuple[Report, io.StringIO]:
     text = io.StringIO()
-    return Report(directory, num_steps=num_steps, tensorboard_dir=directory / "tensorboard", console=Console(file=text, width=200)), text
+    return Report(
+        directory, num_steps=num_steps, tensorboard_dir=directory / "tensorboard", console=Console(file=text, width=200)
+    ), text
 
 
 def sample(response: str, reward: float) -> Sample:

@@ -1,6 +1,7 @@
 """Checkpoints resume bit for bit, and are whole or absent."""
 
 import errno
+import functools
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from trainer_tiny import Runner, alone, make_settings
 from transformers import AutoModelForCausalLM
 
+from slime.converters import safetensors_dir
 from slime.trainer import checkpoint, hf_directory
 from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
 
@@ -33,7 +35,7 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
     state = checkpoint.read_state(str(path))
     assert (state.step, state.updates, state.weight_version, state.has_optimizer) == (1, 4, 2, True)
     resumed = Runner(settings, weights=str(path))
-    resumed.backend.load_optimizer_state(checkpoint.TensorReader(str(path), "optimizer"), state.updates)
+    resumed.backend.load_optimizer_state(checkpoint.read_optimizer(str(path)), state.updates)
     a, b = straight.run(2), resumed.run(2)
     assert {k: v for k, v in a.items() if k.startswith("train/")} == {
         k: v for k, v in b.items() if k.startswith("train/")
@@ -48,7 +50,7 @@ def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: st
     path = tmp_path / "new" / "step_0"
     save(runner, path, 0)
     assert sorted(os.listdir(path)) == [
-        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors",
+        "config.json", "generation_config.json", "model.safetensors", "optimizer",
         "tokenizer_config.json", "trainer.json",
     ]  # fmt: skip
     assert os.listdir(path.parent) == ["step_0"]
@@ -69,7 +71,7 @@ def test_saving_again_replaces(model: str, tmp_path: Path):
 
 
 def test_shards_have_an_index(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf_directory, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(checkpoint, "write", functools.partial(safetensors_dir.write, shard_bytes=20_000))
     runner = Runner(make_settings(model))
     sizes = runner.backend.weight_sizes()
     total = checkpoint.write_model(tmp_path / "m", runner.backend.named_weights(), sizes, torch.bfloat16, Path(model))
@@ -88,8 +90,8 @@ def test_a_full_disk_leaves_what_was_there(model: str, tmp_path: Path, monkeypat
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hf_directory, "save_file", full)
-    with pytest.raises(OutOfSpace, match="No space left"):
+    monkeypatch.setattr(checkpoint, "write", full)
+    with pytest.raises(OutOfSpace, match="no space left"):
         save(runner, tmp_path / "c", 1)
     assert os.listdir(tmp_path) == ["c"]
     assert checkpoint.read_state(str(tmp_path / "c")).step == 0
@@ -107,14 +109,17 @@ def test_what_cannot_be_resumed_is_named(model: str, tmp_path: Path):
     (tmp_path / "trainer.json").write_text('{"format": 1}')
     with pytest.raises(InvalidFile, match="'step'"):
         checkpoint.read_state(str(tmp_path))
+    runner = Runner(make_settings(model))
+    runner.run()
+    save(runner, tmp_path / "c", 0)
     with pytest.raises(InvalidFile, match=r"no tensor exp_avg\.x"):
-        checkpoint.TensorReader(model, "optimizer")("exp_avg.x")
+        checkpoint.read_optimizer(str(tmp_path / "c"))("exp_avg.x")
 
 
 def test_optimizer_tensors_are_whole(model: str, tmp_path: Path):
     runner = Runner(make_settings(model))
     runner.run()
     save(runner, tmp_path / "c", 0)
-    with safe_open(tmp_path / "c" / "optimizer.safetensors", framework="pt") as tensors:
+    with safe_open(tmp_path / "c" / "optimizer" / "model.safetensors", framework="pt") as tensors:
         names = set(tensors.keys())
     assert names == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in runner.weights()}

@@ -82,6 +82,10 @@ class Stack:
         self.running = RunningService(server, self.worker.stop)
         self.client = TrainerClient(self.running.address, WRITER)
 
+    @property
+    def device(self) -> str:
+        return str(self.trainer.backend.device)
+
     def close(self) -> None:
         self.client.close()
         self.running.stop()
@@ -96,7 +100,13 @@ def stack(model: str) -> Iterator[Stack]:
 
 def test_a_step_is_sealed_planned_trained_and_acknowledged(stack: Stack, model: str, tmp_path: Path):
     info = stack.client.info()
-    assert (info.rank, info.world_size, info.backend, info.device, info.next_step) == (0, 1, "fsdp", "cpu", 0)
+    assert (info.rank, info.world_size, info.backend, info.device, info.next_step) == (
+        0,
+        1,
+        "fsdp",
+        str(stack.trainer.backend.device),
+        0,
+    )
     metrics = stack.client.train_step(0, 3, timeout=60)
     assert stack.buffer.calls == [("seal", 0, 3), ("plan", 0), ("acknowledge", 0)]
     assert stack.buffer.writer == WRITER

@@ -36,10 +36,10 @@ def grpo_rewards(samples: list[Any]) -> list[float]:
 def test_packed_equals_separate(model: str, share: bool):
     runner, reference, samples = Runner(make_settings(model, rollout_temperature=0.8)), load64(model), make_samples()
     n = len(samples)
-    batch = pack(samples, range(n), [0.0] * n, [1.0] * n, share_prompts=share)
+    batch = pack(samples, range(n), [0.0] * n, [1.0] * n, share_prompts=share, device=runner.backend.device)
     got = runner.backend.log_probs(batch)
     expected = torch.cat([reference_log_probs(reference, s, 0.8) for s in samples])
-    torch.testing.assert_close(got.double(), expected * batch.mask, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.double().cpu(), expected * batch.mask.cpu(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_grpo_step_equals_its_float64_reference(model: str, settings: dict[str
         [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}], lr=1e-2
     ).step()
 
-    assert metrics["train/loss"] == pytest.approx(float(loss), abs=2e-6)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=2e-6)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert metrics["train/skipped_samples"] == (0 if s.entropy_coef else 4)
     expected = dict(reference.named_parameters())
@@ -142,7 +142,8 @@ def test_a_step_without_any_gradient(model: str):
 def test_training_raises_the_likelihood_of_what_was_rewarded(model: str):
     runner, samples = Runner(make_settings(model, weight_decay=0.0)), make_samples()
     good = [s for s in samples if s.reward == 2.0]
-    batch = pack(good, range(len(good)), [0.0] * len(good), [1.0] * len(good))
+    ones = [1.0] * len(good)
+    batch = pack(good, range(len(good)), ones, ones, device=runner.backend.device)
     before = runner.backend.log_probs(batch).sum()
     for _ in range(5):
         runner.run(0, samples)

@@ -108,7 +108,7 @@ def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engi
         assert sum(len(body) for *_, body in engine.requests) == sent
         # The tied output layer goes once, as the embedding.
         assert got.keys() == expected.keys() and "lm_head.weight" not in got
-        assert all(torch.equal(got[name], weight.detach().bfloat16()) for name, weight in expected.items())
+        assert all(torch.equal(got[name], weight.detach().cpu().bfloat16()) for name, weight in expected.items())
 
 
 def test_a_directory_is_written_read_and_removed(model: str, engines: list[StandInEngine], tmp_path: Path):

@@ -10,6 +10,7 @@ from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer import checkpoint
 from slime.trainer.collective import Ranks
+from slime.trainer.trainer import pick_device
 from slime.types.errors import InvalidField, SlimeError
 
 CASES = {
@@ -69,7 +70,9 @@ def _caught(work) -> str:
 if __name__ == "__main__":
     rank, world_size, directory, model, reference = sys.argv[1:]
     torch.set_num_threads(1)
-    group = Ranks(int(rank), int(world_size), f"file://{directory}/rendezvous", 2)
+    if pick_device(int(rank)).type == "cuda":
+        torch.cuda.set_device(pick_device(int(rank)))
+    group = Ranks(int(rank), int(world_size), f"file://{directory}/rendezvous", 2, pick_device(int(rank)).type)
     run(group, Path(directory), model, reference)
     fail(group, Path(directory), model)
     group.close()

@@ -13,6 +13,7 @@ from slime.trainer.batching.plan import Planner
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings
 from slime.trainer.step import TrainStep
+from slime.trainer.trainer import pick_device
 from slime.types import Sample
 
 VOCAB = 32
@@ -91,7 +92,7 @@ class Runner:
     def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None, weights: str | None = None) -> None:
         self.settings = settings
         self.ranks = ranks or alone()
-        self.backend = FsdpBackend(settings, self.ranks, torch.device("cpu"), weights)
+        self.backend = FsdpBackend(settings, self.ranks, pick_device(self.ranks.rank), weights)
         self._step = TrainStep(settings, self.backend, self.ranks)
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
@@ -100,4 +101,4 @@ class Runner:
         return self._step.run(plan, lambda positions: (samples[p] for p in positions))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.backend.named_weights()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.backend.named_weights()}

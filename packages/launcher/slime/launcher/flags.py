@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
+from slime.launcher.checkpoints import find_checkpoint
 from slime.launcher.checks import check_files, check_plugins, check_run
 from slime.launcher.declared import SETTINGS, Flag, build_parser, declared
 from slime.launcher.flag_table import RENAMED, why_not
@@ -91,6 +92,8 @@ def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
         custom, extra = _from_file(values["custom_config_path"], flags, parser.flag_names(), keep_unknown=True)
         values.update(custom)
 
+    if check and isinstance(values.get("load"), str):
+        values["load"] = find_checkpoint(values["load"])
     config = _assemble(flags, values, extra)
     check_run(config.flat)
     if check:

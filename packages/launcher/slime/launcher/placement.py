@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,11 +41,16 @@ def ray_cluster(address: str | None, num_cpus: int | None = None) -> Iterator[No
 
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-    if address:
-        ray.init(address=address, **options)
-    else:
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        if address:
+            ray.init(address=address, **options)
+        else:
+            local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+            ray.init(address="local", num_cpus=num_cpus, **local, **options)
+        if threading.current_thread() is threading.main_thread():
+            # Ray puts a handler of its own in place, which aborts the process.
+            signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()
@@ -63,7 +70,8 @@ def plan_placement(*, trainer_ranks: int, rollout_gpus: int | None, colocate: bo
     if gpus == 0:
         if rollout_gpus:
             raise InvalidSetting(
-                f"--rollout-num-gpus {rollout_gpus}: no GPU here; --rollout-num-engines sets how many engines run on the CPU",
+                f"--rollout-num-gpus {rollout_gpus}: no GPU here; "
+                "--rollout-num-engines sets how many engines run on the CPU",
                 field="--rollout-num-gpus", value=rollout_gpus, expected="a machine with GPUs",
             )  # fmt: skip
         return Placement(trainer_ranks)

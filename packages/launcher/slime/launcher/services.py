@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from slime.launcher.checkpoints import checkpoint_path
 from slime.launcher.flags import RunConfig
 from slime.launcher.placement import Placement
 from slime.launcher.supervise import Supervisor, uninterrupted
@@ -45,7 +47,9 @@ class Services:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop()
 
     def _start(self) -> None:
@@ -53,7 +57,9 @@ class Services:
         self.progress("starting the services", 0, 0)
         buffer = supervisor.spawn("buffer", placement.buffer)
         rollout = supervisor.spawn("rollout", placement.rollout)
-        trainer_options = placement.trainer | {"runtime_env": {"env_vars": SHARED_CORES | self._settings.train_env_vars}}
+        trainer_options = placement.trainer | {
+            "runtime_env": {"env_vars": SHARED_CORES | self._settings.train_env_vars}
+        }
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
 
         buffer_address = supervisor.start(buffer, "slime.buffer.service", config.buffer, rpc)
@@ -81,6 +87,10 @@ class Services:
         writer = self.buffer.open_run(str(config.launcher.run_name), last_committed_step=self.first_step - 1)
         for client in (self.rollout, *self.trainers):
             client.writer = writer
+        # What an earlier start of this run left behind (--buffer-dir) is trained on before anything new is generated.
+        stats = self.buffer.stats()
+        self._sealed_steps = {stored.step for stored in self.buffer.read_groups(states=["sealed"])}
+        self._spare_groups = stats.groups.get("completed", 0)
         if self.first_step:
             self.update_weights(self.first_step)
 
@@ -89,11 +99,17 @@ class Services:
             self._supervisor.stop()
 
     def generate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
-        """Generates and completes the groups of one rollout."""
+        """Generates and completes the groups of one rollout, less those that an earlier start of the run completed."""
+        wanted = self.config.rollout.rollout_batch_size
+        spare = wanted if rollout_id in self._sealed_steps else min(wanted, self._spare_groups)
+        if rollout_id not in self._sealed_steps:
+            self._spare_groups -= spare
+        if spare == wanted:
+            return {}, []
         result = self._supervisor.call(
             lambda: self.rollout.generate(
                 rollout_id,
-                self.config.rollout.rollout_batch_size,
+                wanted - spare,
                 timeout=self._settings.rollout_timeout_seconds,
                 on_progress=lambda done, total: self.progress("generating", done, total),
             )
@@ -104,21 +120,28 @@ class Services:
         """Trains every rank on the groups of one rollout."""
         self.progress("training", 0, 0)
         groups = self.config.rollout.rollout_batch_size
-        return self._on_every_rank(lambda trainer: trainer.train_step(step, groups, timeout=self._settings.train_timeout_seconds))
+        return self._on_every_rank(
+            lambda trainer: trainer.train_step(step, groups, timeout=self._settings.train_timeout_seconds)
+        )
 
     def update_weights(self, version: int) -> Metrics:
         """Pushes the policy to the engines as `version`."""
         self.progress("updating weights", 0, 0)
-        return self._on_every_rank(lambda trainer: trainer.update_weights(version, timeout=self._settings.update_timeout_seconds))
+        return self._on_every_rank(
+            lambda trainer: trainer.update_weights(version, timeout=self._settings.update_timeout_seconds)
+        )
 
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
-        """Writes a checkpoint of everything up to and including `step`, and commits those steps.
+        """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
 
         save_hf: also writes the policy there as a Hugging Face directory; `{rollout_id}` in it is replaced.
         """
         self.progress("saving", 0, 0)
         started = time.perf_counter()
-        self._on_every_rank(lambda trainer: trainer.save_checkpoint(step, str(path), timeout=self._settings.save_timeout_seconds))
+        target = str(checkpoint_path(path, step))
+        self._on_every_rank(
+            lambda trainer: trainer.save_checkpoint(step, target, timeout=self._settings.save_timeout_seconds)
+        )
         if save_hf is not None:
             self.export(Path(save_hf.format(rollout_id=step)))
         return {"perf/save_time": time.perf_counter() - started}
@@ -126,7 +149,9 @@ class Services:
     def export(self, path: Path) -> None:
         """Writes the policy as a Hugging Face directory."""
         self.progress("writing the model", 0, 0)
-        self._on_every_rank(lambda trainer: trainer.export_model(str(path), timeout=self._settings.save_timeout_seconds))
+        self._on_every_rank(
+            lambda trainer: trainer.export_model(str(path), timeout=self._settings.save_timeout_seconds)
+        )
 
     def evaluate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
         """Runs every evaluation set with the weights that the engines hold."""
@@ -140,5 +165,5 @@ class Services:
         return result.metrics, result.examples
 
     def _on_every_rank(self, function: Callable[[TrainerClient], object]) -> Metrics:
-        results = self._supervisor.call_all([lambda t=trainer: function(t) for trainer in self.trainers])
+        results = self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])
         return results[0] if isinstance(results[0], dict) else {}

@@ -16,7 +16,7 @@ from slime.types.settings import json_object, setting
 class LauncherSettings:
     """Launcher: the training loop, placement, output."""
 
-    num_rollout: int | None = setting(
+    num_rollout: int = setting(
         None, "rollouts to run, each followed by training on it (required); 0 only evaluates", minimum=0
     )
     eval_interval: int | None = setting(

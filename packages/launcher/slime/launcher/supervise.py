@@ -55,7 +55,11 @@ class Supervisor:
 
         from slime.launcher.actors import ServiceActor
 
-        actor = ray.remote(ServiceActor).options(max_concurrency=4, max_restarts=0, **options).remote(name, str(self.log_dir))
+        actor = (
+            ray.remote(ServiceActor)
+            .options(max_concurrency=4, max_restarts=0, **options)
+            .remote(name, str(self.log_dir))
+        )
         process = Process(name, actor, actor.watch.remote())
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(process,), name=f"watch-{name}", daemon=True).start()
@@ -65,11 +69,15 @@ class Supervisor:
         """Starts `module.serve` in `process`; returns its address."""
         return self.call(lambda: self.get(process, process.actor.start.remote(module, settings, rpc, options)))
 
-    def start_all(self, ranks: list[Process], module: str, settings: Any, rpc: RpcSettings, **options: Any) -> list[str]:
+    def start_all(
+        self, ranks: list[Process], module: str, settings: Any, rpc: RpcSettings, **options: Any
+    ) -> list[str]:
         """Starts `module.serve(..., rank=i)` in each of `ranks` at once; returns their addresses."""
 
         def starter(rank: int, process: Process) -> Callable[[], str]:
-            return lambda: self.get(process, process.actor.start.remote(module, settings, rpc, {**options, "rank": rank}))
+            return lambda: self.get(
+                process, process.actor.start.remote(module, settings, rpc, {**options, "rank": rank})
+            )
 
         return self.call_all([starter(rank, process) for rank, process in enumerate(ranks)])
 
@@ -84,7 +92,9 @@ class Supervisor:
                 raise error.cause from None
             raise
         except ray.exceptions.GetTimeoutError:
-            raise DeadlineExceeded(f"{process.name} did not answer within {self._start_seconds:.0f} s{self.last_lines(process.name)}") from None
+            raise DeadlineExceeded(
+                f"{process.name} did not answer within {self._start_seconds:.0f} s{self.last_lines(process.name)}"
+            ) from None
         except ray.exceptions.RayActorError:
             raise ServiceDied(f"{process.name} died{self.last_lines(process.name)}", field=process.name) from None
 
@@ -92,7 +102,7 @@ class Supervisor:
         return self.call_all([function])[0]
 
     def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Runs `functions` at once; the first failure of any, or of a process, is raised without waiting for the rest."""
+        """Runs `functions` at once; the first failure, of a call or a process, is raised without waiting for the rest."""
         futures = [self._pool.submit(function) for function in functions]
         waiting: set[Future[Any]] = set(futures)
         while waiting:
@@ -103,7 +113,10 @@ class Supervisor:
                 error = future.exception()
                 if error is not None:
                     # A peer's death often shows first as a broken connection: give the watcher a moment to name it.
-                    wait({self._death}, timeout=2.0 if isinstance(error, SlimeError) and error.status == "UNAVAILABLE" else 0)
+                    wait(
+                        {self._death},
+                        timeout=2.0 if isinstance(error, SlimeError) and error.status == "UNAVAILABLE" else 0,
+                    )
                     if self._death.done():
                         self._death.result()
                     raise error

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 
 class RolloutCall:
@@ -31,21 +32,21 @@ class RolloutCall:
         self.started = time.monotonic()
         self.reward_seconds = 0.0
         self._on_progress = on_progress or (lambda done, total: None)
-        self._futures: set[concurrent.futures.Future[object]] = set()
+        self._futures: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.Lock()
 
     def advance(self, by: int = 1) -> None:
         self.done += by
         self._on_progress(self.done, self.total)
 
-    def attach(self, future: concurrent.futures.Future[object]) -> None:
+    def attach(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
             self._futures.add(future)
         future.add_done_callback(self._detach)
         if self.cancelled.is_set():
             future.cancel()
 
-    def _detach(self, future: concurrent.futures.Future[object]) -> None:
+    def _detach(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
             self._futures.discard(future)
 

@@ -48,7 +48,7 @@ async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFn
         samples = await evaluate_groups(state, groups)
         key = state.args.eval_reward_key or state.args.reward_key
         output.data[name] = {
-            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
+            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],  # type: ignore[index]
             "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
             "samples": samples,
         }

@@ -165,7 +165,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     def _run(self, job: Job[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        context.add_callback(job.cancel)
+        if not context.add_callback(job.cancel):  # the call has ended already
+            job.cancel()
         with self._lock:
             self._running += 1
         try:

@@ -1,7 +1,7 @@
 """Checkpoints: a Hugging Face directory of float32 weights, with what training resumes from beside them.
 
     config.json, tokenizer files, model*.safetensors     loads with transformers
-    optimizer*.safetensors                               moments as "exp_avg.NAME", "exp_avg_sq.NAME"; whole, so any
+    optimizer/*.safetensors                              moments as "exp_avg.NAME", "exp_avg_sq.NAME"; whole, so any
                                                          number of ranks can load what any number saved
     trainer.json                                         format, step, updates, weight_version
 
@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from slime.converters.safetensors_dir import SafetensorsDir, write
 from slime.trainer.backends.base import Backend
 from slime.trainer.collective import Ranks
-from slime.trainer.hf_directory import copy_side_files, whole_directory, write_tensors
+from slime.trainer.hf_directory import copy_side_files, whole_directory
 from slime.trainer.weight_sync.base import Weights, as_dtype
 from slime.types.errors import InvalidFile, MissingFile
 
 FORMAT = 1
 STATE_FILE = "trainer.json"
+OPTIMIZER_DIR = "optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +58,16 @@ def read_state(path: str) -> TrainerState:
         raise InvalidFile(f"--load: {file}: {type(error).__name__}: {error}", field="--load", value=path) from error
 
 
-class TensorReader:
-    """Finds tensors by name in the safetensors files of a directory; reads one at a time."""
+def read_optimizer(path: str) -> Callable[[str], Tensor]:
+    """Finds an optimizer tensor of a checkpoint by name, and reads that one. Raises InvalidFile naming --load."""
+    tensors = SafetensorsDir(Path(path) / OPTIMIZER_DIR)
 
-    def __init__(self, directory: str, stem: str) -> None:
-        self._file_of: dict[str, Path] = {}
-        for file in sorted(Path(directory).glob(f"{stem}*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                self._file_of.update(dict.fromkeys(tensors.keys(), file))
+    def read(name: str) -> Tensor:
+        if name not in tensors.tensors:
+            raise InvalidFile(f"--load: {tensors.path} has no tensor {name}", field="--load", value=name)
+        return tensors.load(name)
 
-    def __call__(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise InvalidFile(f"--load: the checkpoint has no tensor {name}", field="--load", value=name)
-        with safe_open(self._file_of[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
+    return read
 
 
 def save_checkpoint(
@@ -80,30 +78,33 @@ def save_checkpoint(
     Raises OutOfSpace; then and after any other failure nothing lies at `path` but what lay there before.
     """
     state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
-    weight_bytes = {name: 4 * n for name, n in backend.weight_sizes().items()}
-    moment_bytes = {name: 4 * n for name, n in backend.optimizer_sizes().items()} if state.has_optimizer else {}
+    elements = sum(backend.weight_sizes().values())
+    if state.has_optimizer:
+        elements += sum(backend.optimizer_sizes().values())
     weights = backend.named_weights()
     moments = backend.optimizer_state() if state.has_optimizer else iter(())
 
-    def write() -> None:
-        with whole_directory(path, sum(weight_bytes.values()) + sum(moment_bytes.values())) as directory:
+    def write_all() -> None:
+        with whole_directory(path, torch.float32.itemsize * elements) as directory:
             copy_side_files(source, directory, "float32")
-            write_tensors(directory, "model", weight_bytes, as_dtype(weights, torch.float32))
+            write(directory, as_dtype(weights, torch.float32))
             if state.has_optimizer:
-                write_tensors(directory, "optimizer", moment_bytes, as_dtype(moments, torch.float32))
+                (directory / OPTIMIZER_DIR).mkdir()
+                write(directory / OPTIMIZER_DIR, as_dtype(moments, torch.float32))
             (directory / STATE_FILE).write_text(
                 json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n"
             )
 
-    ranks.on_first(write, weights, moments)
+    ranks.on_first(write_all, weights, moments)
 
 
 def write_model(path: Path, weights: Weights, sizes: dict[str, int], dtype: torch.dtype, source: Path) -> int:
     """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights."""
-    weight_bytes = {name: n * dtype.itemsize for name, n in sizes.items()}
-    with whole_directory(path, sum(weight_bytes.values())) as directory:
+    size = sum(sizes.values()) * dtype.itemsize
+    with whole_directory(path, size) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
-        return write_tensors(directory, "model", weight_bytes, as_dtype(weights, dtype))
+        write(directory, as_dtype(weights, dtype))
+    return size
 
 
 def config_dtype(source: Path) -> torch.dtype:

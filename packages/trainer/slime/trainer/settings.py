@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -215,10 +214,6 @@ class TrainerSettings:
             return self.update_weight_dtype
         return "bfloat16" if self.bf16 else "float32"
 
-    def optimizer_fingerprint(self) -> dict[str, Any]:
-        """What a resumed optimizer should share with the one that was saved."""
-        return {"optimizer": "adamw", "betas": [self.adam_beta1, self.adam_beta2], "eps": self.adam_eps}
-
 
 def _flag(field: str) -> str:
     return {
@@ -233,8 +228,3 @@ def flat_args(settings: TrainerSettings, extra: dict[str, Any] | None = None) ->
     import argparse
 
     return argparse.Namespace(**{**(extra or {}), **dataclasses.asdict(settings)})
-
-
-def describe(settings: TrainerSettings) -> str:
-    """One line of JSON for logs."""
-    return json.dumps(dataclasses.asdict(settings), sort_keys=True)

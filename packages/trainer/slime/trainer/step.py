@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,9 +46,10 @@ class TrainStep:
         self.loss = Loss(settings, extra_args)
         self.args = flat_args(settings, extra_args)
         path = settings.custom_advantage_function_path
-        self._advantages = path and load_plugin(
-            path, flag="--custom-advantage-function-path", parameters=("args", "rollout_data")
-        )
+        self._advantages: Callable[..., None] | None = None
+        if path is not None:
+            flag = "--custom-advantage-function-path"
+            self._advantages = load_plugin(path, flag=flag, parameters=("args", "rollout_data"))
 
     def run(self, plan: dict[str, Any], read: ReadSamples) -> dict[str, float]:
         """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks."""
@@ -146,8 +148,10 @@ class TrainStep:
         if s.kl_coef:
             assert targets.old_log_probs is not None and targets.ref_log_probs is not None
             kl = approximate_kl(targets.old_log_probs, targets.ref_log_probs, s.kl_loss_type)
-        if self._advantages:
-            return self._custom_advantages(batch, targets, kl)
+        if self._advantages is not None:
+            data = _plugin_data(batch, targets, kl)
+            self._advantages(self.args, data)
+            return torch.cat(list(data["advantages"])).to(batch.mask)
         if s.advantage_estimator == "reinforce_plus_plus":
             return estimators.reinforce_plus_plus(
                 batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma
@@ -156,29 +160,13 @@ class TrainStep:
             return estimators.reinforce_plus_plus_baseline(batch.rewards, kl, batch.lengths, kl_coef=s.kl_coef)
         return estimators.broadcast_rewards(batch.rewards, batch.lengths)
 
-    def _custom_advantages(self, batch: PackedBatch, targets: Targets, kl: torch.Tensor) -> torch.Tensor:
-        split = lambda t: None if t is None else list(t.split(batch.lengths))  # noqa: E731
-        data = {
-            "rewards": batch.rewards.tolist(), "loss_masks": split(batch.mask), "kl": split(kl),
-            "log_probs": split(targets.old_log_probs), "ref_log_probs": split(targets.ref_log_probs),
-            "rollout_log_probs": split(batch.rollout_log_probs), "response_lengths": batch.lengths,
-            "total_lengths": batch.total_lengths, "sample_positions": batch.positions,
-        }  # fmt: skip
-        self._advantages(self.args, data)
-        return torch.cat(list(data["advantages"])).to(batch.mask)
-
     def _update(self, update: dict[str, Any], work: Work) -> dict[str, float]:
         """One optimizer update; its metrics."""
         sums: Sums = {}
         denominator = update["num_tokens"] if self.settings.calculate_per_token_loss else update["num_rollouts"]
         for batch, targets in zip(work.batches, work.targets, strict=True):
-            self.backend.forward_backward(
-                batch,
-                lambda outputs, batch=batch, targets=targets: self.loss(
-                    batch, outputs, targets, max(1, denominator), sums
-                ),
-                entropy=self.loss.entropy,
-            )
+            loss = functools.partial(self.loss, targets=targets, denominator=max(1, denominator), sums=sums)
+            self.backend.forward_backward(batch, loss, entropy=self.loss.entropy)
         norm, lr = self.backend.optimizer_step()
         metrics = {"train/loss": 0.0, "train/grad_norm": norm, "train/lr-pg_0": lr}
         totals = self.ranks.add_numbers({name: float(value) for name, value in sums.items()})
@@ -187,6 +175,20 @@ class TrainStep:
             # A loss term is a sum over the plan's weights already; the rest are means over what was computed.
             metrics[f"train/{name}"] = total if name in LOSS_TERMS or not weight else total / weight
         return metrics
+
+
+def _plugin_data(batch: PackedBatch, targets: Targets, kl: torch.Tensor) -> dict[str, Any]:
+    """The `rollout_data` of an advantage function: one entry a sample of the micro-batch."""
+
+    def split(values: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if values is None else list(values.split(batch.lengths))
+
+    return {
+        "rewards": batch.rewards.tolist(), "loss_masks": split(batch.mask), "kl": split(kl),
+        "log_probs": split(targets.old_log_probs), "ref_log_probs": split(targets.ref_log_probs),
+        "rollout_log_probs": split(batch.rollout_log_probs), "response_lengths": batch.lengths,
+        "total_lengths": batch.total_lengths, "sample_positions": batch.positions,
+    }  # fmt: skip
 
 
 def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:

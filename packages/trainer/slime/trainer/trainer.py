@@ -65,7 +65,7 @@ class Trainer:
 
     def _resume(self, path: str) -> None:
         if self.state.has_optimizer:
-            self.backend.load_optimizer_state(checkpoint.TensorReader(path, "optimizer"), self.state.updates)
+            self.backend.load_optimizer_state(checkpoint.read_optimizer(path), self.state.updates)
         elif self.state.updates:
             log.warning("%s holds no optimizer state: its moments start anew", path)
             self.backend.updates = self.state.updates

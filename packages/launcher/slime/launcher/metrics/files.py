@@ -83,7 +83,9 @@ class TensorBoard:
             self._writer.close()
 
 
-def plot_reward(path: Path, steps: Sequence[int], rewards: Sequence[float], evaluations: dict[str, list[tuple[int, float]]]) -> None:
+def plot_reward(
+    path: Path, steps: Sequence[int], rewards: Sequence[float], evaluations: dict[str, list[tuple[int, float]]]
+) -> None:
     """reward.png: the mean reward of each step, and of each evaluation set where it was evaluated."""
     import matplotlib
 
@@ -92,7 +94,15 @@ def plot_reward(path: Path, steps: Sequence[int], rewards: Sequence[float], eval
 
     figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
     dense = len(steps) > 40
-    axes.plot(steps, rewards, color="#4477aa", linewidth=1, alpha=0.4 if dense else 1, marker=None if dense else "o", label="rollout reward")
+    axes.plot(
+        steps,
+        rewards,
+        color="#4477aa",
+        linewidth=1,
+        alpha=0.4 if dense else 1,
+        marker=None if dense else "o",
+        label="rollout reward",
+    )
     if dense:
         axes.plot(steps, _smooth(rewards, 15), color="#4477aa", linewidth=2, label="rollout reward, mean of 15 steps")
     for (name, points), color in zip(evaluations.items(), ("#ee6677", "#228833", "#ccbb44", "#aa3377"), strict=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,7 +33,8 @@ SHOWN_EXAMPLES = 3
 class Report:
     """Collects the metrics of a run; prints progress, writes the files of `output_dir`.
 
-    tensorboard_dir: where events go (None: no events); print_every: a line for each this many steps (None: chosen so that a run prints some 40).
+    tensorboard_dir: where events go (None: no events).
+    print_every: a line for each this many steps (None: chosen so that a run prints some 40).
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Report:
 
     def started(self, num_parameters: int, first_step: int) -> None:
         resumed = f", from step {first_step}" if first_step else ""
-        self._print(f"{num_parameters / 1e6:,.2f} M parameters, {self._num_steps} steps{resumed}; files in {self.output_dir}")
+        self._print(
+            f"{num_parameters / 1e6:,.2f} M parameters, {self._num_steps} steps{resumed}; files in {self.output_dir}"
+        )
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
         self._first = True
 
@@ -98,7 +102,8 @@ class Report:
         self._log.append(step, metrics | self._pending)
         self._pending = {}
         self._tensorboard.write(step, metrics)
-        self._rewards[step] = metrics["rollout/raw_reward"]
+        if "rollout/raw_reward" in metrics:  # not where the groups of an earlier start are trained on again
+            self._rewards[step] = metrics["rollout/raw_reward"]
         if self._first:
             self._print("  ".join(f"{heading:>10}" for heading, _, _ in COLUMNS))
             self._first = False
@@ -115,7 +120,9 @@ class Report:
         values = list(self._rewards.values())
         if values:
             count = min(3, len(values))
-            table.add_row(f"rollouts, {count} steps", *(f"{sum(v) / count:.3f}" for v in (values[:count], values[-count:])))
+            table.add_row(
+                f"rollouts, {count} steps", *(f"{sum(v) / count:.3f}" for v in (values[:count], values[-count:]))
+            )
         for name, points in self._evaluations.items():
             table.add_row(f"held out: {name}", f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}")
         self.console.print(table)
@@ -137,8 +144,12 @@ class Report:
         self._print("")
 
     def _write_evaluations(self) -> None:
-        sets = {
-            name: {"before": points[0][1], "after": points[-1][1], "history": [{"step": s, "score": v} for s, v in points]}
+        sets: dict[str, dict[str, Any]] = {
+            name: {
+                "before": points[0][1],
+                "after": points[-1][1],
+                "history": [{"step": s, "score": v} for s, v in points],
+            }
             for name, points in self._evaluations.items()
         }
         if sets:

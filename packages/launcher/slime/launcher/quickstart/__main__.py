@@ -36,7 +36,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
         description=f"Trains {SMOLLM2} on one-digit arithmetic by GRPO, on a CPU, in a few minutes. "
         "Other flags go to `slime train` (see `slime train --help`).",
     )
-    parser.add_argument("--tiny", action="store_true", help="a two-layer model made on the spot learns to reverse digits")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a two-layer model made on the spot learns to reverse digits"
+    )
     parser.add_argument("--output-dir", type=Path, default=None, help="where the run's files go (default: runs/NAME)")
     parser.add_argument("--seed", type=int, default=0, help="of the data split, the sampling and the tiny model")
     parser.add_argument("--num-rollout", type=int, default=None, help="number of steps (default: by the recipe)")

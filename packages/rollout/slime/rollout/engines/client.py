@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,7 +138,7 @@ class EngineClient:
                 method, self.url + path, timeout=aiohttp.ClientTimeout(total=seconds), **request
             ) as response:
                 body = await response.read()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceeded(
                 f"engine {self.name}: no answer to {method} {path} in {seconds:g} s", field=path, value=seconds
             ) from None

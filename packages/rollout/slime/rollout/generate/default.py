@@ -67,7 +67,7 @@ class _Rollout:
                 missing = len(self.accepted) + len(self.pending) < self.target
                 if missing and self.fetching is None:
                     self.fetching = asyncio.create_task(_in_thread(self.source.get_samples, self._fetch_size()))
-                waiting = {*self.pending, *([self.fetching] if self.fetching else [])}
+                waiting: set[asyncio.Task[Any]] = {*self.pending, *([self.fetching] if self.fetching else [])}
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 await self._collect(task for task in done if task in self.pending)
                 if self.fetching in done:

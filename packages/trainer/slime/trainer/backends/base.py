@@ -29,6 +29,9 @@ class Outputs:
     entropy: Tensor | None
 
 
+LossFunction = Callable[[PackedBatch, Outputs], Tensor]
+
+
 class Backend(abc.ABC):
     """A policy, maybe a reference model, and an optimizer. All ranks call every method, in one order."""
 
@@ -47,10 +50,8 @@ class Backend(abc.ABC):
         """[K] without gradient, of the policy or the reference model. None in, None out: this rank has no samples."""
 
     @abc.abstractmethod
-    def forward_backward(
-        self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none"
-    ) -> None:
-        """Adds the gradient of `loss(outputs)` (a scalar) to what is accumulated; gradients of ranks are added up.
+    def forward_backward(self, batch: PackedBatch | None, loss: LossFunction, *, entropy: str = "none") -> None:
+        """Adds the gradient of `loss(batch, outputs)` (a scalar) to what is there; those of ranks are added up.
 
         entropy: "none", "value" (no gradient) or "gradient".
         """

@@ -102,7 +102,9 @@ def pack(
     places: list[np.ndarray] = []
     owners: list[np.ndarray] = []  # which prompt a token belongs to
     branches: list[np.ndarray] = []  # 0 in a prompt, else which response
-    rows, filled, prompts = [], 0, {}
+    rows: list[np.ndarray] = []
+    prompts: dict[bytes | int, tuple[int, int]] = {}  # which prompt, and where it starts
+    filled = 0
 
     def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
         nonlocal filled

@@ -32,14 +32,29 @@ FORMAT = 1
 class Summary(Protocol):
     """What is read of `slime.types.clients.SampleSummary`."""
 
-    index: int
-    group_index: int
-    rollout_id: int | None
-    total_length: int
-    response_length: int
-    loss_mask_sum: int
-    reward: Any
-    remove_sample: bool
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def group_index(self) -> int: ...
+
+    @property
+    def rollout_id(self) -> int | None: ...
+
+    @property
+    def total_length(self) -> int: ...
+
+    @property
+    def response_length(self) -> int: ...
+
+    @property
+    def loss_mask_sum(self) -> int: ...
+
+    @property
+    def reward(self) -> Any: ...
+
+    @property
+    def remove_sample(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +90,8 @@ class Planner:
             )
             for position, weight in zip(positions, of_update, strict=True):
                 weights[position] = weight
-            train, skipped = [], []
+            train: list[int] = []
+            skipped: list[int] = []
             for i in positions:
                 (skipped if self._adds_nothing(rewards[i], mask_sums[i]) else train).append(i)
             tokens = sum(mask_sums[i] for i in positions)
@@ -94,10 +110,10 @@ class Planner:
     def rewards(self, summaries: Sequence[Summary], rollouts: Sequence[Any]) -> tuple[list[float], list[float]]:
         """(raw, training rewards) [S]. A removed sample takes part where it has a reward, and is left out where not."""
         raw = [self._reward(s) for s in summaries]
-        scored = [i for i, r in enumerate(raw) if r is not None]
+        scored = {i: r for i, r in enumerate(raw) if r is not None}
         estimator = self.settings.advantage_estimator
         normalized = normalize_rewards(
-            [raw[i] for i in scored],
+            list(scored.values()),
             [summaries[i].group_index for i in scored],
             [rollouts[i] for i in scored],
             subtract_mean=self.settings.rewards_normalization and estimator in GROUP_NORMALIZED,

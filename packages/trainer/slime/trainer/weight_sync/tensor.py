@@ -15,10 +15,16 @@ from slime.trainer.weight_sync.base import EngineRequests, Weights, WeightTransp
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
 
+# Larger bodies are slower: both sides would fault in fresh memory for each. 513 MiB to an embedded engine took 3.7 s in
+# buckets of 512 MiB, 1.4 s in 64, 0.9 s in 16.
+LARGEST_BODY = 16 << 20
+
 
 class TensorTransport(WeightTransport):
+    """bucket_bytes: bytes of a bucket at most; LARGEST_BODY where that is less."""
+
     def __init__(self, bucket_bytes: int, timeout_seconds: float) -> None:
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = min(bucket_bytes, LARGEST_BODY)
         self._requests = EngineRequests(timeout_seconds)
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:

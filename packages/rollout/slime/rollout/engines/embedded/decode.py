@@ -34,7 +34,7 @@ class Response:
     finish_reason: dict[str, Any] | None = None
     started: float = field(default_factory=time.perf_counter)
     finished: float = 0.0
-    on_token: Callable[[], None] | None = None
+    on_token: Callable[[], object] | None = None
 
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = reason

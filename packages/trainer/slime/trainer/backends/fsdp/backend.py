@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
-from slime.trainer.backends.base import Backend, NamedTensors, NonFiniteGradient, Outputs
+from slime.trainer.backends.base import Backend, LossFunction, NamedTensors, NonFiniteGradient, Outputs
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.optimizer import build_adamw, learning_rate
 from slime.trainer.batching.packing import PackedBatch
@@ -92,9 +92,7 @@ class FsdpBackend(Backend):
                 )
             )
 
-    def forward_backward(
-        self, batch: PackedBatch | None, loss: Callable[[Outputs], Tensor], *, entropy: str = "none"
-    ) -> None:
+    def forward_backward(self, batch: PackedBatch | None, loss: LossFunction, *, entropy: str = "none") -> None:
         # FSDP averages gradients over ranks, the plan's weights expect their sum.
         scale = self.ranks.world_size
         if batch is None:
@@ -107,7 +105,7 @@ class FsdpBackend(Backend):
         if entropy != "none":
             with torch.set_grad_enabled(entropy == "gradient"):
                 entropies = batch.scatter(token_entropy(logits, temperature, chunk))
-        (loss(Outputs(log_probs, entropies)) * scale).backward()
+        (loss(batch, Outputs(log_probs, entropies)) * scale).backward()
 
     def optimizer_step(self) -> tuple[float, float]:
         parameters = [p for p in self.policy.parameters() if p.requires_grad]

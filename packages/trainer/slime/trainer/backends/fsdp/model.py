@@ -79,5 +79,5 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
