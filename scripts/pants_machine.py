@@ -16,8 +16,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-PUBLIC_INDEX = "https://pypi.org/simple"
-
 
 def pip_listing() -> str:
     command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
@@ -49,8 +47,10 @@ def fragment(pip: dict[str, str], environment: dict[str, str]) -> dict[str, dict
     sections: dict[str, dict[str, object]] = {}
     tests: list[str] = []
     if index or extra:
-        sections.setdefault("python-repos", {})["indexes"] = [index or PUBLIC_INDEX, *extra]
-        tests.append("UV_DEFAULT_INDEX=" + (index or PUBLIC_INDEX))
+        # Without an index of its own, the extra ones come after the one that Pants and uv have by default.
+        sections["python-repos"] = {"indexes": [index, *extra]} if index else {"indexes.add": extra}
+        if index:
+            tests.append("UV_DEFAULT_INDEX=" + index)
         tests.append("UV_INDEX=" + " ".join(extra))
         tests.append("UV_INDEX_STRATEGY=unsafe-best-match")
     if links:

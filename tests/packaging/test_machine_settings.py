@@ -29,9 +29,9 @@ def test_indexes_wheels_and_certificates_are_taken_over(tmp_path: Path) -> None:
     assert f"UV_FIND_LINKS={tmp_path.as_uri()}" in settings["test"]["extra_env_vars"]["add"]
 
 
-def test_extra_indexes_come_after_the_public_one() -> None:
+def test_extra_indexes_come_after_the_default_one() -> None:
     settings = pants_machine.fragment({"extra-index-url": "https://extra.example/simple"}, {})
-    assert settings["python-repos"]["indexes"] == [pants_machine.PUBLIC_INDEX, "https://extra.example/simple"]
+    assert settings["python-repos"] == {"indexes.add": ["https://extra.example/simple"]}
 
 
 def test_the_environment_wins_over_files() -> None:

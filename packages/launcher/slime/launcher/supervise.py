@@ -102,7 +102,7 @@ class Supervisor:
         return self.call_all([function])[0]
 
     def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Runs `functions` at once; the first failure, of a call or a process, is raised without waiting for the rest."""
+        """Runs `functions` at once; the first failure, of a call or a process, is raised at once."""
         futures = [self._pool.submit(function) for function in functions]
         waiting: set[Future[Any]] = set(futures)
         while waiting:

@@ -119,12 +119,4 @@ def _described(error: Exception | None) -> dict[str, str]:
 def _rebuilt(rank: int, fields: dict[str, str]) -> SlimeError:
     message = f"rank {rank}: {fields['type']}: {fields['message']}"
     cls = error_classes().get(fields["type"], RemoteError)
-    error = cls.__new__(cls)
-    SlimeError.__init__(
-        error,
-        message,
-        field=fields.get("field", ""),
-        value=fields.get("value", ""),
-        expected=fields.get("expected", ""),
-    )
-    return error
+    return cls.restore(message, **{name: fields.get(name, "") for name in ("field", "value", "expected")})

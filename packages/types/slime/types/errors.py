@@ -27,7 +27,8 @@ An error names what was wrong (`field`, `value`) and what was `expected`. The se
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 
 class SlimeError(Exception):
@@ -41,6 +42,17 @@ class SlimeError(Exception):
         self.field = field
         self.value = _shorten(value)
         self.expected = expected
+
+    @classmethod
+    def restore(cls, message: str, *, field: str = "", value: str = "", expected: str = "") -> SlimeError:
+        """The error of this class that another process raised: for classes whose own __init__ takes other arguments."""
+        error = cls.__new__(cls)
+        SlimeError.__init__(error, message, field=field, value=value, expected=expected)
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"field": self.field, "value": self.value, "expected": self.expected}
+        return partial(type(self).restore, **state), (self.message,)
 
 
 def _shorten(value: object, limit: int = 200) -> str:

@@ -16,7 +16,7 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 
 COMMON = [
     "--input-key", "prompt", "--label-key", "label", "--rollout-shuffle", "--rollout-skip-special-tokens",
-    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--adam-beta2", "0.95", "--weight-decay", "0",
+    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--adam-beta2", "0.95", "--weight-decay", "0",
 ]  # fmt: skip
 
 
@@ -75,8 +75,8 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out), "--n-samples-per-eval-prompt", "2",
         "--rm-type", "integer",
-        "--num-rollout", str(options.num_rollout or 16), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8",
-        "--rollout-max-response-len", "12", "--lr", "2e-5",
+        "--num-rollout", str(options.num_rollout or 15), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
+        "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--lr", "2e-5",
     ]  # fmt: skip
 
 

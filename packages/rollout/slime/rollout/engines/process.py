@@ -198,6 +198,4 @@ def describe_exit(code: int | None) -> str:
 def _as_error(detail: Mapping[str, Any]) -> SlimeError:
     """The error that the engine announced, of the class it had there."""
     cls = error_classes().get(detail["type"], EngineError)
-    error = cls.__new__(cls)
-    SlimeError.__init__(error, detail["message"], field=detail["field"], value=detail["value"], expected=detail["expected"])
-    return error
+    return cls.restore(detail["message"], field=detail["field"], value=detail["value"], expected=detail["expected"])

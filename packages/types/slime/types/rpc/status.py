@@ -78,9 +78,7 @@ def error_of(detail: error_pb2.ErrorDetail) -> SlimeError:
     message = detail.message
     if cls is None:
         cls, message = RemoteError, f"{detail.name}: {message}"
-    error = cls.__new__(cls)
-    SlimeError.__init__(error, message, field=detail.field, value=detail.value, expected=detail.expected)
-    return error
+    return cls.restore(message, field=detail.field, value=detail.value, expected=detail.expected)
 
 
 def abort_with(context: grpc.ServicerContext, error: SlimeError) -> NoReturn:
