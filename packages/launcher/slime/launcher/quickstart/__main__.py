@@ -99,8 +99,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _next_command(options: Options) -> str:
     if options.tiny:
         return "./scripts/quickstart   # a real model: SmolLM2-135M-Instruct learns arithmetic"
-    words = ["slime", "train", "--hf-checkpoint", str(options.output_dir / "model"), "--prompt-data", "YOUR.jsonl"]
-    return shlex.join(words) + " --help"
+    slime = Path(sys.executable).with_name("slime")
+    flags = {
+        "--hf-checkpoint": options.output_dir / "model", "--prompt-data": options.output_dir / "inputs" / "train.jsonl",
+        "--input-key": "prompt", "--label-key": "label", "--rm-type": "integer", "--rollout-batch-size": 8,
+        "--n-samples-per-prompt": 8, "--rollout-max-response-len": 12, "--num-rollout": 10, "--lr": "5e-6",
+        "--max-tokens-per-gpu": 4096, "--output-dir": "runs/more",
+    }  # fmt: skip
+    words = [str(word) for pair in flags.items() for word in pair]
+    return (
+        shlex.join([str(slime), "train", *words, "--use-dynamic-batch-size"]) + "   # goes on from here; your prompts?"
+    )
 
 
 if __name__ == "__main__":
