@@ -73,10 +73,10 @@ def smollm2_recipe(options: Options) -> list[str]:
     model = ensure_model(options.model_dir)
     return [
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
-        "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out), "--n-samples-per-eval-prompt", "2",
+        "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
-        "--num-rollout", str(options.num_rollout or 15), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
-        "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--lr", "2e-5",
+        "--num-rollout", str(options.num_rollout or 14), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
+        "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--bf16", "--lr", "2e-5",
     ]  # fmt: skip
 
 

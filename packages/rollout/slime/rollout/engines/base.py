@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Engine(Protocol):
-    """A server of SGLang's HTTP protocol. `EngineProcess` is one that we started, `RemoteEngine` one that someone else did."""
+    """A server of SGLang's HTTP protocol. `EngineProcess` is one of ours, `RemoteEngine` one of someone else's."""
 
     name: str
     kind: str

@@ -59,7 +59,9 @@ class EngineClient:
 
     async def chat(self, body: Mapping[str, Any], timeout_seconds: float | None = None) -> JSON:
         """POST /v1/chat/completions."""
-        return await self.post("/v1/chat/completions", body, timeout_seconds=timeout_seconds or self.generate_timeout_seconds)
+        return await self.post(
+            "/v1/chat/completions", body, timeout_seconds=timeout_seconds or self.generate_timeout_seconds
+        )
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request `rid`, or all of them without one; each answers with what it has and finish reason "abort"."""
@@ -87,14 +89,16 @@ class EngineClient:
     async def server_info(self) -> JSON:
         return await self.get("/server_info")
 
-    async def update_weights_from_disk(self, model_path: str, weight_version: int | str, timeout_seconds: float = 600.0) -> JSON:
+    async def update_weights_from_disk(
+        self, model_path: str, weight_version: int | str, timeout_seconds: float = 600.0
+    ) -> JSON:
         body = {"model_path": str(model_path), "weight_version": str(weight_version)}
         return await self.post("/update_weights_from_disk", body, timeout_seconds=timeout_seconds)
 
     async def update_weights_from_bucket(
         self, bucket: bytes, weight_version: int | str, *, last: bool, timeout_seconds: float = 600.0
     ) -> JSON:
-        """Embedded engines only. bucket: safetensors of tensors under their HF names; `last` makes them all take effect."""
+        """Embedded engines only. bucket: safetensors of tensors by their HF names; `last` makes all take effect."""
         return await self._call(
             "POST",
             "/update_weights_from_tensor",

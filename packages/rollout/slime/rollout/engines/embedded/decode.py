@@ -1,7 +1,7 @@
 """A batch of sequences that decode together, and their KV cache.
 
-U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was decoded.
-Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
+U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was
+decoded. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ class Response:
 class Batch:
     """Decodes `sequences`; call `step` until `done`. Between two steps any sequence may be finished from outside."""
 
-    def __init__(self, model: Any, tokenizer: Any, sequences: Sequence[Response], eos_ids: frozenset[int], rng: np.random.Generator) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        sequences: Sequence[Response],
+        eos_ids: frozenset[int],
+        rng: np.random.Generator,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._eos = eos_ids

@@ -29,7 +29,13 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
     if len(prompts) > 1 and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}-{i}" for i in range(len(prompts))]
     return [
-        make_response(loaded, prompt, SamplingParams.parse(p), rid or uuid.uuid4().hex, "input_ids" if not batched else f"input_ids[{i}]")
+        make_response(
+            loaded,
+            prompt,
+            SamplingParams.parse(p),
+            rid or uuid.uuid4().hex,
+            "input_ids" if not batched else f"input_ids[{i}]",
+        )
         for i, (prompt, p, rid) in enumerate(zip(prompts, params, rids, strict=True))
     ], batched
 
@@ -46,7 +52,9 @@ def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid
             f"{field}: the prompt has {len(prompt)} tokens, and the context of the model {loaded.context_length}",
         )  # fmt: skip
     if params.max_new_tokens > room:
-        params = SamplingParams(**{**params.__dict__, "max_new_tokens": room, "min_new_tokens": min(room, params.min_new_tokens)})
+        params = SamplingParams(
+            **{**params.__dict__, "max_new_tokens": room, "min_new_tokens": min(room, params.min_new_tokens)}
+        )
     return Response(rid, list(prompt), params)
 
 

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 # Their name -> ours.
 SAMPLING = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop", "stop_token_ids": "stop_token_ids",
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
+    "stop": "stop", "stop_token_ids": "stop_token_ids",
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "seed": "sampling_seed",
     "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos", "skip_special_tokens": "skip_special_tokens",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
 }  # fmt: skip
-WITHOUT_EFFECT = frozenset(("model", "user", "metadata", "stream_options", "store", "tool_choice", "parallel_tool_calls", "top_logprobs", "echo"))
+WITHOUT_EFFECT = frozenset((
+    "model", "user", "metadata", "stream_options", "store", "tool_choice", "parallel_tool_calls",
+    "top_logprobs", "echo",
+))  # fmt: skip
 OWN = frozenset(("messages", "prompt", "tools", "n", "stream", "logprobs", "chat_template_kwargs"))
 
 
@@ -36,7 +40,11 @@ async def chat(server: EngineServer, request: web.Request, body: Mapping[str, An
     if not tokenizer.chat_template:
         raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
     encoded = tokenizer.apply_chat_template(
-        messages, tools=body.get("tools"), add_generation_prompt=True, return_dict=True, **(body.get("chat_template_kwargs") or {})
+        messages,
+        tools=body.get("tools"),
+        add_generation_prompt=True,
+        return_dict=True,
+        **(body.get("chat_template_kwargs") or {}),
     )
     return await _answer(server, request, body, list(encoded["input_ids"]), chat=True)
 
@@ -73,8 +81,14 @@ async def _answer(
     return web.json_response(
         head
         | {
-            "choices": [_choice(server, r, i, chat=chat, log_probs=bool(body.get("logprobs"))) for i, r in enumerate(responses)],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": completion, "total_tokens": len(prompt) + completion},
+            "choices": [
+                _choice(server, r, i, chat=chat, log_probs=bool(body.get("logprobs"))) for i, r in enumerate(responses)
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": completion,
+                "total_tokens": len(prompt) + completion,
+            },
             "metadata": {"weight_version": responses[0].weight_version},
         }
     )

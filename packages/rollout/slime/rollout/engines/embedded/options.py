@@ -20,12 +20,20 @@ class EmbeddedOptions:
         "auto", "type of the weights; auto: that of config.json", choices=("auto", "float32", "bfloat16", "float16")
     )
     threads: int | None = setting(None, "CPU threads of torch; OMP_NUM_THREADS or all cores by default", minimum=1)
-    context_length: int | None = setting(None, "most tokens of prompt and response; from config.json by default", minimum=2)
+    context_length: int | None = setting(
+        None, "most tokens of prompt and response; from config.json by default", minimum=2
+    )
     max_running_requests: int = setting(256, "most sequences decoded together; more wait", minimum=1)
     max_prefill_tokens: int = setting(16384, "most prompt tokens, padding included, in one forward pass", minimum=1)
-    gather_ms: float = setting(2.0, "how long an idle engine waits for more requests to batch with the first", minimum=0)
+    gather_ms: float = setting(
+        2.0, "how long an idle engine waits for more requests to batch with the first", minimum=0
+    )
     deterministic: bool = setting(False, "each HTTP request is a batch of its own, served in order of arrival")
-    random_seed: int | None = setting(None, "seed for requests without sampling_seed; from the system by default", minimum=0)
+    random_seed: int | None = setting(
+        None, "seed for requests without sampling_seed; from the system by default", minimum=0
+    )
     weight_version: str = setting("0", "version of the weights in --model-path")
-    announce_fd: int | None = setting(None, "file descriptor that gets one JSON line when the engine serves or fails to", minimum=0)
+    announce_fd: int | None = setting(
+        None, "file descriptor that gets one JSON line when the engine serves or fails to", minimum=0
+    )
     parent_fd: int | None = setting(None, "file descriptor of a pipe whose end of file ends the engine", minimum=0)

@@ -46,7 +46,9 @@ class SamplingParams:
                 continue
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                raise InvalidField(f"sampling_params.{name}", value, f"a known parameter, such as {(near or ['top_p'])[0]}")
+                raise InvalidField(
+                    f"sampling_params.{name}", value, f"a known parameter, such as {(near or ['top_p'])[0]}"
+                )
             if value is not None:
                 values[name] = value
         if "stop" in values:
@@ -102,8 +104,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64 [B], log-probs float32 [B]) by inverse transform sampling.
 
-    The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is greedy), as SGLang gives it:
-    top-k and top-p restrict the choice and not the log-prob.
+    The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is greedy), as SGLang gives
+    it: top-k and top-p restrict the choice and not the log-prob.
     positions: number of tokens that each sequence has, the counter of its keyed draws.
     """
     temperatures = torch.tensor([p.temperature or 1.0 for p in params], device=logits_BV.device)

@@ -1,7 +1,7 @@
 """Who runs when: one thread owns the model; requests wait, run as a batch, and answer.
 
-What arrives while a batch runs joins the next one. With `deterministic` the sequences of one HTTP request are a batch of
-their own, in the order of arrival. Weight updates and pauses take effect between two steps.
+What arrives while a batch runs joins the next one. With `deterministic` the sequences of one HTTP request are a batch
+of their own, in the order of arrival. Weight updates and pauses take effect between two steps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Scheduler:
         return self.between_steps(lambda: self._abort(rid))
 
     def pause(self, mode: str) -> Future[Any]:
-        """New requests wait until `resume`. mode "abort" ends what runs, "in_place" freezes it, "retract" starts it over."""
+        """New requests wait until `resume`. What runs is ended ("abort"), frozen ("in_place") or redone ("retract")."""
 
         def run() -> None:
             self._paused = True
@@ -154,7 +154,9 @@ class Scheduler:
 
     def _form_batch(self) -> None:
         taken: list[Request] = []
-        while self._waiting and (not taken or not self._options.deterministic) and self._fits([*taken, self._waiting[0]]):
+        while (
+            self._waiting and (not taken or not self._options.deterministic) and self._fits([*taken, self._waiting[0]])
+        ):
             taken.append(self._waiting.popleft())
         responses = [r for request in taken for r in request.responses if r.finish_reason is None]
         for response in responses:

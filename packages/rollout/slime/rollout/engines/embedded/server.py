@@ -24,6 +24,8 @@ from slime.types.errors import InvalidField, SlimeError
 log = logging.getLogger(__name__)
 
 LARGEST_BODY = 4 << 30  # a bucket of weights
+# Of a SlimeError, by its gRPC status; of any other 500.
+HTTP_STATUS = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "FAILED_PRECONDITION": 409}
 PAUSE_MODES = ("abort", "in_place", "retract")
 
 
@@ -245,7 +247,7 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
     try:
         return await handler(request)
     except SlimeError as error:
-        status = 400 if error.status in ("INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED") else 409 if error.status == "FAILED_PRECONDITION" else 500
+        status = HTTP_STATUS.get(error.status, 500)
         return _error(status, type(error).__name__, error.message, error.field, error.value, error.expected)
     except web.HTTPException:
         raise

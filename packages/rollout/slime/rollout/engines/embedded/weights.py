@@ -1,8 +1,8 @@
 """New weights for the running model, in buckets or from a directory.
 
-The version changes when the last bucket is in. A bucket is checked as a whole before any of it is copied, so a refused one
-changes nothing; where earlier buckets of the same version were copied already, the model is a mixture, and generation is
-refused until a version is complete.
+The version changes when the last bucket is in. A bucket is checked as a whole before any of it is copied, so a refused
+one changes nothing; where earlier buckets of the same version were copied already, the model is a mixture, and
+generation is refused until a version is complete.
 """
 
 from __future__ import annotations
