@@ -51,11 +51,13 @@ def serve(options: EmbeddedOptions) -> None:
 def _serve_model(options: EmbeddedOptions, listener: socket.socket) -> None:
     import torch
     from aiohttp import web
+    from transformers.utils import logging as transformers_logging
 
     from slime.rollout.engines.embedded.loading import load
     from slime.rollout.engines.embedded.scheduler import Scheduler
     from slime.rollout.engines.embedded.server import EngineServer
 
+    transformers_logging.disable_progress_bar()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.deterministic:
@@ -72,7 +74,10 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket) -> None:
     application = server.application()
     application.on_startup.append(announce)
     # The listener has been listening since before the model was loaded: a client that comes early waits.
-    web.run_app(application, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
+    # handler_cancellation: a client that goes away takes its sequences with it.
+    web.run_app(
+        application, sock=listener, print=None, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
+    )
     scheduler.stop()
 
 

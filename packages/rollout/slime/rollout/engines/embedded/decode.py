@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.rollout.engines.embedded.sampling import SamplingParams, sample
+from slime.rollout.engines.embedded.params import SamplingParams
+from slime.rollout.engines.embedded.sampling import sample
 
 # Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
 COMPACT_FRACTION = 0.25

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.loading import Loaded
-from slime.rollout.engines.embedded.sampling import SamplingParams
+from slime.rollout.engines.embedded.params import SamplingParams, parse_sampling_params
 from slime.types.errors import InvalidField
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
@@ -32,7 +33,7 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
         make_response(
             loaded,
             prompt,
-            SamplingParams.parse(p),
+            parse_sampling_params(p),
             rid or uuid.uuid4().hex,
             "input_ids" if not batched else f"input_ids[{i}]",
         )
@@ -45,6 +46,9 @@ def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid
     if not prompt or not all(isinstance(t, int) and 0 <= t < loaded.vocab_size for t in prompt):
         wrong = next((t for t in prompt if not (isinstance(t, int) and 0 <= t < loaded.vocab_size)), "no tokens")
         raise InvalidField(field, wrong, f"token ids from 0 to {loaded.vocab_size - 1}")
+    outside = [t for t in params.stop_token_ids if not 0 <= t < loaded.vocab_size]
+    if outside:
+        raise InvalidField("sampling_params.stop_token_ids", outside[0], f"token ids from 0 to {loaded.vocab_size - 1}")
     room = loaded.context_length - len(prompt)
     if room < 1:
         raise InvalidField(
@@ -52,9 +56,7 @@ def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid
             f"{field}: the prompt has {len(prompt)} tokens, and the context of the model {loaded.context_length}",
         )  # fmt: skip
     if params.max_new_tokens > room:
-        params = SamplingParams(
-            **{**params.__dict__, "max_new_tokens": room, "min_new_tokens": min(room, params.min_new_tokens)}
-        )
+        params = replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
     return Response(rid, list(prompt), params)
 
 

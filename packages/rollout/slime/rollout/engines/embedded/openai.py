@@ -11,7 +11,7 @@ from aiohttp import web
 
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.generate import make_response, response_text
-from slime.rollout.engines.embedded.sampling import SamplingParams
+from slime.rollout.engines.embedded.params import SamplingParams, parse_sampling_params
 from slime.types.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _params(server: EngineServer, body: Mapping[str, Any], prompt: list[int], nu
         given["sampling_seed"] += number
     if given.get("max_new_tokens") is None:
         given["max_new_tokens"] = max(1, server.loaded.context_length - len(prompt))
-    return SamplingParams.parse(given)
+    return parse_sampling_params(given, "request")
 
 
 def _choice(server: EngineServer, response: Response, index: int, *, chat: bool, log_probs: bool) -> dict[str, Any]:

@@ -5,80 +5,12 @@ B: sequences, V: vocabulary. Logits are float32 [B, V].
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from slime.types.errors import InvalidField
-
-# Accepted and without effect here: SGLang knows them, and clients send them at these values.
-_NEUTRAL = {"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """SGLang's sampling parameters, as far as this engine has them. temperature 0 is greedy."""
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    sampling_seed: int | None = None
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """Raises InvalidField for an unknown name (with the nearest one) or a value out of range."""
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            if name in _NEUTRAL and value in (None, _NEUTRAL[name]):
-                continue
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise InvalidField(
-                    f"sampling_params.{name}", value, f"a known parameter, such as {(near or ['top_p'])[0]}"
-                )
-            if value is not None:
-                values[name] = value
-        if "stop" in values:
-            values["stop"] = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"])
-        if "stop_token_ids" in values:
-            values["stop_token_ids"] = frozenset(values["stop_token_ids"])
-        params = cls(**values)
-        params._check()
-        return params
-
-    def _check(self) -> None:
-        for name, good, expected in (
-            ("max_new_tokens", _whole(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number, at least 1"),
-            ("min_new_tokens", _whole(self.min_new_tokens) and 0 <= self.min_new_tokens <= self.max_new_tokens,
-             "a whole number from 0 to max_new_tokens"),
-            ("temperature", _number(self.temperature) and self.temperature >= 0, "a number, at least 0"),
-            ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1"),
-            ("top_k", _whole(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "-1 or a whole number, at least 1"),
-            ("sampling_seed", self.sampling_seed is None or _whole(self.sampling_seed), "a whole number"),
-        ):  # fmt: skip
-            if not good:
-                raise InvalidField(f"sampling_params.{name}", getattr(self, name), expected)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+from slime.rollout.engines.embedded.params import SamplingParams
 
 
 def keyed_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

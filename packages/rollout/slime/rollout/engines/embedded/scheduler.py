@@ -6,6 +6,7 @@ of their own, in the order of arrival. Weight updates and pauses take effect bet
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -23,6 +24,7 @@ from slime.rollout.engines.embedded.decode import Batch, Response
 from slime.rollout.engines.embedded.loading import Loaded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.embedded.weights import Weights
+from slime.types.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,29 @@ class Request:
 
     responses: list[Response]
     done: Future[None] = field(default_factory=Future)
+
+
+class _Room:
+    """What one batch can hold."""
+
+    def __init__(self, sequences: int, prefill_tokens: int) -> None:
+        self.responses: list[Response] = []
+        self._sequences = sequences
+        self._tokens = prefill_tokens
+        self._prompts: set[tuple[int, ...]] = set()
+        self._longest = 0
+
+    def take(self, response: Response) -> bool:
+        """Adds it if it fits; the first always does."""
+        prompt = tuple(response.prompt_ids)
+        longest = max(self._longest, len(prompt))
+        padded = longest * (len(self._prompts) + (prompt not in self._prompts))
+        if self.responses and (len(self.responses) >= self._sequences or padded > self._tokens):
+            return False
+        self.responses.append(response)
+        self._prompts.add(prompt)
+        self._longest = longest
+        return True
 
 
 class Scheduler:
@@ -109,14 +134,16 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._take(block=self._paused or (self._batch is None and not self._waiting)):
+            while self._take(block=self._paused or not (self._running or self._waiting)):
                 if self._paused:
                     continue
-                if self._batch is None and self._waiting:
-                    self._gather()
+                if self._batch is None and (self._running or self._waiting):
+                    if not self._running:
+                        self._gather()
                     self._form_batch()
                 if self._batch is not None:
                     self._step(self._batch)
+            self._fail([*self._running, *self._waiting], EngineError("the engine is stopping"))
         except BaseException:
             # Without this thread the engine is a process that answers nothing.
             log.exception("the scheduler failed")
@@ -146,31 +173,29 @@ class Scheduler:
                 item = self._inbox.get(timeout=left)
             except queue.Empty:
                 return
-            if isinstance(item, Request):
-                self._waiting.append(item)
-            else:
-                self._inbox.put(item)
+            if item is None:
+                self._inbox.put(None)
                 return
+            if not isinstance(item, Request):
+                item()
+                return
+            self._waiting.append(item)
 
     def _form_batch(self) -> None:
-        taken: list[Request] = []
-        while (
-            self._waiting and (not taken or not self._options.deterministic) and self._fits([*taken, self._waiting[0]])
-        ):
-            taken.append(self._waiting.popleft())
-        responses = [r for request in taken for r in request.responses if r.finish_reason is None]
-        for response in responses:
+        """Takes sequences in order of arrival as long as they fit; what is left of a request joins the next batch."""
+        chosen = _Room(self._options.max_running_requests, self._options.max_prefill_tokens)
+        for request in [*self._running, *self._waiting]:
+            unfinished = [r for r in request.responses if r.finish_reason is None]
+            fitting = sum(1 for _ in itertools.takewhile(chosen.take, unfinished))
+            if request not in self._running and (fitting or not unfinished):
+                self._waiting.remove(request)
+                self._running.append(request)
+            if fitting < len(unfinished) or self._options.deterministic:
+                break
+        for response in chosen.responses:
             response.weight_version = self.weights.version
-        self._running = taken
-        self._batch = Batch(self._loaded.model, self._loaded.tokenizer, responses, self._loaded.eos_ids, self._rng)
-
-    def _fits(self, requests: list[Request]) -> bool:
-        if len(requests) == 1:
-            return True
-        responses = [r for request in requests for r in request.responses]
-        prompts = {tuple(r.prompt_ids) for r in responses}
-        tokens = len(prompts) * max(map(len, prompts))
-        return len(responses) <= self._options.max_running_requests and tokens <= self._options.max_prefill_tokens
+        loaded = self._loaded
+        self._batch = Batch(loaded.model, loaded.tokenizer, chosen.responses, loaded.eos_ids, self._rng)
 
     def _step(self, batch: Batch) -> None:
         try:
@@ -179,20 +204,23 @@ class Scheduler:
                 batch.step()
         except Exception as error:
             log.exception("a batch of %d sequences failed", len(batch.running))
-            for request in self._running:
-                if not request.done.done():
-                    request.done.set_exception(error)
-            self._running, self._batch = [], None
+            failed, self._running, self._batch = self._running, [], None
+            self._fail(failed, error)
             return
         self._answer()
         if batch.done:
             self._batch = None
 
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        for request in requests:
+            if not request.done.done():
+                request.done.set_exception(error)
+
     def _answer(self) -> None:
         for request in list(self._running):
             if all(r.finish_reason is not None for r in request.responses):
                 self._running.remove(request)
-                request.done.set_result(None)
+                _resolve(request)
 
     def _abort(self, rid: str | None) -> None:
         for request in [*self._running, *self._waiting]:
@@ -202,7 +230,7 @@ class Scheduler:
                     response.finish(dict(ABORTED))
         for request in [r for r in self._waiting if all(s.finish_reason is not None for s in r.responses)]:
             self._waiting.remove(request)
-            request.done.set_result(None)
+            _resolve(request)
         self._answer()
         if self._batch is not None and self._batch.done:
             self._batch = None
@@ -215,3 +243,9 @@ class Scheduler:
                     response.log_probs.clear()
             self._waiting.appendleft(request)
         self._running, self._batch = [], None
+
+
+def _resolve(request: Request) -> None:
+    # The waiting side may have cancelled it: its client went away.
+    if not request.done.done():
+        request.done.set_result(None)

@@ -17,7 +17,7 @@ from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.generate import answer, make_response, parse_generate
 from slime.rollout.engines.embedded.loading import Loaded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.rollout.engines.embedded.sampling import SamplingParams
+from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.scheduler import Scheduler
 from slime.types.errors import InvalidField, SlimeError
 

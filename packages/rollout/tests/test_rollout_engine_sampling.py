@@ -1,0 +1,73 @@
+"""Drawing tokens: keyed, restricted, and distributed as the model says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.rollout.engines.embedded.params import SamplingParams
+from slime.rollout.engines.embedded.sampling import keyed_uniforms, sample
+
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+
+
+def draw(logits: torch.Tensor, count: int, **params: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = logits.expand(count, -1).clone()
+    return sample(rows, [SamplingParams(**params)] * count, [0] * count, np.random.default_rng(0))
+
+
+@given(st.lists(st.tuples(INTEGERS, st.integers(0, 2**40)), min_size=1, max_size=20))
+def test_a_keyed_draw_depends_on_its_key_alone(keys: list[tuple[int, int]]) -> None:
+    seeds, positions = (np.array(column, dtype=np.int64) for column in zip(*keys, strict=True))
+    together = keyed_uniforms(seeds, positions)
+    assert np.all((together >= 0) & (together < 1))
+    alone = [keyed_uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(len(keys))]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("along", ["seed", "position"])
+def test_keyed_draws_are_uniform_and_uncorrelated(along: str) -> None:
+    varying, fixed = np.arange(20_000, dtype=np.int64), np.full(20_000, 7, dtype=np.int64)
+    draws = keyed_uniforms(varying, fixed) if along == "seed" else keyed_uniforms(fixed, varying)
+    counts, _ = np.histogram(draws, bins=20, range=(0, 1))
+    chi_square = ((counts - 1000.0) ** 2 / 1000.0).sum()
+    assert chi_square < 45  # 19 degrees of freedom: passed with probability 0.999
+    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
+
+
+def test_draws_follow_the_distribution_at_the_temperature() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
+    for temperature in (0.7, 1.0, 1.5):
+        expected = (logits[0] / temperature).softmax(-1)
+        ids, log_probs = draw(logits, 20_000, temperature=temperature)
+        seen = torch.bincount(ids, minlength=5) / 20_000
+        assert torch.allclose(seen, expected, atol=0.015)
+        assert torch.allclose(log_probs, expected.log()[ids], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params, allowed",
+    [
+        ({"top_k": 1}, {3}),
+        ({"top_k": 2}, {0, 3}),
+        ({"top_p": 0.6}, {3}),
+        ({"top_p": 0.8}, {0, 3}),
+        ({"temperature": 0}, {3}),
+    ],
+)
+def test_top_k_and_top_p_keep_the_most_likely(params: dict[str, float], allowed: set[int]) -> None:
+    # probabilities: 0.24, 0.09, 0.03, 0.64
+    ids, _ = draw(torch.tensor([[1.0, 0.0, -1.0, 2.0]]), 2_000, **params)
+    assert set(ids.tolist()) == allowed
+
+
+def test_every_row_has_parameters_of_its_own() -> None:
+    logits = torch.tensor([[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]])
+    params = [SamplingParams(temperature=0), SamplingParams(sampling_seed=4)]
+    ids, _ = sample(logits, params, [0, 9], np.random.default_rng(0))
+    assert ids[0] == 1
+    alone, _ = sample(logits[1:], params[1:], [9], np.random.default_rng(5))
+    assert ids[1] == alone[0]
