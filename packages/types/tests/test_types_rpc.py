@@ -224,16 +224,17 @@ def test_every_call_has_a_deadline(servicer: Scripted, address: str) -> None:
 
 
 def test_cancelling_a_stream_reaches_the_server(servicer: Scripted, stub: Any) -> None:
-    cancelled = threading.Event()
+    stalled, cancelled = threading.Event(), threading.Event()
 
     def stall(call: int, context: grpc.ServicerContext) -> None:
-        if not context.add_callback(cancelled.set):  # cancelled before it got here
-            cancelled.set()
+        context.add_callback(cancelled.set)
+        stalled.set()
         cancelled.wait(WAIT)
 
     servicer.script = stall
     stream = stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))
     next(stream)
+    assert stalled.wait(WAIT)
     stream.cancel()
     with pytest.raises(Cancelled):
         next(stream)

@@ -149,7 +149,7 @@ class Supervisor:
 
         try:
             ray.get(process.watch)
-        except Exception:
+        except ray.exceptions.RayError:
             if not self._stopping.is_set() and not self._death.done():
                 self._death.set_exception(
                     ServiceDied(f"{process.name} died{self.last_lines(process.name)}", field=process.name)

@@ -46,6 +46,8 @@ class EngineProcess:
         self._host = host
         self._port: int | None = None
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._announced: int | None
+        self._parent_end: int | None
         self._announced, announce_fd = os.pipe()
         parent_fd, self._parent_end = os.pipe()
         try:
@@ -101,7 +103,7 @@ class EngineProcess:
                 value=timeout_seconds,
             )
         if "error" in message:
-            self._process.wait(timeout=30)
+            self._await_exit(30.0)
             self.stop()
             raise _as_error(message["error"])
         if "port" not in message:
@@ -120,7 +122,10 @@ class EngineProcess:
             raise self._death()
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`."""
+        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Harmless when called again."""
+        if self._announced is None:
+            # Its number may be another process's by now.
+            return
         self._signal_group(signal.SIGTERM)
         self._await_exit(grace_seconds)
         self._signal_group(signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.types.errors import ConfigError, PortInUse, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.settings import parse
 
 log = logging.getLogger(__name__)
@@ -78,19 +79,21 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket) -> None:
     web.run_app(
         application, sock=listener, print=None, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
     )
-    scheduler.stop()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Connections of an engine that has just ended do not keep its port from the next one.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise PortInUse(
-            f"cannot listen on {host}:{port}: {error.strerror}", field="--port", value=port, expected="a free port"
-        ) from error
-    listener.listen(1024)
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(message, field="--port", value=port, expected="a free port") from error
+        raise InvalidSetting(message, field="--host", value=host, expected="an address of this machine") from error
     return listener
 
 

@@ -6,6 +6,7 @@ decoded. Prompts are padded on the left. Samples of one prompt share its prefill
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 
 from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.sampling import sample
+from slime.types.errors import EngineError
 
 # Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
 COMPACT_FRACTION = 0.25
@@ -31,6 +33,7 @@ class Response:
     weight_version: str = ""
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    """Written after `output_ids`: another thread may read as many tokens as there are log-probs."""
     cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -81,14 +84,18 @@ class Batch:
         ids, log_probs = sample(logits_BV, params, positions, self._rng)
         for row, token, log_prob in zip(self._rows, ids.tolist(), log_probs.tolist(), strict=True):
             if row.finish_reason is None:
+                if math.isnan(log_prob):
+                    raise EngineError(f"the model's logits are not numbers after {len(row.output_ids)} tokens")
                 self._append(row, token, log_prob)
 
     def _prefill(self) -> torch.Tensor:
-        prompts = list(dict.fromkeys(tuple(s.prompt_ids) for s in self._rows))
-        index = {prompt: i for i, prompt in enumerate(prompts)}
-        rows = [index[tuple(s.prompt_ids)] for s in self._rows]
-        for i, s in enumerate(self._rows):
-            s.cached_tokens = len(s.prompt_ids) if rows[i] in rows[:i] else 0
+        index: dict[tuple[int, ...], int] = {}
+        rows: list[int] = []
+        for s in self._rows:
+            prompt = (*s.prompt_ids, *s.output_ids)
+            s.cached_tokens = len(prompt) if prompt in index else 0
+            rows.append(index.setdefault(prompt, len(index)))
+        prompts = list(index)
         longest = max(map(len, prompts))
         ids_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -136,7 +143,7 @@ class Batch:
 
     def _forbid_eos(self, logits_BV: torch.Tensor) -> None:
         for i, s in enumerate(self._rows):
-            if len(s.output_ids) < s.params.min_new_tokens:
+            if len(s.output_ids) < s.params.min_new_tokens and s.finish_reason is None:
                 logits_BV[i, sorted(self._eos | s.params.stop_token_ids)] = -torch.inf
 
     def _append(self, s: Response, token: int, log_prob: float) -> None:

@@ -26,6 +26,7 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             raise InvalidField(name, value, f"one of {', '.join(KNOWN)}")
     prompts, batched = _prompts(body, loaded)
     params = _spread("sampling_params", body.get("sampling_params") or {}, len(prompts), Mapping)
+    given = "input_ids" if body.get("text") is None else "text"
     rids = _spread("rid", body.get("rid"), len(prompts), str)
     if len(prompts) > 1 and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}-{i}" for i in range(len(prompts))]
@@ -35,7 +36,7 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             prompt,
             parse_sampling_params(p),
             rid or uuid.uuid4().hex,
-            "input_ids" if not batched else f"input_ids[{i}]",
+            given if not batched else f"{given}[{i}]",
         )
         for i, (prompt, p, rid) in enumerate(zip(prompts, params, rids, strict=True))
     ], batched
@@ -43,9 +44,11 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
 
 def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid: str, field: str) -> Response:
     """Checks the prompt against vocabulary and context; the response is cut to what the context leaves."""
-    if not prompt or not all(isinstance(t, int) and 0 <= t < loaded.vocab_size for t in prompt):
-        wrong = next((t for t in prompt if not (isinstance(t, int) and 0 <= t < loaded.vocab_size)), "no tokens")
-        raise InvalidField(field, wrong, f"token ids from 0 to {loaded.vocab_size - 1}")
+    size = loaded.vocab_size
+    if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t < size for t in prompt):
+        tokens = prompt if isinstance(prompt, list) else [prompt]
+        wrong = next((t for t in tokens if not (type(t) is int and 0 <= t < size)), "no tokens")
+        raise InvalidField(field, wrong, f"token ids from 0 to {size - 1}")
     outside = [t for t in params.stop_token_ids if not 0 <= t < loaded.vocab_size]
     if outside:
         raise InvalidField("sampling_params.stop_token_ids", outside[0], f"token ids from 0 to {loaded.vocab_size - 1}")
@@ -92,8 +95,7 @@ def _spread(name: str, value: Any, count: int, kind: Any) -> list[Any]:
 def response_text(loaded: Loaded, response: Response) -> str:
     """The text of the response, without the stop string or the end-of-sequence token that ended it."""
     params, ids = response.params, response.output_ids
-    reason = response.finish_reason or {}
-    matched = reason.get("matched") if not params.no_stop_trim else None
+    matched = (response.finish_reason or {}).get("matched") if not params.no_stop_trim else None
     if isinstance(matched, int) and ids and ids[-1] == matched:
         ids = ids[:-1]
     text = loaded.tokenizer.decode(
@@ -106,16 +108,18 @@ def response_text(loaded: Loaded, response: Response) -> str:
 
 def answer(loaded: Loaded, response: Response, *, log_probs: bool) -> dict[str, Any]:
     """SGLang's form of one response."""
+    # Of a response that still grows, as many tokens as have their log-prob.
+    chosen = response.log_probs[:]
+    ids = response.output_ids[: len(chosen)]
     meta: dict[str, Any] = {
         "id": response.rid,
         "finish_reason": response.finish_reason,
         "prompt_tokens": len(response.prompt_ids),
-        "completion_tokens": len(response.output_ids),
+        "completion_tokens": len(ids),
         "cached_tokens": response.cached_tokens,
         "weight_version": response.weight_version,
         "e2e_latency": (response.finished or response.started) - response.started,
     }
     if log_probs:
-        pairs = zip(response.log_probs, response.output_ids, strict=True)
-        meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
-    return {"text": response_text(loaded, response), "output_ids": list(response.output_ids), "meta_info": meta}
+        meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
+    return {"text": response_text(loaded, response), "output_ids": ids, "meta_info": meta}

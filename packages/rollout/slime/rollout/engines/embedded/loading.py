@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.types.errors import InvalidFile, MissingFile
@@ -54,11 +55,18 @@ def load(options: EmbeddedOptions) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(options.model_path, padding_side="left")
         device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            options.model_path, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidFile(
             f"--model-path: {options.model_path} does not load: {error}", field="--model-path", value=options.model_path
         ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise InvalidFile(
+            f"--model-path: {options.model_path} has no weights for {missing[0]} and {len(missing) - 1} others",
+            field="--model-path", value=options.model_path, expected=f"a tensor {missing[0]}",
+        )  # fmt: skip
     model = model.to(device).eval().requires_grad_(False)
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 20

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from jinja2 import TemplateError
 
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.generate import make_response, response_text
@@ -39,13 +41,15 @@ async def chat(server: EngineServer, request: web.Request, body: Mapping[str, An
     tokenizer = server.loaded.tokenizer
     if not tokenizer.chat_template:
         raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=body.get("tools"),
-        add_generation_prompt=True,
-        return_dict=True,
-        **(body.get("chat_template_kwargs") or {}),
-    )
+    extra = body.get("chat_template_kwargs") or {}
+    if not isinstance(extra, dict):
+        raise InvalidField("chat_template_kwargs", extra, "an object")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, **{"add_generation_prompt": True, **extra, "tools": body.get("tools"), "return_dict": True}
+        )
+    except TemplateError as error:
+        raise InvalidField("messages", str(error), "messages that the chat template of this model takes") from error
     return await _answer(server, request, body, list(encoded["input_ids"]), chat=True)
 
 
@@ -75,7 +79,9 @@ async def _answer(
     if body.get("stream"):
         if count > 1:
             raise InvalidField("n", count, "1 with stream")
-        return await _stream(server, request, responses[0], head, chat=chat)
+        from slime.rollout.engines.embedded.server import send_events
+
+        return await send_events(request, _chunks(server, responses[0], head, chat=chat))
     await server.finish(responses)
     completion = sum(len(r.output_ids) for r in responses)
     return web.json_response(
@@ -102,6 +108,8 @@ def _params(server: EngineServer, body: Mapping[str, Any], prompt: list[int], nu
         elif name not in WITHOUT_EFFECT and name not in OWN:
             raise InvalidField(name, value, f"one of {', '.join(sorted(SAMPLING.keys() | OWN))}")
     if given.get("sampling_seed") is not None:
+        if type(given["sampling_seed"]) is not int:
+            raise InvalidField("seed", given["sampling_seed"], "a whole number")
         given["sampling_seed"] += number
     if given.get("max_new_tokens") is None:
         given["max_new_tokens"] = max(1, server.loaded.context_length - len(prompt))
@@ -123,32 +131,30 @@ def _choice(server: EngineServer, response: Response, index: int, *, chat: bool,
     return choice
 
 
-async def _stream(
-    server: EngineServer, request: web.Request, response: Response, head: dict[str, Any], *, chat: bool
-) -> web.StreamResponse:
-    from slime.rollout.engines.embedded.server import send_event
-
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await stream.prepare(request)
+async def _chunks(
+    server: EngineServer, response: Response, head: dict[str, Any], *, chat: bool
+) -> AsyncGenerator[Any, None]:
     head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
+    sent, first = "", True
+    async with contextlib.aclosing(server.tokens(response)) as tokens:
+        async for _ in tokens:
+            done = response.finish_reason is not None
+            text = response_text(server.loaded, response)
+            if not done:
+                text = _settled(text, response.params.stop)
+            if not done and len(text) <= len(sent):
+                continue
+            delta = {"content": text[len(sent) :]} | ({"role": "assistant"} if first else {})
+            choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(response) if done else None}
+            yield head | {"choices": [choice | ({"delta": delta} if chat else {"text": text[len(sent) :]})]}
+            sent, first = text, False
 
-    async def send(text: str, reason: str | None, role: bool = False) -> None:
-        delta: dict[str, Any] = {"content": text} | ({"role": "assistant"} if role else {})
-        choice = {"index": 0, "finish_reason": reason} | ({"delta": delta} if chat else {"text": text})
-        await send_event(stream, head | {"choices": [choice]})
 
-    sent = ""
-    async for _ in server.tokens(response):
-        text = response_text(server.loaded, response)
-        done = response.finish_reason is not None
-        # A character of several tokens is not whole before its last one.
-        if not done and (text.endswith("\ufffd") or not text.startswith(sent)):
-            continue
-        if text != sent or done:
-            await send(text[len(sent) :], _finish_reason(response) if done else None, role=not sent)
-            sent = text
-    await send_event(stream, "[DONE]")
-    return stream
+def _settled(text: str, stops: tuple[str, ...]) -> str:
+    """`text` without an end that later tokens may change: the start of a stop string, or of a character."""
+    text = text.rstrip("\ufffd")
+    starts = (text.rfind(stop[:n]) for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return text[: min(starts, default=len(text))]
 
 
 def _finish_reason(response: Response) -> str:

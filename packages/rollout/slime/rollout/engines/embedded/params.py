@@ -15,7 +15,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
     "repetition_penalty": (1, None),
-    "spaces_between_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, False, None),  # changes only how special tokens look in the text
     "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
@@ -65,7 +65,8 @@ def parse_sampling_params(values: Any, field: str = "sampling_params") -> Sampli
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted(known))}"
             raise InvalidField(f"{field}.{name}", value, hint, f"{field}: unknown sampling parameter {name!r}; {hint}")
     given = {name: value for name, value in values.items() if name in known and value is not None}
-    params = SamplingParams(**{name: _READERS[name](f"{field}.{name}", value) for name, value in given.items()})
+    checked: dict[str, Any] = {name: _READERS[name](f"{field}.{name}", value) for name, value in given.items()}
+    params = SamplingParams(**checked)
     if params.min_new_tokens > params.max_new_tokens:
         raise InvalidField(
             f"{field}.min_new_tokens", params.min_new_tokens, f"at most max_new_tokens {params.max_new_tokens}"

@@ -6,6 +6,7 @@ of their own, in the order of arrival. Weight updates and pauses take effect bet
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -29,6 +30,7 @@ from slime.types.errors import EngineError
 log = logging.getLogger(__name__)
 
 ABORTED = {"type": "abort", "message": "aborted"}
+STOPPING = "the engine is stopping"
 
 
 @dataclass(eq=False)
@@ -36,7 +38,23 @@ class Request:
     """The sequences of one HTTP request; `done` is resolved when all of them have finished."""
 
     responses: list[Response]
-    done: Future[None] = field(default_factory=Future)
+    done: Future[Any] = field(default_factory=lambda: _future())
+
+
+@dataclass(eq=False)
+class Call:
+    """Work for the model's thread between two steps; `done` gets what it returns or raises."""
+
+    function: Callable[[], Any]
+    done: Future[Any] = field(default_factory=lambda: _future())
+
+    def run(self) -> None:
+        try:
+            result = self.function()
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
 
 
 class _Room:
@@ -70,11 +88,13 @@ class Scheduler:
         self._options = options
         self.weights = Weights(loaded.model, options.weight_version)
         self._rng = np.random.default_rng(options.random_seed)
-        self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | Call | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._batch: Batch | None = None
         self._paused = False
+        self._stopped = False
+        self._door = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
 
@@ -88,27 +108,25 @@ class Scheduler:
         return len(batch.running) if batch is not None else 0
 
     def submit(self, responses: list[Response]) -> Request:
-        """The caller waits for `request.done`; a failure of the model is raised there."""
+        """The caller waits for `request.done`; a failure of the model is raised there, as is the engine's end."""
         request = Request(responses)
-        self._inbox.put(request)
+        self._put(request)
         return request
 
+    def withdraw(self, request: Request) -> None:
+        """Ends what is unfinished of `request`: nobody waits for it any more. Harmless once the engine stops."""
+        with contextlib.suppress(EngineError):
+            self.between_steps(lambda: self._end(lambda r: r in request.responses))
+
     def between_steps(self, function: Callable[[], Any]) -> Future[Any]:
-        """Runs `function` on the model's thread when no step is under way."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._inbox.put(run)
-        return future
+        """Runs `function` on the model's thread when no step is under way. Raises EngineError once the engine stops."""
+        call = Call(function)
+        self._put(call)
+        return call.done
 
     def abort(self, rid: str | None) -> Future[Any]:
         """Ends sequence `rid`, or all: each answers with what it has, and finish reason "abort"."""
-        return self.between_steps(lambda: self._abort(rid))
+        return self.between_steps(lambda: self._end(lambda r: rid in (None, r.rid)))
 
     def pause(self, mode: str) -> Future[Any]:
         """New requests wait until `resume`. What runs is ended ("abort"), frozen ("in_place") or redone ("retract")."""
@@ -116,7 +134,7 @@ class Scheduler:
         def run() -> None:
             self._paused = True
             if mode == "abort":
-                self._abort(None)
+                self._end(lambda r: True)
             elif mode == "retract":
                 self._retract()
 
@@ -129,8 +147,18 @@ class Scheduler:
         return self.between_steps(run)
 
     def stop(self) -> None:
-        self._inbox.put(None)
+        """Returns when the step under way is over; what is unfinished by then is answered with EngineError."""
+        with self._door:
+            self._stopped = True
+            self._inbox.put(None)
         self._thread.join(timeout=30)
+
+    def _put(self, item: Request | Call) -> None:
+        # Under the lock nothing gets into the inbox behind the end mark, where nobody would answer it.
+        with self._door:
+            if self._stopped:
+                raise EngineError(STOPPING)
+            self._inbox.put(item)
 
     def _run(self) -> None:
         try:
@@ -138,12 +166,12 @@ class Scheduler:
                 if self._paused:
                     continue
                 if self._batch is None and (self._running or self._waiting):
-                    if not self._running:
-                        self._gather()
+                    if not self._running and not self._gather():
+                        continue
                     self._form_batch()
                 if self._batch is not None:
                     self._step(self._batch)
-            self._fail([*self._running, *self._waiting], EngineError("the engine is stopping"))
+            self._fail([*self._running, *self._waiting], EngineError(STOPPING))
         except BaseException:
             # Without this thread the engine is a process that answers nothing.
             log.exception("the scheduler failed")
@@ -162,24 +190,26 @@ class Scheduler:
             if isinstance(item, Request):
                 self._waiting.append(item)
             else:
-                item()
+                item.run()
 
-    def _gather(self) -> None:
+    def _gather(self) -> bool:
+        """Waits a little for more requests. False where something else came, which may have been a pause or the end."""
         if self._options.deterministic:
-            return
+            return True
         deadline = time.monotonic() + self._options.gather_ms / 1000
         while (left := deadline - time.monotonic()) > 0:
             try:
                 item = self._inbox.get(timeout=left)
             except queue.Empty:
-                return
+                return True
             if item is None:
                 self._inbox.put(None)
-                return
+                return False
             if not isinstance(item, Request):
-                item()
-                return
+                item.run()
+                return False
             self._waiting.append(item)
+        return True
 
     def _form_batch(self) -> None:
         """Takes sequences in order of arrival as long as they fit; what is left of a request joins the next batch."""
@@ -213,39 +243,40 @@ class Scheduler:
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         for request in requests:
-            if not request.done.done():
-                request.done.set_exception(error)
+            request.done.set_exception(error)
 
     def _answer(self) -> None:
         for request in list(self._running):
             if all(r.finish_reason is not None for r in request.responses):
                 self._running.remove(request)
-                _resolve(request)
+                request.done.set_result(None)
 
-    def _abort(self, rid: str | None) -> None:
+    def _end(self, chosen: Callable[[Response], bool]) -> None:
         for request in [*self._running, *self._waiting]:
             for response in request.responses:
-                if response.finish_reason is None and rid in (None, response.rid):
+                if response.finish_reason is None and chosen(response):
                     response.weight_version = response.weight_version or self.weights.version
                     response.finish(dict(ABORTED))
         for request in [r for r in self._waiting if all(s.finish_reason is not None for s in r.responses)]:
             self._waiting.remove(request)
-            _resolve(request)
+            request.done.set_result(None)
         self._answer()
         if self._batch is not None and self._batch.done:
             self._batch = None
 
     def _retract(self) -> None:
+        """All start over, but for those whose tokens have been sent already: these go on from there."""
         for request in reversed(self._running):
             for response in request.responses:
-                if response.finish_reason is None:
+                if response.finish_reason is None and response.on_token is None:
                     response.output_ids.clear()
                     response.log_probs.clear()
             self._waiting.appendleft(request)
         self._running, self._batch = [], None
 
 
-def _resolve(request: Request) -> None:
-    # The waiting side may have cancelled it: its client went away.
-    if not request.done.done():
-        request.done.set_result(None)
+def _future() -> Future[Any]:
+    # Marked as running: a client that goes away cannot cancel it while the model's thread is about to resolve it.
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class EngineServer:
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors_as_json])
+        application.on_shutdown.append(self._stop)
         both = ("GET", "POST")
         routes: list[tuple[tuple[str, ...], str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
             (("POST",), "/generate", self.generate),
@@ -67,6 +69,10 @@ class EngineServer:
                 application.router.add_route(method, path, handler)
         return application
 
+    async def _stop(self, application: web.Application) -> None:
+        # Before the handlers are cancelled: whoever waits gets an error, and not a closed connection.
+        await asyncio.to_thread(self.scheduler.stop)
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
         responses, batched = parse_generate(body, self.loaded)
@@ -74,18 +80,15 @@ class EngineServer:
         if body.get("stream"):
             if batched:
                 raise InvalidField("stream", True, "one prompt a request")
-            return await self._stream(request, responses[0], log_probs)
+            return await send_events(request, self._events(responses[0], log_probs))
         await self.finish(responses)
         answers = [answer(self.loaded, r, log_probs=log_probs) for r in responses]
         return web.json_response(answers if batched else answers[0])
 
-    async def _stream(self, request: web.Request, response: Response, log_probs: bool) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        async for _ in self.tokens(response):
-            await send_event(stream, answer(self.loaded, response, log_probs=log_probs))
-        await send_event(stream, "[DONE]")
-        return stream
+    async def _events(self, response: Response, log_probs: bool) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(self.tokens(response)) as tokens:
+            async for _ in tokens:
+                yield answer(self.loaded, response, log_probs=log_probs)
 
     async def finish(self, responses: list[Response]) -> None:
         """Waits for all of them; a client that goes away takes its sequences with it."""
@@ -93,11 +96,10 @@ class EngineServer:
         try:
             await asyncio.wrap_future(submitted.done)
         except asyncio.CancelledError:
-            for response in responses:
-                self.scheduler.abort(response.rid)
+            self.scheduler.withdraw(submitted)
             raise
 
-    async def tokens(self, response: Response):  # noqa: ANN201
+    async def tokens(self, response: Response) -> AsyncGenerator[None, None]:
         """Yields after new tokens, and once more when the response has finished."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         response.on_token = lambda: loop.call_soon_threadsafe(arrived.set)
@@ -237,9 +239,21 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def send_event(stream: web.StreamResponse, data: Any) -> None:
-    text = data if isinstance(data, str) else json.dumps(data)
-    await stream.write(f"data: {text}\n\n".encode())
+async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -> web.StreamResponse:
+    """Server-sent events, and [DONE]. What goes wrong after the head is sent is an event with `error`."""
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    try:
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    await stream.write(f"data: {json.dumps(event)}\n\n".encode())
+        except SlimeError as error:
+            await stream.write(f"data: {json.dumps({'error': _detail(error)})}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
+    except ConnectionResetError:
+        log.info("the client of a stream went away")
+    return stream
 
 
 @web.middleware
@@ -248,14 +262,17 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
         return await handler(request)
     except SlimeError as error:
         status = HTTP_STATUS.get(error.status, 500)
-        return _error(status, type(error).__name__, error.message, error.field, error.value, error.expected)
+        return web.json_response({"error": _detail(error)}, status=status)
     except web.HTTPException:
         raise
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
-        return _error(500, type(error).__name__, f"{type(error).__name__}: {error}")
+        message = f"{type(error).__name__}: {error}"
+        return web.json_response({"error": {"type": type(error).__name__, "message": message}}, status=500)
 
 
-def _error(status: int, kind: str, message: str, field: str = "", value: str = "", expected: str = "") -> web.Response:
-    detail = {"type": kind, "message": message, "field": field, "value": value, "expected": expected}
-    return web.json_response({"error": detail}, status=status)
+def _detail(error: SlimeError) -> dict[str, str]:
+    return {
+        "type": type(error).__name__, "message": error.message, "field": error.field, "value": error.value,
+        "expected": error.expected,
+    }  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 
-from slime.types.errors import InvalidField, MissingFile, WrongState
+from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState
 
 
 class Weights:
@@ -51,8 +51,11 @@ class Weights:
         """The safetensors of a Hugging Face directory, file by file."""
         files = _weight_files(Path(path))
         for number, file in enumerate(files):
-            with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise InvalidFile(f"model_path: {file}: {error}", field="model_path", value=str(file)) from error
             self._copy(tensors, version, last=number == len(files) - 1)
 
     def _copy(self, tensors: dict[str, torch.Tensor], version: str, *, last: bool) -> None:

@@ -1,0 +1,106 @@
+"""Processes on real Ray: what fails, fails at once and by name; what was started, stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.launcher.placement import plan_placement, ray_cluster
+from slime.launcher.supervise import ServiceDied, Supervisor
+from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.rpc import RpcSettings
+
+SERVICE = """
+    import os
+    from slime.types.errors import InvalidField
+
+    class Running:
+        address = f"here:{os.getpid()}"
+        def stop(self, grace_seconds):
+            print("stopped", flush=True)
+
+    def serve(settings, rpc, **options):
+        if settings == "bad":
+            raise InvalidField("settings", settings, "good")
+        print("ready to serve", flush=True)
+        return Running()
+"""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("modules")
+    (directory / "a_service.py").write_text(textwrap.dedent(SERVICE))
+    # Ray workers import what the driver can.
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(directory), before) if part)
+    sys.path.insert(0, str(directory))
+    with ray_cluster(None, num_cpus=2):
+        yield "a_service"
+    sys.path.remove(str(directory))
+    os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def supervisor(service: str, tmp_path: Path) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=60, stop_seconds=10)
+    yield supervisor
+    supervisor.stop()
+
+
+def pid(address: str) -> int:
+    return int(address.partition(":")[2])
+
+
+def test_a_stopped_service_was_asked_first_and_leaves_no_process(supervisor: Supervisor, service: str) -> None:
+    address = supervisor.start(supervisor.spawn("one", {"num_cpus": 0}), service, "good", RpcSettings())
+    process = psutil.Process(pid(address))
+    supervisor.stop()
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+    assert (supervisor.log_dir / "one.log").read_text().splitlines() == ["ready to serve", "stopped"]
+
+
+def test_what_a_service_raises_is_raised_here(supervisor: Supervisor, service: str) -> None:
+    process = supervisor.spawn("one", {"num_cpus": 0})
+    with pytest.raises(InvalidField, match="settings: got bad, expected good") as raised:
+        supervisor.start(process, service, "bad", RpcSettings())
+    assert raised.value.field == "settings"
+
+
+def test_the_death_of_a_process_ends_every_call_with_its_name_and_last_lines(
+    supervisor: Supervisor, service: str
+) -> None:
+    address = supervisor.start(supervisor.spawn("one", {"num_cpus": 0}), service, "good", RpcSettings())
+    never = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(ServiceDied, match="one died(.|\n)*ready to serve"):
+        supervisor.call_all([lambda: os.kill(pid(address), signal.SIGKILL), lambda: never.wait(60)])
+    assert time.monotonic() - started < 30
+    never.set()
+
+
+def test_the_first_failure_of_several_calls_does_not_wait_for_the_rest(supervisor: Supervisor) -> None:
+    never = threading.Event()
+
+    def fail() -> None:
+        raise InvalidField("step", 3, "4")
+
+    with pytest.raises(InvalidField):
+        supervisor.call_all([lambda: never.wait(60), fail])
+    never.set()
+    assert supervisor.call_all([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_gpus_that_are_not_there_are_refused(service: str) -> None:
+    assert plan_placement(trainer_ranks=2, rollout_gpus=None, colocate=False).trainer_ranks == 2
+    with pytest.raises(InvalidSetting, match="--rollout-num-gpus 4: no GPU here"):
+        plan_placement(trainer_ranks=1, rollout_gpus=4, colocate=False)

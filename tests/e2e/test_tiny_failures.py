@@ -1,0 +1,70 @@
+"""What ends a run before its time: signals, deaths, wrong flags. Nothing may be left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import DEADLINE, descendants, finish, gone, quickstart, trained_a_step, wait_for
+
+
+@pytest.mark.parametrize(
+    "number, code, moment",
+    [(signal.SIGINT, 130, "starting"), (signal.SIGINT, 130, "training"), (signal.SIGTERM, 143, "training")],
+)
+def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code: int, moment: str) -> None:
+    process = quickstart(tmp_path)
+    log = tmp_path / "logs/rollout.log"
+    wait_for(lambda: log.exists() if moment == "starting" else trained_a_step(tmp_path), DEADLINE, moment)
+    children = descendants(process)
+    assert children
+    process.send_signal(number)
+    output = finish(process, 60)
+    assert process.returncode == code, output
+    assert "stopped" in output
+    wait_for(lambda: gone(children), 20, "every process has ended")
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    process = quickstart(tmp_path)
+    wait_for(
+        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
+        DEADLINE,
+        "a step",
+    )
+    children = descendants(process)
+    (engine,) = [p for p in children if "slime.rollout.engines.embedded" in " ".join(p.cmdline())]
+    os.kill(engine.pid, signal.SIGKILL)
+    output = finish(process, 60)
+    assert process.returncode == 1, output
+    assert "EngineError" in output and "embedded-0" in output
+    wait_for(lambda: gone(children), 20, "every process has ended")
+
+
+@pytest.mark.parametrize("name", ["buffer", "trainer-0"])
+def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
+    process = quickstart(tmp_path)
+    wait_for(
+        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
+        DEADLINE,
+        "a step",
+    )
+    children = descendants(process)
+    log = str(tmp_path / "logs" / f"{name}.log")
+    (service,) = [p for p in children if p.name().startswith("ray::") and log in [file.path for file in p.open_files()]]
+    os.kill(service.pid, signal.SIGKILL)
+    output = finish(process, 60)
+    assert process.returncode == 1, output
+    assert f"{name} died" in output
+    wait_for(lambda: gone(children), 20, "every process has ended")
+
+
+def test_a_wrong_flag_ends_the_run_before_anything_starts(tmp_path: Path) -> None:
+    process = quickstart(tmp_path, "--leraning-rate", "1")
+    output = finish(process, 60)
+    assert process.returncode == 2, output
+    assert "unknown flag --leraning-rate" in output
+    assert not (tmp_path / "logs").exists()

@@ -1,0 +1,63 @@
+"""Runs the tiny quickstart as a user does, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+DEADLINE = 240.0
+
+
+def quickstart(output_dir: Path, *flags: str, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "slime.launcher.quickstart", "--tiny", "--output-dir", str(output_dir), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = DEADLINE) -> str:
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return output
+
+
+def run(output_dir: Path, *flags: str) -> str:
+    process = quickstart(output_dir, *flags)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def trained_a_step(output_dir: Path) -> bool:
+    path = output_dir / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
