@@ -154,12 +154,15 @@ class EngineProcess:
 
     def _read_announcement(self, deadline: float) -> dict[str, Any] | None:
         """The announced object, {} if the engine closed the pipe without one, None at the deadline."""
+        descriptor = self._announced
+        if descriptor is None:  # stopped
+            return {}
         received = b""
         while not received.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._announced], [], [], left)[0]:
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
                 return None
-            chunk = os.read(self._announced, 65536)
+            chunk = os.read(descriptor, 65536)
             if not chunk:
                 return {}
             received += chunk
