@@ -71,3 +71,20 @@ def test_every_row_has_parameters_of_its_own() -> None:
     assert ids[0] == 1
     alone, _ = sample(logits[1:], params[1:], [9], np.random.default_rng(5))
     assert ids[1] == alone[0]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.02}, {"top_p": 0.9}, {"top_k": 700, "top_p": 0.5}, {}])
+def test_a_large_vocabulary_is_restricted_as_a_sorted_one_is(params: dict[str, float]) -> None:
+    logits = torch.randn(1, 3001, generator=torch.Generator().manual_seed(0)) / 4  # nearly flat: top-p is far down
+    probabilities, order = logits[0].softmax(-1).double().sort(descending=True)
+    ranks = torch.arange(3001)
+    before = probabilities.cumsum(-1) - probabilities
+    allowed = (ranks < params.get("top_k", 3001)) & (before < params.get("top_p", 1.0))
+    ids, log_probs = draw(logits, 3_000, **params)
+    assert set(ids.tolist()) <= set(order[allowed].tolist())
+    assert torch.allclose(log_probs, logits[0].log_softmax(-1)[ids], atol=1e-5)
+    expected = probabilities[allowed] / probabilities[allowed].sum()
+    position = {token: rank for rank, token in enumerate(order.tolist())}
+    mean = sum(position[token] for token in ids.tolist()) / 3_000
+    deviation = float((expected * ranks[allowed] ** 2).sum() - (expected * ranks[allowed]).sum() ** 2) ** 0.5
+    assert abs(mean - float((expected * ranks[allowed]).sum())) < 4 * deviation / 3_000**0.5
