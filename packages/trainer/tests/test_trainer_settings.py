@@ -33,6 +33,7 @@ def settings(**values: Any) -> TrainerSettings:
             {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 8, "num_steps_per_rollout": 2},
             ("--global-batch-size=8", "--num-steps-per-rollout=2"),
         ),
+        ({"gamma": 0.9, "advantage_estimator": "grpo"}, ("--gamma=0.9", "--advantage-estimator=grpo")),
     ],
 )
 def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[str, str]):

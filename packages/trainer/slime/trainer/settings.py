@@ -61,7 +61,6 @@ class TrainerSettings:
     )
     normalize_advantages: bool = setting(False, "whiten advantages over all tokens of a step")
     gamma: float = setting(1.0, "discount of reinforce_plus_plus", minimum=0, maximum=1)
-    lambd: float = setting(1.0, "lambda of generalised advantage estimation (ppo)", minimum=0, maximum=1)
     eps_clip: float = setting(0.2, "lower clip width of the ratio", minimum=0)
     eps_clip_high: float | None = setting(None, "upper clip width; default --eps-clip", minimum=0)
     eps_clip_c: float | None = setting(None, "dual-clip constant; off when unset", above=1)
@@ -150,6 +149,8 @@ class TrainerSettings:
             self._contradiction(
                 "kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED))
             )
+        if self.gamma != 1 and self.advantage_estimator != "reinforce_plus_plus":
+            self._contradiction("gamma", "advantage_estimator", "reinforce_plus_plus, the estimator that discounts")
         if self.use_tis and self.use_rollout_logprobs:
             self._contradiction("use_tis", "use_rollout_logprobs", "at most one of them")
         if self.tis_clip_low > self.tis_clip:
