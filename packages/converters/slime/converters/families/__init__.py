@@ -1,0 +1,70 @@
+"""Model families: for each, the names and layouts of its weights and the Megatron arguments of its config."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from slime.converters.families import config_json
+from slime.converters.families.ahead import without_missing
+from slime.converters.families.base import Config, Family
+from slime.converters.families.deepseek import DEEPSEEK_V3
+from slime.converters.families.glm import GLM4, GLM4_MOE
+from slime.converters.families.llama import LLAMA
+from slime.converters.families.mimo import MIMO
+from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from slime.converters.safetensors_dir import SafetensorsDir
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO)
+
+
+def find_family(config: Config, *, model_name: str | None = None) -> Family:
+    """The family of config.json's `model_type`; where it has none, the one whose type is part of `model_name`.
+
+    Raises NotAvailable naming the known ones.
+    """
+    by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
+    model_type = config.get("model_type")
+    if model_type is None and model_name is not None:
+        found = [name for name in by_type if _bare(name) in _bare(model_name)]
+        model_type = max(found, key=len, default=None)
+    if model_type not in by_type:
+        raise NotAvailable(
+            f"config.json: model_type {model_type!r} is not available; known are {', '.join(sorted(by_type))}",
+            field="model_type",
+            value=model_type,
+            expected=", ".join(sorted(by_type)),
+        )
+    return by_type[model_type]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def read_config(hf_dir: str | Path) -> dict[str, Any]:
+    """The object of `hf_dir`/config.json. Raises MissingFile, InvalidFile.
+
+    Its `num_nextn_predict_layers` is 0 where the weights beside it have no such layer.
+    """
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise MissingFile(f"no such file {path}", field="config.json", value=str(path))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path}: {error}", field="config.json", value=str(path), expected="JSON") from None
+    if not isinstance(config, dict):
+        raise InvalidFile(f"{path}: not an object", field="config.json", value=str(path), expected="an object")
+    names = _tensor_names(path.parent) if config_json.layers_ahead(config) else []
+    return without_missing(config, names) if names else config
+
+
+def _tensor_names(directory: Path) -> list[str]:
+    """Of its safetensors; none where there are none."""
+    if not any(directory.glob("*.safetensors")):
+        return []
+    return list(SafetensorsDir(directory).tensors)

@@ -1,0 +1,76 @@
+"""What a config.json says, whether transformers 4 or 5 or a model's own code wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.converters.families.base import Config
+from slime.types.errors import InvalidFile, NotAvailable
+
+
+def required(config: Config, key: str) -> Any:
+    """Raises InvalidFile where the key is missing or null."""
+    value = config.get(key)
+    if value is None:
+        raise InvalidFile(f"config.json has no {key}", field=key, expected=f"{key} of {config.get('model_type')}")
+    return value
+
+
+def refuse(config: Config, key: str, expected: Any, why: str) -> None:
+    """Raises NotAvailable where config.json sets `key` to something that is neither `expected` nor null."""
+    value = config.get(key)
+    if value is not None and value != expected:
+        raise NotAvailable(
+            f"config.json: {key} = {value!r} is not available: {why}", field=key, value=value, expected=repr(expected)
+        )
+
+
+def tied(config: Config) -> bool:
+    """Whether the output layer is the embedding. All families here are untied by default."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def head_dim(config: Config, default: int | None = None) -> int:
+    """default: of the family's class in transformers, None where that divides the hidden size among the heads."""
+    value = config.get("head_dim") or default
+    return int(value or required(config, "hidden_size") // required(config, "num_attention_heads"))
+
+
+def query_groups(config: Config) -> int:
+    return int(config.get("num_key_value_heads") or required(config, "num_attention_heads"))
+
+
+def layers_ahead(config: Config) -> int:
+    """Layers that predict further tokens (MTP), beside `num_hidden_layers`."""
+    value = config.get("num_nextn_predict_layers")
+    return int((config.get("num_mtp_layers") if value is None else value) or 0)
+
+
+def rope(config: Config) -> dict[str, Any]:
+    """`rope_theta`, `rope_type`, and what that type has: one dict, whichever keys config.json spreads them over."""
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10000.0)}
+    if "partial_rotary_factor" in config:
+        found["partial_rotary_factor"] = config["partial_rotary_factor"]
+    for key in ("rope_scaling", "rope_parameters"):
+        found |= {name: value for name, value in (config.get(key) or {}).items() if value is not None}
+    found.setdefault("rope_type", found.get("type", "default"))
+    return found
+
+
+def rotary_base(config: Config) -> float:
+    """An int where it is whole: older versions of Megatron take no other."""
+    return whole(rope(config)["rope_theta"])
+
+
+def whole(value: float) -> float:
+    """An int where it is one."""
+    return int(value) if float(value).is_integer() else value
+
+
+def moe_layers(config: Config, count: int) -> list[int]:
+    """Of the first `count` layers: 1 for each with experts, 0 for each dense one."""
+    if "first_k_dense_replace" in config:
+        first, step = config["first_k_dense_replace"] or 0, config.get("moe_layer_freq") or 1
+        return [int(number >= first and number % step == 0) for number in range(count)]
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return [int(number not in dense and (number + 1) % step == 0) for number in range(count)]

@@ -1,0 +1,86 @@
+"""DeepSeek V3, V3.1 and R1; Moonlight and Kimi K2 have the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.converters.families import arguments, blocks
+from slime.converters.families.ahead import layers_ahead_of, shared_copies
+from slime.converters.families.base import Config, Family
+from slime.converters.families.config_json import layers_ahead, moe_layers, refuse, required, rope
+from slime.converters.mapping import Parameter
+from slime.types.errors import NotAvailable
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    refuse(config, "attention_bias", False, "linear layers have no biases here")
+    refuse(config, "rope_interleave", True, "Megatron rotates pairs of neighbours in latent attention")
+    return (
+        arguments.decoder(config)
+        | arguments.ahead(config)
+        | _latent_attention(config)
+        | arguments.experts(config, required(config, "n_routed_experts"))
+        | arguments.sigmoid_router(config)
+    )
+
+
+def _latent_attention(config: Config) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "kv_lora_rank": required(config, "kv_lora_rank"),
+        "qk_head_dim": required(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": required(config, "qk_rope_head_dim"),
+        "v_head_dim": required(config, "v_head_dim"),
+        **_rope(config),
+    }
+    if config.get("q_lora_rank") is not None:
+        args["q_lora_rank"] = config["q_lora_rank"]
+    return args
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    values = rope(config)
+    kind = values["rope_type"]
+    if kind == "default":
+        return {"rope_type": "rope"}
+    if kind != "yarn":
+        raise NotAvailable(
+            f"config.json: rotary positions of type {kind!r} are not available with latent attention",
+            field="rope_type",
+            value=kind,
+            expected="default or yarn",
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": values["factor"],
+        "original_max_position_embeddings": values["original_max_position_embeddings"],
+        "beta_fast": values.get("beta_fast", 32),
+        "beta_slow": values.get("beta_slow", 1),
+        "mscale": values.get("mscale", 1.0),
+        "mscale_all_dim": values.get("mscale_all_dim", 0.0),
+    }
+
+
+def _parameters(config: Config) -> Iterator[Parameter]:
+    count = required(config, "num_hidden_layers")
+    kinds = moe_layers(config, count + layers_ahead(config))
+    yield from blocks.embedding(config)
+    for number in range(count):
+        yield from blocks.layer(number, _layer(config, kinds[number]))
+    yield from blocks.output(config)
+    yield from layers_ahead_of(config, lambda number: _layer(config, kinds[number]))
+
+
+def _layer(config: Config, has_experts: int) -> Iterator[Parameter]:
+    yield from blocks.layer_norms(required(config, "hidden_size"))
+    yield from blocks.latent_attention(config)
+    if has_experts:
+        count, shared = required(config, "n_routed_experts"), config.get("n_shared_experts") or 0
+        yield from blocks.moe(config, count, bias=True, shared=shared)
+    else:
+        yield from blocks.dense_mlp(config)
+
+
+DEEPSEEK_V3 = Family("DeepSeek V3", ("deepseek_v3", "kimi_k2"), _arguments, _parameters, shared_copies)

@@ -1,0 +1,33 @@
+"""Llama 3, with its rotary scaling from 3.1 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.converters.families import arguments, blocks
+from slime.converters.families.base import Config, Family
+from slime.converters.families.config_json import head_dim, refuse, required
+from slime.converters.mapping import Parameter
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    refuse(config, "attention_bias", False, "Megatron has no bias of the attention's output alone")
+    refuse(config, "mlp_bias", False, "linear layers have no biases here")
+    return arguments.decoder(config) | arguments.attention(config)
+
+
+def _parameters(config: Config) -> Iterator[Parameter]:
+    yield from blocks.embedding(config)
+    for number in range(required(config, "num_hidden_layers")):
+        yield from blocks.layer(number, _layer(config))
+    yield from blocks.output(config)
+
+
+def _layer(config: Config) -> Iterator[Parameter]:
+    yield from blocks.layer_norms(required(config, "hidden_size"))
+    yield from blocks.attention(config, head_dim(config))
+    yield from blocks.dense_mlp(config)
+
+
+LLAMA = Family("Llama 3", ("llama",), _arguments, _parameters)

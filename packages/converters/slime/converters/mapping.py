@@ -1,0 +1,171 @@
+"""How the parameters of a Megatron model lie in the tensors of a Hugging Face checkpoint.
+
+A `Parameter` is one Megatron parameter, whole (no tensor parallelism), under its name in a `GPTModel` of local layers
+with global layer and expert numbers: `decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`. It is made of
+`Block`s, rectangles that are cut out of Hugging Face tensors. Tables of them, one a family, are in `families/`.
+Loading, exporting, checkpoint conversion and weight sync all ask `Parameter.slices` which part of which tensor a rank
+holds, so no layout is written down twice.
+
+    local[piece.index] = hugging_face[piece.hf_index]        load
+    hugging_face[piece.hf_index] = local[piece.index]        export
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from slime.types.errors import InvalidField
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A rectangle of the Hugging Face tensor `name` [shape]: `size` elements a dimension, from `source` there, at
+    `target` in the Megatron parameter."""
+
+    name: str
+    shape: Shape
+    source: Shape
+    target: Shape
+    size: Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """What a rank's shard of a Megatron parameter and a Hugging Face tensor have in common."""
+
+    hf_name: str
+    hf_shape: Shape
+    hf_index: Index
+    index: Index
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(part.stop - part.start for part in self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter.
+
+    split: the dimension that tensor parallelism cuts, None for a copy on every rank.
+    stacks: that many equal parts along dimension 0, each cut by itself (2: a rank's gate lies on its up projection).
+    padded: the vocabulary is dimension 0; a model may have more rows than `shape`, zeros that belong to no token.
+    """
+
+    name: str
+    shape: Shape
+    blocks: tuple[Block, ...]
+    split: int | None = None
+    stacks: int = 1
+    padded: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether expert parallelism, and expert tensor parallelism in place of tensor parallelism, place it."""
+        return ".local_experts." in self.name
+
+    def at(self, prefix: str, hf_prefix: str) -> Parameter:
+        """The same one with prefixes before its name and those of its Hugging Face tensors."""
+        blocks = tuple(dataclasses.replace(block, name=hf_prefix + block.name) for block in self.blocks)
+        return dataclasses.replace(self, name=prefix + self.name, blocks=blocks)
+
+    def local_shape(self, size: int, padded_rows: int | None = None) -> Shape:
+        """Of a shard when `size` ranks share the parameter. Raises InvalidField where they cannot."""
+        shape = list(self.shape)
+        if self.padded and padded_rows is not None:
+            shape[0] = padded_rows
+        if self.split is None:
+            return tuple(shape)
+        parts = size * (self.stacks if self.split == 0 else 1)
+        if shape[self.split] % parts:
+            raise InvalidField(self.name, shape[self.split], f"a multiple of {parts} in dimension {self.split}")
+        shape[self.split] //= size
+        return tuple(shape)
+
+    def slices(self, rank: int = 0, size: int = 1, padded_rows: int | None = None) -> Iterator[Slice]:
+        """The parts of Hugging Face tensors in the shard of `rank` of `size` tensor parallel ranks.
+
+        padded_rows: rows of a padded vocabulary, all ranks together. Every element of the shard is in at most one
+        slice; those in none are padding.
+        """
+        for local, start, length in self._runs(rank, size, padded_rows):
+            for block in self.blocks:
+                piece = self._common(block, local, start, length)
+                if piece is not None:
+                    yield piece
+
+    def _runs(self, rank: int, size: int, padded_rows: int | None) -> Iterator[tuple[int, int, int]]:
+        """(start in the shard, start in the whole, length) along the split dimension."""
+        if self.split is None:
+            yield 0, 0, self.shape[0]
+            return
+        stacks = self.stacks if self.split == 0 else 1
+        length = self.local_shape(size, padded_rows)[self.split] // stacks
+        for stack in range(stacks):
+            yield stack * length, (stack * size + rank) * length, length
+
+    def _common(self, block: Block, local: int, start: int, length: int) -> Slice | None:
+        split = self.split or 0
+        first = max(start, block.target[split])
+        last = min(start + length, block.target[split] + block.size[split])
+        if first >= last:
+            return None
+        source, target, size = list(block.source), list(block.target), list(block.size)
+        source[split] += first - block.target[split]
+        target[split] = local + first - start
+        size[split] = last - first
+        return Slice(block.name, block.shape, _index(source, size), _index(target, size))
+
+
+def _index(start: list[int], size: list[int]) -> Index:
+    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+
+
+def copy(
+    name: str, hf_name: str, shape: Shape, *, split: int | None = None, stacks: int = 1, padded: bool = False
+) -> Parameter:
+    """The Hugging Face tensor as it is; stacks: the equal parts that lie one above the other in it already."""
+    zero = (0,) * len(shape)
+    block = Block(hf_name, shape, zero, zero, shape)
+    return Parameter(name, shape, (block,), split=split, stacks=stacks, padded=padded)
+
+
+def stack(name: str, hf_names: tuple[str, ...], shape: Shape) -> Parameter:
+    """Equal tensors of `shape` one above the other, as in the gate and the up projection of a gated MLP."""
+    zero = (0,) * len(shape)
+    blocks = tuple(Block(hf_name, shape, zero, (i * shape[0], *zero[1:]), shape) for i, hf_name in enumerate(hf_names))
+    return Parameter(name, (len(hf_names) * shape[0], *shape[1:]), blocks, split=0, stacks=len(hf_names))
+
+
+def swapped(name: str, hf_name: str, shape: Shape, *, split: int | None = None) -> Parameter:
+    """The Hugging Face matrix with the left half of its columns behind the right half."""
+    rows, columns = shape
+    left, right, size = (0, 0), (0, columns // 2), (rows, columns // 2)
+    blocks = (Block(hf_name, shape, right, left, size), Block(hf_name, shape, left, right, size))
+    return Parameter(name, shape, blocks, split=split)
+
+
+def qkv(
+    name: str, hf_names: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, columns: int | None
+) -> Parameter:
+    """Queries, keys and values by query group: the queries of group 0, its key, its value, then those of group 1.
+
+    heads: query heads; groups: key and value heads; columns: None for biases.
+    """
+    rest: Shape = () if columns is None else (columns,)
+    rows = (heads // groups * head_dim, head_dim, head_dim)
+    zero = (0,) * len(rest)
+    blocks = []
+    for group in range(groups):
+        target = group * sum(rows)
+        for hf_name, length in zip(hf_names, rows, strict=True):
+            blocks.append(
+                Block(hf_name, (groups * length, *rest), (group * length, *zero), (target, *zero), (length, *rest))
+            )
+            target += length
+    return Parameter(name, (groups * sum(rows), *rest), tuple(blocks), split=0)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converters_published import ARGUMENTS, DEEPSEEK_V3, GLM45, LLAMA32_1B, QWEN3_4B, QWEN3_30B_A3B, QWEN25_05B, SAME
+
+from slime.converters.families import FAMILIES, find_family, read_config
+from slime.converters.mapping import Parameter
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+
+# Billions of parameters, without layers that predict ahead.
+SIZES = {
+    "Qwen2.5-0.5B": 0.494,
+    "Qwen3-4B": 4.02,
+    "Qwen3-30B-A3B": 30.5,
+    "Llama-3.2-1B": 1.24,
+    "GLM-Z1-9B": 9.40,
+    "GLM-4.5": 353.0,
+    "DeepSeek-V3": 671.0,
+    "Moonlight": 16.0,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_the_published_model(name: str) -> None:
+    config, expected = ARGUMENTS[name]
+    assert find_family(config).arguments(config) == {**SAME, **expected}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_transformers_5_writes_the_same_model_otherwise(name: str) -> None:
+    config, expected = ARGUMENTS[name]
+    newer = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    scaling = dict(config.get("rope_scaling") or {})
+    newer["rope_parameters"] = {
+        "rope_theta": config["rope_theta"],
+        "rope_type": scaling.pop("type", None) or scaling.pop("rope_type", "default"),
+        **scaling,
+    }
+    if "partial_rotary_factor" in newer:
+        newer["rope_parameters"]["partial_rotary_factor"] = newer.pop("partial_rotary_factor")
+    assert find_family(newer).arguments(newer) == {**SAME, **expected}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_tables_have_as_many_elements_as_the_published_model(name: str) -> None:
+    config, _ = ARGUMENTS[name]
+    parameters = find_family(config).parameters(config)
+    count = sum(_size(parameter) for parameter in parameters if not parameter.name.startswith("mtp."))
+    assert count / 1e9 == pytest.approx(SIZES[name], rel=0.005)
+
+
+def _size(parameter: Parameter) -> int:
+    size = 1
+    for length in parameter.shape:
+        size *= length
+    return size
+
+
+def test_kimi_k2_has_the_table_of_deepseek_v3() -> None:
+    kimi = {**DEEPSEEK_V3, "model_type": "kimi_k2", "num_nextn_predict_layers": 0}
+    assert find_family(kimi) is find_family(DEEPSEEK_V3)
+    assert "mtp_num_layers" not in find_family(kimi).arguments(kimi)
+
+
+def test_what_a_config_leaves_out_has_the_default_of_transformers() -> None:
+    bare = {key: value for key, value in QWEN3_4B.items() if key not in ("head_dim", "tie_word_embeddings")}
+    args = find_family(bare).arguments(bare)
+    assert args["kv_channels"] == 128
+    assert args["untie_embeddings_and_output_weights"]
+    moe = {key: value for key, value in QWEN3_30B_A3B.items() if key != "norm_topk_prob"}
+    assert find_family(moe).arguments(moe)["moe_router_pre_softmax"]
+
+
+def test_dense_layers_among_those_with_experts_are_listed() -> None:
+    config = {**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    family = find_family(config)
+    assert family.arguments(config)["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+    names = {parameter.name for parameter in family.parameters(config)}
+    assert [f"decoder.layers.{i}.mlp.router.weight" in names for i in range(6)] == [i in (1, 5) for i in range(6)]
+    assert [f"decoder.layers.{i}.mlp.linear_fc1.weight" in names for i in range(6)] == [
+        i not in (1, 5) for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "field"),
+    [
+        (QWEN25_05B, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN25_05B, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN25_05B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type"),
+        (QWEN3_4B, {"attention_bias": True}, "attention_bias"),
+        (LLAMA32_1B, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA32_1B, {"rope_scaling": {**LLAMA32_1B["rope_scaling"], "low_freq_factor": 2.0}}, "low_freq_factor"),
+        (GLM45, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
+    ],
+)
+def test_what_megatron_cannot_build_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(NotAvailable) as raised:
+        find_family(config).arguments({**config, **change})
+    assert raised.value.field == field
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(InvalidFile) as raised:
+        find_family(QWEN3_4B).arguments({**QWEN3_4B, "num_hidden_layers": None})
+    assert raised.value.field == "num_hidden_layers"
+
+
+def test_an_unknown_model_type_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(NotAvailable) as raised:
+        find_family({"model_type": "mamba"})
+    assert raised.value.field == "model_type"
+    for family in FAMILIES:
+        for model_type in family.model_types:
+            assert model_type in raised.value.message
+
+
+def test_a_config_without_a_type_goes_by_the_name_of_the_model() -> None:
+    assert find_family({}, model_name="Qwen3-MoE-tiny").name == "Qwen3-MoE"
+    assert find_family({}, model_name="DeepSeek-V3").name == "DeepSeek V3"
+    assert find_family({"model_type": "llama"}, model_name="qwen2").name == "Llama 3"
+    with pytest.raises(NotAvailable):
+        find_family({}, model_name="other")
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFile):
+        read_config(tmp_path)
+    for text in ("{", "[1]", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(InvalidFile) as raised:
+            read_config(tmp_path)
+        assert str(tmp_path) in raised.value.message
+    (tmp_path / "config.json").write_text(json.dumps(GLM45))
+    assert read_config(tmp_path) == GLM45
