@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
-from slime.converters.settings import GgufToHfSettings, InspectSettings, VerifySettings
-from slime.types.errors import ConfigError, SlimeError
-from slime.types.settings import Parser, add_flags, build
+from slime.converters.megatron_flags import table
+from slime.converters.settings import (
+    GgufToHfSettings,
+    HfToTorchDistSettings,
+    InspectSettings,
+    ModelArgsSettings,
+    ToHfSettings,
+    TorchDistToHfSettings,
+    VerifySettings,
+)
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.settings import Parser, add_flags, build, unknown_flag
 
 USAGE = """usage: slime-convert COMMAND ...
 
 commands:
-  gguf-to-hf   a GGUF file into a Hugging Face directory
-  inspect      names, shapes and types of the tensors of a directory or file
-  verify       whether two directories or files hold the same tensors
+  hf-to-torch-dist   a Hugging Face directory into a torch_dist checkpoint of Megatron's
+  torch-dist-to-hf   and back
+  to-hf              any checkpoint of a training run into a Hugging Face directory
+  gguf-to-hf         a GGUF file into a Hugging Face directory
+  model-args         the flags of a model for Megatron, or a file of them held against the model
+  inspect            names, shapes and types of the tensors of a directory or file
+  verify             whether two directories or files hold the same tensors
 
 `slime-convert COMMAND --help` describes a command.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C."""
+def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -> int:
+    """Exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C.
+
+    training: whose flags `to-hf` accepts beside its own and Megatron's; those of the installed packages by default.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
+        "hf-to-torch-dist": _hf_to_torch_dist,
+        "torch-dist-to-hf": _torch_dist_to_hf,
+        "to-hf": partial(_to_hf, training=training),
         "gguf-to-hf": _gguf_to_hf,
+        "model-args": _model_args,
         "inspect": _inspect,
         "verify": _verify,
     }
@@ -52,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: list[str], command: str, settings: type, *positionals: str) -> tuple[Any, dict[str, Any]]:
     parser = Parser(prog=f"slime-convert {command}", description=settings.__doc__)
     for name in positionals:
-        parser.add_argument(name, metavar=name.upper(), help="Hugging Face directory or safetensors file")
+        parser.add_argument(
+            name, metavar=name.upper(), help="Hugging Face directory, safetensors file or torch_dist checkpoint"
+        )
     add_flags(parser, settings)
     given = vars(parser.parse_strict(argv))
     return build(settings, given), given
@@ -62,13 +87,115 @@ def _gguf_to_hf(argv: list[str]) -> int:
     settings, _ = _parse(argv, "gguf-to-hf", GgufToHfSettings)
     from slime.converters.gguf import convert
 
+    convert(settings.gguf, settings.output_dir, dtype=settings.dtype, progress=_progress())
+    return 0
+
+
+def _progress() -> Callable[[str], None]:
+    """Of torchrun's ranks only the first tells."""
     start = time.monotonic()
 
-    def progress(text: str) -> None:
-        print(f"[{time.monotonic() - start:5.1f} s] {text}", file=sys.stderr, flush=True)
+    def show(text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"[{time.monotonic() - start:5.1f} s] {text}", file=sys.stderr, flush=True)
 
-    convert(settings.gguf, settings.output_dir, dtype=settings.dtype, progress=progress)
+    return show
+
+
+def _parse_with_megatron(argv: list[str], command: str, settings: type) -> tuple[Any, dict[str, Any], list[str]]:
+    """(own settings, Megatron's arguments, the other words)"""
+    from slime.converters.megatron_args import parse_model_args
+
+    parser = Parser(prog=f"slime-convert {command}", description=settings.__doc__)
+    add_flags(parser, settings)
+    own, rest = parser.parse_known_args(argv)
+    given, rest = parse_model_args(rest)
+    return build(settings, vars(own)), given, rest
+
+
+def _refuse(words: list[str], settings: type, also: Iterable[str] = ()) -> None:
+    """Raises UnknownFlag or InvalidSetting unless there are none."""
+    if words:
+        parser = Parser()
+        add_flags(parser, settings)
+        known = [*parser.flag_names(), *(row.flag for row in table()), *also]
+        if words[0].startswith("--"):
+            raise unknown_flag(words[0].split("=", 1)[0], known)
+        raise InvalidSetting(f"unexpected argument {words[0]!r}", value=words[0])
+
+
+def _hf_to_torch_dist(argv: list[str]) -> int:
+    settings, given, rest = _parse_with_megatron(argv, "hf-to-torch-dist", HfToTorchDistSettings)
+    _refuse(rest, HfToTorchDistSettings)
+    if settings.model_type is not None:
+        from slime.converters.megatron_args import model_args
+        from slime.converters.model_scripts import model_config
+
+        given = model_args(model_config(settings.model_type), given)
+    from slime.converters.hf_to_torch_dist import convert
+
+    convert(
+        settings.hf_checkpoint,
+        settings.save,
+        given=given,
+        model_name=settings.model_name,
+        dtype=settings.dtype,
+        num_workers=settings.num_workers,
+        overwrite=settings.overwrite,
+        progress=_progress(),
+    )
     return 0
+
+
+def _torch_dist_to_hf(argv: list[str]) -> int:
+    settings, _ = _parse(argv, "torch-dist-to-hf", TorchDistToHfSettings)
+    from slime.converters.torch_dist_to_hf import convert
+
+    convert(settings.input_dir, settings.output_dir, **_hf_options(settings))
+    return 0
+
+
+def _to_hf(argv: list[str], training: Parser | None) -> int:
+    settings, given, rest = _parse_with_megatron(argv, "to-hf", ToHfSettings)
+    known: list[str] = []
+    for parser in [training] if training is not None else _training_parsers():
+        _, rest = parser.parse_known_args(rest)
+        known += parser.flag_names()
+    _refuse(rest, ToHfSettings, known)
+    from slime.converters.to_hf import convert
+
+    convert(
+        settings.load, settings.output_dir, given=given, fallback_hf_dir=settings.hf_checkpoint, **_hf_options(settings)
+    )
+    return 0
+
+
+def _training_parsers() -> Iterator[Parser]:
+    """Of the packages that declare flags of training, so that its command line can be kept as it is."""
+    for entry in entry_points(group="slime.training_flags"):
+        yield entry.load()()
+
+
+def _hf_options(settings: Any) -> dict[str, Any]:
+    from slime.converters.hf_writer import parse_size
+
+    return dict(
+        origin_hf_dir=settings.origin_hf_dir,
+        model_name=settings.model_name,
+        vocab_size=settings.vocab_size,
+        dtype=settings.dtype,
+        max_shard_bytes=None if settings.max_shard_size is None else parse_size(settings.max_shard_size),
+        num_workers=settings.num_workers,
+        overwrite=settings.overwrite,
+        progress=_progress(),
+    )
+
+
+def _model_args(argv: list[str]) -> int:
+    settings, _ = _parse(argv, "model-args", ModelArgsSettings)
+    from slime.converters.model_scripts import run
+
+    return run(settings)
 
 
 def _inspect(argv: list[str]) -> int:
@@ -82,8 +209,8 @@ def _inspect(argv: list[str]) -> int:
 
 def _verify(argv: list[str]) -> int:
     settings, given = _parse(argv, "verify", VerifySettings, "a", "b")
-    from slime.converters.safetensors_dir import SafetensorsDir
     from slime.converters.verify import compare
+    from slime.converters.weights import open_two
 
     count = 0
     for difference in compare(given["a"], given["b"], atol=settings.atol):
@@ -96,7 +223,7 @@ def _verify(argv: list[str]) -> int:
             + (f", the first {settings.max_shown} shown" if count > settings.max_shown else "")
         )
         return 1
-    print(f"equal: {len(SafetensorsDir(given['a']).tensors)} tensors")
+    print(f"equal: {len(open_two(given['a'], given['b'])[0].tensors)} tensors")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a weight directory holds, from headers alone."""
+"""What a directory of weights or a checkpoint holds, from headers alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from slime.converters.safetensors_dir import SafetensorsDir
+from slime.converters.weights import open_weights
 
 
 def summarize(path: str | Path, *, containing: str = "") -> dict[str, Any]:
@@ -15,7 +15,7 @@ def summarize(path: str | Path, *, containing: str = "") -> dict[str, Any]:
     tensors: [{name, dtype, shape, num_bytes, file}] of those whose name has `containing` in it; the totals are theirs:
     num_tensors, num_parameters, num_bytes, num_files, parameters_by_dtype.
     """
-    weights = SafetensorsDir(path)
+    weights = open_weights(path)
     tensors = [tensor for name, tensor in weights.tensors.items() if containing in name]
     by_dtype: Counter[str] = Counter()
     for tensor in tensors:

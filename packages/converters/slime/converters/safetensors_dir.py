@@ -32,13 +32,14 @@ BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header tells of a tensor. dtype: as safetensors spells it (`BF16`); num_bytes: in the file."""
+    """What a header tells of a tensor. dtype: as safetensors spells it (`BF16`); num_bytes: in `file`, at `offset`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
+    offset: int
 
     @property
     def num_elements(self) -> int:
@@ -65,7 +66,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise _invalid(path, "not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
     try:
-        tensors = [_tensor_info(path, name, entry) for name, entry in header.items()]
+        tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (KeyError, TypeError, ValueError, IndexError):
         raise _invalid(path, "a header entry without dtype, shape and offsets") from None
@@ -75,9 +76,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _tensor_info(path: Path, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], start: int) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    tensor = TensorInfo(name, entry["dtype"], tuple(int(size) for size in entry["shape"]), end - begin, path)
+    tensor = TensorInfo(
+        name, entry["dtype"], tuple(int(size) for size in entry["shape"]), end - begin, path, start + begin
+    )
     bits = BITS.get(tensor.dtype)
     if bits is not None and tensor.num_elements * bits != tensor.num_bytes * 8:
         raise _invalid(path, f"{name}: {tensor.num_bytes} bytes do not hold {tensor.dtype} {list(tensor.shape)}")

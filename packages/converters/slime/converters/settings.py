@@ -19,8 +19,62 @@ class GgufToHfSettings:
 
 
 @dataclass(kw_only=True)
+class HfToTorchDistSettings:
+    """A Hugging Face directory into a torch_dist checkpoint of Megatron's.
+
+    Takes MODEL_ARGS and parallel sizes too, Megatron's own flags, and holds them against the config.
+    """
+
+    hf_checkpoint: str = setting(REQUIRED, "the Hugging Face directory", metavar="DIR")
+    save: str = setting(REQUIRED, "directory to write; one that was made of the same files is kept", metavar="DIR")
+    model_type: str | None = setting(None, "known model whose flags are held against the config", metavar="NAME")
+    model_name: str | None = setting(
+        None, "family of the model, where config.json names an unknown one", metavar="NAME"
+    )
+    dtype: str | None = setting(None, "type of the weights written (default: the source's)", choices=DTYPES)
+    num_workers: int = setting(1, "processes that share the work, on each rank of torchrun", minimum=1)
+    overwrite: bool = setting(False, "replace another conversion in the directory")
+
+
+@dataclass(kw_only=True)
+class _HfOutputSettings:
+    output_dir: str = setting(
+        REQUIRED, "directory to write; one that was made of the same files is kept", metavar="DIR"
+    )
+    origin_hf_dir: str | None = setting(
+        None, "where config and tokenizer come from (default: the checkpoint)", metavar="DIR"
+    )
+    model_name: str | None = setting(
+        None, "family of the model, where config.json names an unknown one", metavar="NAME"
+    )
+    vocab_size: int | None = setting(None, "rows of the embedding (default: the config's)", minimum=1)
+    dtype: str | None = setting(None, "type of the weights written (default: the checkpoint's)", choices=DTYPES)
+    max_shard_size: str | None = setting(None, "of a file, as in 5GB (default: files as in the source)", metavar="SIZE")
+    num_workers: int = setting(1, "processes that share the work, on each rank of torchrun", minimum=1)
+    overwrite: bool = setting(False, "replace another conversion in the directory")
+
+
+@dataclass(kw_only=True)
+class TorchDistToHfSettings(_HfOutputSettings):
+    """A torch_dist checkpoint into a Hugging Face directory."""
+
+    input_dir: str = setting(REQUIRED, "the checkpoint, or the directory of its iteration", metavar="DIR")
+
+
+@dataclass(kw_only=True)
+class ToHfSettings(_HfOutputSettings):
+    """Any checkpoint of a training run into a Hugging Face directory.
+
+    Takes the flags of training too, Megatron's among them: those of the model are held against its config.
+    """
+
+    load: str = setting(REQUIRED, "a checkpoint, or a directory of them: the newest is taken", metavar="DIR")
+    hf_checkpoint: str | None = setting(None, "as --origin-hf-dir, for a checkpoint that has no config", metavar="DIR")
+
+
+@dataclass(kw_only=True)
 class InspectSettings:
-    """Names, shapes and types of the tensors of a directory or file."""
+    """Names, shapes and types of the tensors of a directory or file: Hugging Face's or torch_dist."""
 
     containing: str = setting("", "only tensors whose name contains this", metavar="TEXT")
     json: bool = setting(False, "print JSON")
@@ -28,7 +82,17 @@ class InspectSettings:
 
 @dataclass(kw_only=True)
 class VerifySettings:
-    """Whether two directories or files hold the same tensors."""
+    """Whether two directories or files hold the same tensors, Hugging Face's or torch_dist."""
 
     atol: float = setting(0.0, "largest difference that counts as equal; 0 compares bits and dtypes", minimum=0)
     max_shown: int = setting(10, "differing tensors to name", minimum=1)
+
+
+@dataclass(kw_only=True)
+class ModelArgsSettings:
+    """MODEL_ARGS of a model: made from its config.json, or an existing file held against it."""
+
+    hf_checkpoint: str | None = setting(None, "Hugging Face directory whose config.json says it", metavar="DIR")
+    model_type: str | None = setting(None, "known model in its place: qwen3-4B, glm4-9B, ...", metavar="NAME")
+    check: str | None = setting(None, "shell file whose MODEL_ARGS are held against the model", metavar="FILE.sh")
+    output: str | None = setting(None, "file to write (default: standard output)", metavar="FILE.sh")

@@ -1,35 +1,91 @@
-"""Where the checkpoints of a run lie: `DIR/step_000004` holds the policy after step 4."""
+"""Where the checkpoints of a run lie.
+
+`DIR/step_000004` holds the policy after step 4; with the Megatron backend `DIR/iter_0000004`, and the file
+`DIR/latest_checkpointed_iteration.txt` names the newest, as Megatron-LM has it.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from slime.types.errors import MissingFile
 
 STATE_FILE = "trainer.json"  # the trainer writes it into every checkpoint; a directory appears complete or not at all
-NAME = re.compile(r"step_(\d+)$")
+NAME = re.compile(r"(?:step|iter)_(\d+)")
+# Of weights without a run around them, which training can begin with: a Hugging Face model, a converted torch_dist one.
+MODEL_FILES = ("config.json", ".metadata", "latest_checkpointed_iteration.txt")
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:06d}"
+def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
+    return directory / (f"iter_{step:07d}" if backend == "megatron" else f"step_{step:06d}")
 
 
-def find_checkpoint(path: str) -> str:
-    """`path` where it is a checkpoint, or the newest one in it. Raises MissingFile naming --load."""
+def steps(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in a directory, by step in ascending order."""
+    if not directory.is_dir():
+        return {}
+    named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    found = {int(match[1]): path for match, path in named if match and (path / STATE_FILE).is_file()}
+    return dict(sorted(found.items()))
+
+
+def has_checkpoint(path: str) -> bool:
+    """Whether a run's checkpoint is at `path` or in it."""
+    return (Path(path) / STATE_FILE).is_file() or bool(steps(Path(path)))
+
+
+def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None) -> str:
+    """`path` where it is a checkpoint or a model, or the newest checkpoint in it, or the one of `step`.
+
+    Raises MissingFile naming `flag`.
+    """
     given = Path(path)
+    if step is not None:
+        return _of_step(given, flag, step)
     if (given / STATE_FILE).is_file():
         return path
-    found = (
-        [p for p in given.glob("step_*") if NAME.search(p.name) and (p / STATE_FILE).is_file()]
-        if given.is_dir()
-        else []
+    found = steps(given)
+    if found:
+        return str(found[max(found)])
+    if any((given / name).is_file() for name in MODEL_FILES):
+        return path
+    raise MissingFile(
+        f"{flag}: no checkpoint in {path}",
+        field=flag,
+        value=path,
+        expected=f"a directory with {STATE_FILE}, step_NNNNNN or iter_NNNNNNN, or a model",
     )
+
+
+def _of_step(directory: Path, flag: str, step: int) -> str:
+    names = [checkpoint_path(directory, step, backend) for backend in ("megatron", "fsdp")]
+    found = [path for path in names if (path / STATE_FILE).is_file() or (path / ".metadata").is_file()]
     if not found:
+        there = ", ".join(map(str, steps(directory))) or "none"
         raise MissingFile(
-            f"--load: no checkpoint in {path}",
-            field="--load",
-            value=path,
-            expected=f"a directory with {STATE_FILE} or step_NNNNNN",
+            f"{flag}: no checkpoint of step {step} in {directory}; steps there: {there}",
+            field=flag,
+            value=step,
+            expected=there,
         )
-    return str(max(found, key=lambda p: int(p.name.removeprefix("step_"))))
+    return str(found[0])
+
+
+def prune(directory: Path, *, keep: int | None, retain_interval: int | None) -> list[Path]:
+    """Deletes complete checkpoints but the last `keep` and every `retain_interval`-th; returns what it deleted.
+
+    Both None: keeps all. keep None: only the newest, beside those of the interval.
+    """
+    if keep is None and retain_interval is None:
+        return []
+    found = steps(directory)
+    old = list(found)[: -(keep or 1)]
+    gone = [found[step] for step in old if retain_interval is None or (step + 1) % retain_interval]
+    for path in gone:
+        # Out of sight at once: a kill on the way must not leave half of one under its name.
+        hidden = path.with_name(f".deleting-{path.name}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    return gone

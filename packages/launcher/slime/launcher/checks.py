@@ -34,9 +34,19 @@ PLUGINS: dict[str, tuple[str, ...]] = {
     "custom_pg_loss_reducer_function_path": (
         "total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss",
     ),
+    "custom_megatron_init_path": ("args",),
+    "custom_megatron_before_log_prob_hook_path": ("args", "model", "store_prefix"),
+    "custom_megatron_before_train_step_hook_path": (
+        "args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler",
+    ),
 }  # fmt: skip
 # Called by keyword, or in one of two shapes: loaded here, held to their contract by the package that calls them.
-LOADED_ONLY = ("custom_generate_function_path", "custom_tis_function_path", "buffer_filter_path")
+LOADED_ONLY = (
+    "custom_generate_function_path",
+    "custom_tis_function_path",
+    "buffer_filter_path",
+    "custom_model_provider_path",
+)
 
 
 def check_run(args: Mapping[str, Any]) -> None:
@@ -54,9 +64,12 @@ def check_run(args: Mapping[str, Any]) -> None:
             _needs(name, args[name], "--eval-prompt-data")
     if args["num_rollout"] == 0 and not args["eval_prompt_data"]:
         _needs("num_rollout", 0, "--eval-prompt-data: there is nothing to do")
-    for name in ("save", "save_hf"):
+    for name in ("save", "save_hf", "save_keep", "save_retain_interval", "async_save"):
         if args[name] and args["save_interval"] is None:
             _needs(name, args[name], "--save-interval")
+    for name, other in (("ckpt_step", "load"), ("ref_ckpt_step", "ref_load")):
+        if args[name] is not None and args[other] is None:
+            _needs(name, args[name], "--" + other.replace("_", "-"))
     _check_template("--save-hf", args["save_hf"])
     for name, value in args["train_env_vars"].items():
         if not isinstance(value, str):

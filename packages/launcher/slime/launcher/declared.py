@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
+from slime.converters.megatron_flags import MegatronSettings
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.settings import RolloutSettings
 from slime.trainer.settings import TrainerSettings
-from slime.types.settings import Parser, add_flags
+from slime.types.settings import Parser, add_flags, flag_names
 
 SETTINGS: dict[str, type] = {
     "launcher": LauncherSettings,
     "buffer": BufferSettings,
     "rollout": RolloutSettings,
     "trainer": TrainerSettings,
+    "megatron": MegatronSettings,
 }
 
 # The launcher gives these to the services itself, from the addresses that it gets when it starts them.
@@ -46,10 +48,12 @@ class Flag:
     @property
     def spelling(self) -> str:
         """The flag as it is typed: `--NAME`, or the one that turns off what is on by default."""
-        name = self.name.replace("_", "-")
-        if self.default is True:
-            return "--" + (self.field.metadata["off_flag"] or f"no-{name}")
-        return f"--{name}"
+        return flag_names(self.field)[0]
+
+    @property
+    def turns_off(self) -> bool:
+        """Whether giving the flag sets False."""
+        return self.default is True or self.field.metadata["switch"] is False
 
     def rule(self) -> dict[str, Any]:
         """What packages that share the setting must agree on (the default, unless one leaves it at None)."""
@@ -79,8 +83,21 @@ def declared() -> dict[str, Flag]:
     return flags
 
 
+class _MegatronHelp(argparse.Action):
+    """`--help-megatron`: the flags that `--help` leaves out."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=options["help"])
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        own = Parser(prog="slime train", usage="slime train --train-backend megatron ... [Megatron's flags]")
+        add_flags(own, MegatronSettings, show_hidden=True)
+        own.print_help()
+        parser.exit()
+
+
 def build_parser(flags: dict[str, Flag]) -> Parser:
-    """A parser with one group for each package and one for what several share."""
+    """A parser with one group for each package and one for what several share; Megatron's flags are not described."""
     parser = Parser(
         prog="slime train",
         description="Train a language model by reinforcement learning: prompts in, weights out.",
@@ -93,6 +110,11 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
         default=argparse.SUPPRESS,
         help="flat YAML file of these settings; flags win over it",
     )
+    parser.add_argument(
+        "--help-megatron",
+        action=_MegatronHelp,
+        help="show Megatron's own flags, for --train-backend megatron, and exit",
+    )
     titles = {package: (cls.__doc__ or package).splitlines()[0].rstrip(".") for package, cls in SETTINGS.items()}
     groups: dict[str, list[Flag]] = {"Shared by several packages": [f for f in flags.values() if len(f.packages) > 1]}
     for package, title in titles.items():
@@ -101,6 +123,11 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
         if members:
             add_flags(parser, _as_settings(title, members))
     return parser
+
+
+def training_parser() -> Parser:
+    """Of every flag of a run, for a tool that is given a training command line (entry point `slime.training_flags`)."""
+    return build_parser(declared())
 
 
 def type_name(hint: Any) -> str:

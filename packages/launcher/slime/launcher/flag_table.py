@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from slime.converters.megatron_flags import Row, committed, why_refused
 from slime.launcher.declared import Flag, declared, type_name
-from slime.launcher.megatron_flags import is_megatron_flag
+from slime.types.settings import flag_names
 
 # Reason -> names. A name that a package declares as a setting is available, whatever stands here.
 PLANNED: dict[str, str] = {
@@ -25,11 +26,14 @@ PLANNED: dict[str, str] = {
         custom-config-path seed""",
     "moving idle weights off the GPU": "offload offload-train offload-rollout release-train",
     "process groups of the trainer": "distributed-backend distributed-timeout-minutes",
-    "training in the Megatron backend": """padded-vocab-size model-name megatron-config-path ref-ckpt-step async-save
-        no-save-optim custom-model-provider-path custom-megatron-init-path custom-megatron-before-log-prob-hook-path
-        custom-megatron-before-train-step-hook-path megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
-        megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules qwen-gdn-backend allgather-cp
-        data-pad-size-multiplier use-stateless-adam""",
+    "training in the Megatron backend": """padded-vocab-size model-name ref-ckpt-step async-save no-save-optim
+        custom-model-provider-path custom-megatron-init-path custom-megatron-before-log-prob-hook-path
+        custom-megatron-before-train-step-hook-path""",
+    "actor and critic with flags of their own": "megatron-config-path",
+    "training in 8 bits": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+        megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
+    "attention that no family of models here has": "qwen-gdn-backend allgather-cp",
+    "padding and optimizer variants": "data-pad-size-multiplier use-stateless-adam",
     "multi-token-prediction layers": "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
     "replaying the routing of a mixture of experts": "use-routing-replay use-rollout-routing-replay",
     "training only some of the parameters": "only-train-params-name-list freeze-params-name-list freeze-indexer",
@@ -86,7 +90,6 @@ RENAMED = {"tis-threshold": "tis-clip"}
 
 SGLANG = "a setting of SGLang; this version generates with the embedded engine"
 ROUTER = "a setting of SGLang's router; this version sends to its own engines directly"
-MEGATRON = "a setting of Megatron; this version trains with the fsdp backend"
 
 KNOWN: dict[str, str] = {name: reason for reason, names in PLANNED.items() for name in names.split()}
 
@@ -102,7 +105,7 @@ def why_not(name: str) -> str | None:
         return SGLANG
     if name.startswith("router-"):
         return ROUTER
-    return MEGATRON if is_megatron_flag(name) else None
+    return why_refused(f"--{name}")
 
 
 def page() -> str:
@@ -117,6 +120,8 @@ def page() -> str:
     titles = {"shared": "Shared by several packages"}
     groups: dict[str, list[Flag]] = {}
     for flag in flags.values():
+        if not flag.field.metadata["flag"]:
+            continue
         groups.setdefault("shared" if len(flag.packages) > 1 else flag.packages[0], []).append(flag)
     for group in ("shared", "launcher", "buffer", "rollout", "trainer"):
         lines += ["", f"## {titles.get(group, f'`slime-{group}`')}", ""]
@@ -127,12 +132,13 @@ def page() -> str:
                 _range(flag.field.metadata), "available", flag.field.metadata["help"],
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += _megatron()
     available = available_names(flags)
     lines += [
         "",
         "## Known, not available yet",
         "",
-        "Giving one of these is an error that says so. So is any other `--sglang-*`, `--router-*` or flag of Megatron.",
+        "Giving one of these is an error that says so. So is any other `--sglang-*` or `--router-*`.",
         "",
         "| reason | flags |",
         "|---|---|",
@@ -144,14 +150,52 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _megatron() -> list[str]:
+    """The section of Megatron's flags, as those of Megatron-LM v0.16."""
+    rows = [row for row in committed() if row.taken]
+    lines = [
+        "", "## Megatron", "",
+        "Megatron's own flags, under their own names, for `--train-backend megatron`; `slime train --help-megatron`",
+        "prints them. Where Megatron-LM is on the path, names and defaults are those of its parser. What describes the",
+        "model comes from `--hf-checkpoint`, and a flag that says something else is an error.", "",
+        "| flag | type | default | sets | meaning |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in sorted(rows, key=lambda row: row.flag):
+        names = ", ".join(f"`{flag}`" for flag in row.flags)
+        default = "" if row.default is None or row.kind in ("on", "off") else f"`{row.default}`"
+        cells = (names, _megatron_type(row), default, ", ".join(row.sets), _megatron_meaning(row))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "Refused:", "", "| reason | flags |", "|---|---|"]
+    refused: dict[str, list[str]] = {}
+    for row in committed():
+        if row.status == "refused":
+            refused.setdefault(row.note, []).extend(row.flags)
+    lines += [f"| {why} | {' '.join(f'`{name}`' for name in sorted(names))} |" for why, names in refused.items()]
+    return lines
+
+
+def _megatron_type(row: Row) -> str:
+    if row.choices:
+        return ", ".join(row.choices)
+    return {"on": "switch", "off": "switch"}.get(row.kind, row.kind.replace("*", " ..."))
+
+
+def _megatron_meaning(row: Row) -> str:
+    if row.status == "same":
+        only = "" if row.kind in ("on", "off") else f"only {' '.join(map(str, row.accepts))}: "
+        return f"{row.help} ({only}{row.note})"
+    return f"{row.help} ({row.note})" if row.note else row.help
+
+
 def available_names(flags: dict[str, Flag]) -> set[str]:
     """Flag names without dashes in front: fields, aliases and the names that turn something off."""
-    names = set()
+    names: set[str] = set()
     for flag in flags.values():
-        names.add(flag.spelling[2:])
-        if flag.default is None and type_name(flag.hint) == "bool":
+        if not flag.field.metadata["flag"]:
+            continue
+        names.update(name[2:] for name in flag_names(flag.field))
+        if flag.default is None and type_name(flag.hint) == "bool" and flag.field.metadata["switch"] is None:
             names.add("no-" + flag.name.replace("_", "-"))
-        names.update(flag.field.metadata["aliases"])
     return names
 
 

@@ -14,28 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
-from slime.launcher.checkpoints import find_checkpoint
+from slime.converters.megatron_flags import defaults, given
+from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
 from slime.launcher.checks import check_files, check_plugins, check_run
 from slime.launcher.declared import SETTINGS, Flag, build_parser, declared
 from slime.launcher.flag_table import RENAMED, why_not
+from slime.launcher.megatron import check_megatron, check_model, ranks_needed
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.settings import RolloutSettings
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
-from slime.types.settings import build, read_config, unknown_flag
+from slime.types.settings import build, flag_names, read_config, unknown_flag
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """What a run was told.
 
-    flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins.
+    megatron: Megatron's flags, a MegatronSettings.
+    flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
+        that were not given have Megatron's defaults.
     """
 
     launcher: LauncherSettings
     buffer: BufferSettings
     rollout: RolloutSettings
     trainer: TrainerSettings
+    megatron: Any
     flat: dict[str, Any]
 
     @property
@@ -81,25 +86,38 @@ def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
     flags = declared()
     parser = build_parser(flags)
     _refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], parser.flag_names())
-    given = vars(parser.parse_strict(argv))
+    typed = vars(parser.parse_strict(argv))
 
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    if "config" in given:
-        values, _ = _from_file(given.pop("config"), flags, parser.flag_names(), keep_unknown=False)
-    values.update(given)
+    if "config" in typed:
+        values, _ = _from_file(typed.pop("config"), flags, parser.flag_names(), keep_unknown=False)
+    values.update(typed)
     if values.get("custom_config_path"):
         custom, extra = _from_file(values["custom_config_path"], flags, parser.flag_names(), keep_unknown=True)
         values.update(custom)
 
-    if check and isinstance(values.get("load"), str):
-        values["load"] = find_checkpoint(values["load"])
+    if check:
+        _find_weights(values)
     config = _assemble(flags, values, extra)
     check_run(config.flat)
+    check_megatron(config.launcher, given(config.megatron))
     if check:
         check_files(config.flat, config.buffer.evaluation_sets())
+        check_model(config.launcher, config.trainer, given(config.megatron))
         check_plugins(config.flat)
     return config
+
+
+def _find_weights(values: dict[str, Any]) -> None:
+    """Replaces directories of checkpoints by the checkpoint to take. Raises MissingFile naming the flag."""
+    load, initial = values.get("load"), values.get("initial_megatron_checkpoint")
+    if isinstance(initial, str) and not (isinstance(load, str) and has_checkpoint(load)):
+        values["load"] = find_checkpoint(initial, flag="--initial-megatron-checkpoint")
+    elif isinstance(load, str):
+        values["load"] = find_checkpoint(load, step=values.get("ckpt_step"))
+    if isinstance(values.get("ref_load"), str) and values.get("ref_ckpt_step") is not None:
+        values["ref_load"] = find_checkpoint(values["ref_load"], flag="--ref-load", step=values["ref_ckpt_step"])
 
 
 def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any]) -> RunConfig:
@@ -108,10 +126,13 @@ def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str
         if len(flag.packages) > 1 and flag.default is not dataclasses.MISSING:
             values.setdefault(flag.name, flag.default)
     _name_run(values)
+    if values.get("actor_num_gpus_per_node") is None:
+        values["actor_num_gpus_per_node"] = ranks_needed(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})
+    flat.update(defaults() | given(parts["megatron"]))
     return RunConfig(**parts, flat=flat)
 
 
@@ -158,7 +179,7 @@ def _from_file(
             else:
                 _refuse_names([name], available)
                 raise unknown_flag(f"--{name}", available)
-        elif key == flag.name or key in flag.field.metadata["aliases"]:
+        elif key == flag.name or not flag.turns_off:
             values[flag.name] = value
         elif not isinstance(value, bool):
             raise InvalidSetting(f"{path}: {key}: got {value!r}, expected true or false", field=key, value=value)
@@ -168,5 +189,4 @@ def _from_file(
 
 
 def _keys(flag: Flag) -> list[str]:
-    names = [flag.name, flag.spelling[2:], *flag.field.metadata["aliases"]]
-    return [name.replace("-", "_") for name in names]
+    return [flag.name, *(name[2:].replace("-", "_") for name in flag_names(flag.field))]

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from slime.launcher.checkpoints import checkpoint_path
+from slime.converters.megatron_flags import given
+from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
 from slime.launcher.placement import Placement
 from slime.launcher.supervise import Supervisor, uninterrupted
@@ -74,6 +75,7 @@ class Services:
             buffer_address=buffer_address,
             rollout_address=rollout_address,
             extra_args=config.flat,
+            megatron=given(config.megatron),
         )
         addresses = supervisor.start_all(
             trainers, "slime.trainer.service", config.trainer, rpc, world_size=len(trainers), **wiring
@@ -134,14 +136,17 @@ class Services:
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
 
+        Then deletes older ones, where --save-keep or --save-retain-interval say so.
+
         save_hf: also writes the policy there as a Hugging Face directory; `{rollout_id}` in it is replaced.
         """
         self.progress("saving", 0, 0)
         started = time.perf_counter()
-        target = str(checkpoint_path(path, step))
+        target = str(checkpoint_path(path, step, self._settings.train_backend))
         self._on_every_rank(
             lambda trainer: trainer.save_checkpoint(step, target, timeout=self._settings.save_timeout_seconds)
         )
+        prune(path, keep=self._settings.save_keep, retain_interval=self._settings.save_retain_interval)
         if save_hf is not None:
             self.export(Path(save_hf.format(rollout_id=step)))
         return {"perf/save_time": time.perf_counter() - started}

@@ -27,14 +27,32 @@ class LauncherSettings:
     save: str | None = setting(
         None, "directory for checkpoints (default: checkpoints below --output-dir)", metavar="DIR"
     )
+    save_keep: int | None = setting(None, "keep the last N checkpoints and delete older ones (default: all)", minimum=1)
+    save_retain_interval: int | None = setting(
+        None, "of older checkpoints keep every N-th rollout's, and delete the others (default: all)", minimum=1
+    )
     save_hf: str | None = setting(
         None, "also export Hugging Face weights at each checkpoint; {rollout_id} in the path is replaced", metavar="DIR"
+    )
+
+    ckpt_step: int | None = setting(
+        None, "rollout whose checkpoint --load takes (default: the newest in the directory)", minimum=0
+    )
+    ref_ckpt_step: int | None = setting(None, "the same of --ref-load", minimum=0)
+    initial_megatron_checkpoint: str | None = setting(
+        None, "torch_dist directory of the weights to begin with, where --load has no checkpoint yet", metavar="DIR"
+    )
+    model_type: str | None = setting(
+        None, "known model (qwen3-4B, ...) that --hf-checkpoint is held against, as scripts/models/NAME.sh has it"
     )
 
     train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
     actor_num_nodes: int = setting(1, "nodes that the trainer runs on; 1 for now", minimum=1)
     actor_num_gpus_per_node: int = setting(
-        1, "trainer ranks on a node: one GPU each, or one CPU process each where there is no GPU", minimum=1
+        None,
+        "trainer ranks on a node: one GPU each, or one CPU process each where there is no GPU (default: as many as "
+        "Megatron's parallel sizes need, else 1)",
+        minimum=1,
     )
     rollout_num_gpus: int | None = setting(
         None, "GPUs for generation (default: one; with --colocate the trainer's)", minimum=1

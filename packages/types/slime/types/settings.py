@@ -41,6 +41,10 @@ def setting(
     off_flag: str | None = None,
     parse: Callable[[str], Any] | None = None,
     append: bool = False,
+    flags: Sequence[str] = (),
+    switch: bool | None = None,
+    hidden: bool = False,
+    flag: bool = True,
 ) -> Any:
     """A dataclass field with what a flag needs.
 
@@ -49,10 +53,15 @@ def setting(
     aliases: other flag names (with dashes, without the leading `--`).
     parse: text to value, where the annotation is not enough (JSON objects).
     append: the flag may be repeated, each time with one value; with several where the annotation is a list of lists.
+    flags: the names of the flag, where they are not the field's (with dashes, without the leading `--`).
+    switch: of a `bool | None`: the flag takes no value and sets this one.
+    hidden: the flag is left out of `--help`.
+    flag: False for a setting without one: a family of flags fills it, or a `--config` file.
     """
     metadata = dict(
         help=help, choices=tuple(choices) if choices else None, minimum=minimum, above=above, maximum=maximum,
         metavar=metavar, aliases=tuple(aliases), off_flag=off_flag, parse=parse, append=append,
+        flags=tuple(flags), switch=switch, hidden=hidden, flag=flag,
     )  # fmt: skip
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
@@ -97,41 +106,58 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` may have been meant to be."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+
+
 def unknown_flag(name: str, known: Iterable[str]) -> UnknownFlag:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else "; see --help"
-    return UnknownFlag(f"unknown flag {name}{hint}", field=name, expected=near[0] if near else "")
+    near = nearest(name, known)
+    hint = f"; did you mean {near}?" if near else "; see --help"
+    return UnknownFlag(f"unknown flag {name}{hint}", field=name, expected=near or "")
 
 
-def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
+def flag_names(field: dataclasses.Field[Any]) -> list[str]:
+    """The flags of a setting, its own name first; for a switch that is on by default, the name that turns it off."""
+    meta = field.metadata
+    name = field.name.replace("_", "-")
+    if _default(field) is True:
+        return ["--" + (meta["off_flag"] or f"no-{name}")]
+    return ["--" + flag for flag in (*(meta["flags"] or (name,)), *meta["aliases"])]
+
+
+def add_flags(parser: argparse.ArgumentParser, *settings: type, show_hidden: bool = False) -> None:
     """Adds a flag for every field; what is not given stays out of the namespace, so that a file's value can show.
 
     Classes that share a field share its flag, declared by the first of them.
+    show_hidden: describe also the settings that `--help` leaves out.
     """
     for cls in settings:
         group = parser.add_argument_group((cls.__doc__ or cls.__name__).splitlines()[0].rstrip("."))
         hints = typing.get_type_hints(cls)
         declared = {action.dest for action in parser._actions}
         for field in dataclasses.fields(cls):
-            if field.name not in declared:
-                _add_flag(group, field, hints[field.name])
+            if field.name not in declared and field.metadata["flag"]:
+                _add_flag(group, field, hints[field.name], show_hidden)
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden: bool) -> None:
     meta = field.metadata
-    flag = "--" + field.name.replace("_", "-")
-    names = [flag, *("--" + alias for alias in meta["aliases"])]
+    names = flag_names(field)
     default = _default(field)
     text = meta["help"].replace("%", "%%") + (" (required)" if default is REQUIRED else f" (default: {default})")
+    text = text.replace("(default: None)", "").strip()
     common: dict[str, Any] = dict(
-        dest=field.name, default=argparse.SUPPRESS, help=text.replace("(default: None)", "").strip()
+        dest=field.name,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS if meta["hidden"] and not show_hidden else text,
     )
     base, many = _value_type(hint)
     if base is bool:
         if default is True:
-            group.add_argument(
-                "--" + (meta["off_flag"] or "no-" + field.name.replace("_", "-")), action="store_false", **common
-            )
+            group.add_argument(*names, action="store_false", **common)
+        elif meta["switch"] is not None:
+            group.add_argument(*names, action="store_const", const=meta["switch"], **common)
         elif default is None:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         else:
@@ -153,7 +179,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return parse(text)
         except ValueError as error:
-            kind = {int: "an integer", float: "a number"}.get(parse, str(error))  # type: ignore[call-overload]
+            kind = {int: "an integer", float: "a number"}.get(parse, str(error).removeprefix("expected "))  # type: ignore[call-overload]
             raise argparse.ArgumentTypeError(f"got {text!r}, expected {kind}") from None
 
     return convert
@@ -208,7 +234,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
         if field.name in values:
             chosen[field.name] = check(field, hints[field.name], values[field.name])
         elif _default(field) is REQUIRED:
-            flag = "--" + field.name.replace("_", "-")
+            flag = flag_names(field)[0]
             raise InvalidSetting(f"{flag} is required: {field.metadata['help']}", field=flag)
     return cls(**chosen)
 
@@ -216,7 +242,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
 def check(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     """`value` as the type of the field, within its bounds."""
     meta = field.metadata
-    flag = "--" + field.name.replace("_", "-")
+    flag = "--" + (meta["flags"] or (field.name.replace("_", "-"),))[0]
     if value is None:
         if type(None) in typing.get_args(hint):
             return None
@@ -269,29 +295,67 @@ def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
             )
 
 
-def parse(argv: Sequence[str] | None, *settings: type, prog: str, description: str) -> tuple[Any, ...]:
+class FlagFamily(typing.Protocol):
+    """Flags that another program defines, `--PREFIX-NAME`, as one setting that holds their values by name."""
+
+    setting: str
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the flags that `parser` does not have already; they fill the dictionary `setting` of the namespace."""
+        ...
+
+    def read_key(self, key: str, value: Any) -> dict[str, Any] | None:
+        """What a key of a `--config` file puts into `setting`; None for a key of no member of the family."""
+        ...
+
+
+def parse(
+    argv: Sequence[str] | None, *settings: type, prog: str, description: str, families: Sequence[FlagFamily] = ()
+) -> tuple[Any, ...]:
     """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`."""
     parser = Parser(prog=prog, description=description)
     parser.add_argument(
         "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it"
     )
     add_flags(parser, *settings)
+    for family in families:
+        family.add_flags(parser)
     given = vars(parser.parse_strict(argv))
-    values = {}
+    values: dict[str, Any] = {}
     if "config" in given:
         known = _keys(settings)
         for key, value in read_config(given.pop("config")).items():
-            if key not in known:
+            if key in known:
+                merge(values, known[key], value, families)
+                continue
+            for family in families:
+                found = family.read_key(key, value)
+                if found is not None:
+                    merge(values, family.setting, found, families)
+                    break
+            else:
                 raise unknown_flag("--" + key.replace("_", "-"), ["--" + k.replace("_", "-") for k in known])
-            values[known[key]] = value
-    values.update(given)
+    for name, value in given.items():
+        merge(values, name, value, families)
     return tuple(build(cls, values) for cls in settings)
+
+
+def merge(values: dict[str, Any], name: str, value: Any, families: Sequence[FlagFamily]) -> None:
+    """Sets `values[name]`; of a family's setting only the entries that `value` has."""
+    known = values.get(name)
+    if isinstance(known, dict) and isinstance(value, Mapping) and any(family.setting == name for family in families):
+        value = known | dict(value)
+    values[name] = value
 
 
 def _keys(settings: Iterable[type]) -> dict[str, str]:
     """The field that each key of a `--config` file sets: its own name, or an alias of its flag."""
     fields = [f for cls in settings for f in dataclasses.fields(cls)]
-    aliases = {alias.replace("-", "_"): f.name for f in fields for alias in f.metadata["aliases"]}
+    aliases = {
+        alias.replace("-", "_"): f.name
+        for f in fields
+        for alias in (*f.metadata["aliases"], *(f.metadata["flags"] if f.metadata["switch"] is not False else ()))
+    }
     return aliases | {f.name: f.name for f in fields}
 
 

@@ -1,0 +1,186 @@
+"""What becomes of Megatron-LM's flags here: those made of megatron-core's dataclasses, and those that are refused.
+
+`generate` joins this with the fields of the dataclasses and with `by_hand.tsv`, the flags that Megatron-LM adds to
+them, into `flags.tsv`. The names are those of Megatron-LM core_v0.16.
+"""
+
+from __future__ import annotations
+
+# Fields of TransformerConfig and MLATransformerConfig that no flag sets under their own name: callables, what Megatron
+# derives, and what has a row in by_hand.tsv.
+NOT_FLAGS = frozenset(
+    """
+    timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+    _cpu_offloading_context init_method output_layer_init_method embedding_init_method activation_func
+    virtual_pipeline_model_parallel_size params_dtype enable_autocast autocast_dtype
+    num_microbatches_with_partial_activation_checkpoints tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
+    pipeline_dtype variable_seq_lengths batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs cpu_offloading
+    cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering softmax_scale gated_linear_unit
+    bias_activation_fusion activation_func_fp8_input_store test_mode memory_efficient_layer_norm fused_single_qkv_rope
+    fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red use_kitchen moe_token_dropping
+    cuda_graph_use_single_mempool cuda_graph_retain_backward_graph disable_parameter_transpose_cache
+    inference_sampling_seed use_inference_optimized_layers heterogeneous_block_specs hetereogenous_dist_checkpoint
+    quant_recipe tp_comm_atomic_ag tp_comm_atomic_rs moe_router_topk_limited_devices
+    async_tensor_model_parallel_allreduce
+    pipeline_model_parallel_layout window_size window_attn_skip_freq no_rope_freq moe_layer_freq linear_attention_freq
+    moe_router_load_balancing_type moe_aux_loss_coeff cp_comm_type cuda_graph_scope num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage num_moe_experts fp8_param gradient_accumulation_fusion overlap_p2p_comm
+    attention_softmax_in_fp32 masked_softmax_fusion persist_layer_norm bias_dropout_fusion apply_rope_fusion rotary_base
+    rotary_percent use_te_rng_tracker bf16 calculate_per_token_loss fp16 offload_modules
+    tp_comm_split_ag tp_comm_split_rs
+    """.split()
+)
+
+# Attribute names of Megatron-LM's `args` that differ from the field that the flag sets.
+DEST = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
+}
+
+# Defaults of Megatron-LM's command line that differ from those of the dataclasses.
+DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "rope_type": None}
+
+# Fields whose flag has fewer choices, or more than the type says.
+CHOICES = {
+    "transformer_impl": ("local", "transformer_engine"),
+    "rope_type": ("rope", "yarn"),
+    "recompute_modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+}
+
+NO_FAMILY = "no family of models here has it"
+OWN_LOSS = "log-probs and entropies come from the algorithms that every backend shares"
+GRAPHS = "CUDA graphs in training"
+LOW = "training in 8 or 4 bits"
+DATA = "prompts come from --prompt-data"
+TOKENIZER = "the tokenizer is that of --hf-checkpoint"
+LOGGING = "metrics go to --output-dir, see --use-tensorboard"
+INFERENCE = "engines generate, not Megatron"
+LOOP = "--num-rollout and the batch sizes say how long a run is"
+SCHEDULE = "see --lr, --min-lr, --lr-decay-style, --lr-warmup-iters"
+CHECKPOINT = "checkpoints are written and read by the trainer"
+FSDP = "sharded data parallelism is --train-backend fsdp"
+TE = "performance only: used where Transformer Engine is installed, elsewhere the same numbers come without it"
+
+# Fields with a flag that this version refuses, or takes for its own reasons. Field names, by reason.
+REFUSED_FIELDS = {
+    NO_FAMILY: """apply_residual_connection_post_layernorm layernorm_zero_centered_gamma activation_func_clamp_value
+        glu_linear_offset qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold attention_output_gate
+        experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
+        dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_num_key_heads linear_num_value_heads use_fused_weighted_squared_relu moe_shared_expert_gate
+        moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+        use_mamba_mem_eff_path""",
+    OWN_LOSS: "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_warmup_steps",
+    LOW: """fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
+        fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe fp4_param
+        fp4_quantizer_factory use_kitchen_attention kitchen_attention_backend moe_router_padding_for_quantization
+        moe_router_padding_for_fp8""",
+    INFERENCE: """flash_decode cache_mla_latents inference_rng_tracker symmetric_ar_type inference_fuse_tp_communication
+        mlp_chunks_for_prefill batch_invariant_mode""",
+    "replaying the routing of a mixture of experts": "moe_enable_routing_replay",
+    "moving activations to the CPU": "cpu_offloading_num_layers fine_grained_activation_offloading "
+    "min_offloaded_tensor_size",
+    "overlapping tensor-parallel communication needs Transformer Engine's user buffers": """tp_comm_overlap
+        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+        tp_comm_bootstrap_backend""",
+    "an overlap that needs Transformer Engine's layers": """delay_wgrad_compute overlap_moe_expert_parallel_comm
+        ep_overlap_early_attn_memory_release""",
+    "process groups other than the usual ones": """pipeline_model_parallel_comm_backend
+        hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank use_ring_exchange_p2p
+        mtp_standalone""",
+    "older than --expert-tensor-parallel-size, which says the same": "moe_extended_tp",
+    "grouped matrix products come from Transformer Engine": "moe_use_legacy_grouped_gemm",
+    "weights come from --hf-checkpoint, --load or --ref-load": "init_model_with_meta_device",
+    "the attention here scales its logits once": "apply_query_key_layer_scaling",
+    LOGGING: "log_max_attention_logit barrier_with_L1_time moe_per_layer_logging config_logger_dir",
+    "an activation that no family here needs": "use_te_activation_func",
+}
+
+# Fields whose flag is taken where it says what is done anyway: field -> accepted values and the reason why no others.
+SAME_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "hidden_dropout": ((0.0,), "log-probs of one policy must come out the same twice"),
+    "attention_dropout": ((0.0,), "log-probs of one policy must come out the same twice"),
+    "softmax_type": (("vanilla",), NO_FAMILY),
+}
+HINT_FIELDS = ("attention_backend", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+
+# Other flags of Megatron-LM, by the reason why they are refused. `*` at the end: every flag that begins so.
+REFUSED = {
+    NO_FAMILY: """window-size window-attn-skip-freq no-rope-freq linear-attention-freq openai-gelu squared-relu
+        quick-geglu apply-layernorm-1p relative-attention-num-buckets relative-attention-max-distance onnx-safe
+        bert-no-binary-head encoder-num-layers decoder-num-layers heterogeneous-* hybrid-* moe-use-upcycling
+        moe-upcycling-granularity vision-* num-classes img-h img-w num-channels patch-dim mask-type mask-factor dino-*
+        swin-backbone-type iter-per-epoch head-lr-mult classes-fraction data-per-class-fraction no-data-sharding retro-*
+        ict-* biencoder-* bert-load titles-data-path query-in-block-prob use-one-sent-docs evidence-data-path
+        retriever-* block-data-path embedding-path indexer-*""",
+    "only bf16 and float32": """fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
+        fp16-lm-cross-entropy""",
+    LOW: """fp8-param-gather te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache
+        kitchen-config-file kitchen-recipe-number""",
+    GRAPHS: "cuda-graph-scope te-rng-tracker",
+    "moving activations to the CPU": "offload-modules",
+    "overlapping tensor-parallel communication needs Transformer Engine's user buffers": "tp-comm-overlap-cfg "
+    "disable-tp-comm-split-ag disable-tp-comm-split-rs",
+    "layers are placed by --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": (
+        "pipeline-model-parallel-layout"
+    ),
+    "older names; see --tensor-model-parallel-size, --micro-batch-size, --lr-warmup-iters, --recompute-granularity": """
+        model-parallel-size batch-size warmup checkpoint-activations""",
+    "only models of megatron-core": "use-legacy-models yaml-cfg",
+    "optimizers other than adam and sgd": "muon-*",
+    "separate learning rates of embedding and output layer": "decoupled-lr decoupled-min-lr",
+    SCHEDULE: """lr-decay-samples lr-warmup-fraction lr-warmup-samples lr-warmup-init lr-wsd-decay-style
+        lr-wsd-decay-iters lr-wsd-decay-samples override-opt-param-scheduler override-opt_param-scheduler
+        use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler start-weight-decay end-weight-decay
+        weight-decay-incr-style no-weight-decay-cond-type""",
+    LOOP: """train-iters train-samples rampup-batch-size decrease-batch-size-if-needed exit-interval
+        exit-duration-in-mins exit-signal exit-signal-handler exit-signal-handler-for-dataloader eval-iters skip-train
+        test-mode full-validation multiple-validation-sets iterations-to-skip train-sync-interval manual-gc
+        manual-gc-interval no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level
+        check-weight-hash-across-dp-replicas-interval sft sft-tokenizer-prompt-format perform-rl-step rl-* grpo-*
+        langrl-env-config refit-method dump-param-to-param-group-map result-rejected-tracker-filename
+        overlap-param-gather-with-optimizer-step""",
+    "weights come from --hf-checkpoint, --load or --ref-load": """init-method-xavier-uniform data-parallel-random-init
+        ict-load pretrained-checkpoint""",
+    FSDP: """use-megatron-fsdp use-torch-fsdp2 use-custom-fsdp torch-fsdp2-no-reshard-after-forward
+        data-parallel-sharding-strategy outer-dp-sharding-strategy no-gradient-reduce-div-fusion fsdp-double-buffer
+        fsdp-manual-registration suggested-communication-unit-size enable-full-sharding-in-hsdp init-model-with-meta-*
+        use-nccl-ub disable-symmetric-registration create-all-gather-group""",
+    "process groups other than the usual ones": """use-tp-pp-dp-mapping num-distributed-optimizer-instances
+        nccl-communicator-config-path use-sharp sharp-enabled-group high-priority-stream-groups
+        disable-gloo-process-groups distributed-backend
+        distributed-timeout-seconds-after-init lazy-mpu-init local-rank rank world-size
+        fake-process-group no-align-grad-reduce disable-align-grad-reduce ddp-num-buckets ddp-average-in-collective
+        no-scatter-gather-tensors-in-pipeline disable-jit-fuser""",
+    CHECKPOINT: """save-wgrads-interval save-dgrads-interval persistent-save-interval no-save-rng no-load-optim
+        no-load-rng load-main-params-from-ckpt non-persistent-* finetune pretrained-checkpoint use-checkpoint-args
+        use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args
+        use-tokenizer-model-from-checkpoint-args exit-on-missing-checkpoint ckpt-convert-* dist-ckpt-* no-ckpt-fully-*
+        disable-ckpt-fully-* ckpt-fully-parallel-load ckpt-assume-constant-structure load-model-opt-format
+        dist-ckpt-format use-persistent-ckpt-worker replication replication-jump replication-factor
+        distrib-optim-fully-reshardable-mem-efficient enable-msc disable-msc adlr-autoresume
+        adlr-autoresume-interval""",
+    DATA: """data-path phase-transition-iterations split train-data-path valid-data-path test-data-path data-args-path
+        per-split-data-args-path per-dataset-sequences-path dataloader-type dataloader-fast-cache-load
+        dataloader-defer-npy-index-mmap data-cache-path no-mmap-bin-files mock-data encoder-seq-length
+        decoder-seq-length sample-rate mask-prob short-seq-prob num-workers reset-position-ids reset-attention-mask
+        eod-mask-loss no-create-attention-mask-in-dataloader num-dataset-builder-threads object-storage-cache-path
+        mid-level-dataset-surplus allow-ambiguous-pad-tokens fim-*""",
+    TOKENIZER: """vocab-file merge-file vocab-extra-ids tokenizer-model tokenizer-metadata tokenizer-special-tokens
+        tokenizer-sentencepiece-legacy tokenizer-hf-* tokenizer-kwargs tiktoken-* trust-remote-code""",
+    LOGGING: """log-interval log-params-norm log-throughput log-progress timing-log-level timing-log-option
+        tensorboard-* log-timers-to-tensorboard no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard
+        log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-memory-interval log-device-memory-used
+        log-num-zeros-in-grad log-world-size-to-tensorboard wandb-exp-name wandb-save-dir wandb-entity
+        logging-level log-energy no-one-logger one-logger-* app-tag-run-name app-tag-run-version""",
+    "memory and time profiles": """profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler
+        pytorch-profiler-collect-* memory-snapshot-path""",
+    "watching the trainer's ranks": """log-straggler disable-straggler-on-startup straggler-*
+        run-workload-inspector-server inprocess-* enable-ft-package calc-ft-timeouts ft-num-warmup-iters
+        error-injection-rate error-injection-type rerun-mode""",
+    INFERENCE: """inference-* max-tokens-to-oom output-bert-embeddings bert-embedder-type use-legacy-static-engine
+        decode-only-cuda-graphs enable-chunked-prefill moe-pad-experts-for-cuda-graph-inference""",
+    "experimental parts of megatron-core": "enable-experimental",
+}

@@ -1,0 +1,128 @@
+"""Processes that share a conversion: workers that this process starts, or the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from slime.types.errors import InvalidSetting, RemoteError, SlimeError, Unavailable
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# A rank that dies closes its connections, which the others see at once; this bounds one that hangs.
+WAIT_SECONDS = 6 * 3600.0
+
+
+class Ranks:
+    """The processes of torchrun, by its environment; a single one without it. Use as a context."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = self._number("RANK", 0), self._number("WORLD_SIZE", 1)
+
+    @staticmethod
+    def _number(name: str, default: int) -> int:
+        text = os.environ.get(name, str(default))
+        if not text.isdigit():
+            raise InvalidSetting(f"{name}: got {text!r}, expected a number", field=name, value=text)
+        return int(text)
+
+    def __enter__(self) -> Ranks:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            self._started = not dist.is_initialized()
+            if self._started:
+                dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=WAIT_SECONDS))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.size > 1 and self._started:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def share(self, make: Callable[[], Result]) -> list[Result]:
+        """What `make` returned on each rank, on all ranks. An error of one of them is raised on every one."""
+        if self.size == 1:
+            return [make()]
+        import torch.distributed as dist
+
+        try:
+            mine: tuple[Result | None, BaseException | None] = make(), None
+        except SlimeError as error:
+            mine = None, error
+        except Exception as error:
+            mine = None, RemoteError(f"rank {self.rank}: {type(error).__name__}: {error}")
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        for _, failure in everyone:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in everyone]
+
+    def on_first(self, make: Callable[[], Result]) -> Result:
+        """What `make` returned on rank 0, where alone it runs; an error of it is raised on all ranks."""
+        return self.share(make if self.rank == 0 else lambda: None)[0]  # type: ignore[arg-type, return-value]
+
+
+def run_jobs(
+    work: Callable[[Item], Result],
+    jobs: Sequence[Item],
+    num_workers: int,
+    done: Callable[[Item], None] = lambda job: None,
+) -> list[Result]:
+    """`work` of each job, in processes of their own where there are several workers. Raises what a job raises, and
+    Unavailable for a worker that was killed."""
+    if num_workers <= 1 or len(jobs) <= 1:
+        results = []
+        for job in jobs:
+            results.append(work(job))
+            done(job)
+        return results
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_workers, len(jobs)), context, initializer=_end_with_parent) as pool:
+        futures = {pool.submit(work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures, timeout=WAIT_SECONDS):
+                future.result()
+                done(futures[future])
+        except BrokenProcessPool:
+            raise Unavailable(
+                "a worker process was killed, perhaps for want of memory: use fewer --num-workers"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return [future.result() for future in futures]
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next job for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        # This thread has nothing else to do, and the process ends when the parent does.
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def divide(sizes: Iterable[int], count: int) -> list[list[int]]:
+    """Numbers of items in `count` or fewer runs of similar total size, in order; no run is empty."""
+    sizes = list(sizes)
+    total, passed = sum(sizes) or 1, 0
+    runs: list[list[int]] = [[] for _ in range(max(1, count))]
+    for number, size in enumerate(sizes):
+        middle = passed + size / 2
+        runs[min(int(middle * len(runs) / total), len(runs) - 1)].append(number)
+        passed += size
+    return [run for run in runs if run]

@@ -1,0 +1,1 @@
+"""Megatron's torch_dist checkpoints: read and written tensor by tensor, without a model and without megatron-core."""

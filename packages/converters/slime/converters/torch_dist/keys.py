@@ -1,0 +1,142 @@
+"""Under which keys Megatron's parameters lie in a torch_dist checkpoint.
+
+Megatron stacks what is alike: where all layers are of one kind, `decoder.layers.7.mlp.linear_fc2.weight` is row 7 of
+the tensor `decoder.layers.mlp.linear_fc2.weight` [num_layers, ...]; where they are not (`moe_layer_freq` is a list, or
+above 1), and in MTP layers, each layer keeps keys of its own. Experts are always stacked, behind their layers. A norm
+before a linear layer goes by that layer's name, as Transformer Engine fuses the two:
+
+    decoder.layers.7.input_layernorm.weight      decoder.layers.self_attention.linear_qkv.layer_norm_weight [7]
+    ...mlp.experts.local_experts.3.linear_fc1.weight       ...mlp.experts.experts.linear_fc1.weight [layer, 3]
+
+With multi-latent attention the layers of megatron-core's local spec do not do so, and those of Transformer Engine's do
+so elsewhere. A tensor therefore has one key that is ours and may have others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.converters.mapping import Shape
+from slime.types.errors import InvalidSetting
+
+_LAYER = re.compile(r"(decoder\.layers|mtp\.layers)\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
+# Modules of megatron-core that save an `_extra_state`, an object of None here: linear layers, and with Transformer
+# Engine norms and core attention too.
+_HAS_STATE = re.compile(r".*\.(linear_\w+|eh_proj|\w*norm)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A parameter is `lead` of the tensor `key`, whose shape is `lead_shape` + that of the parameter."""
+
+    key: str
+    lead: Shape = ()
+    lead_shape: Shape = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What decides about keys.
+
+    stacked: all decoder layers are of one kind, one tensor for all of them.
+    latent: multi-latent attention, whose layers keep the names of their norms.
+    """
+
+    num_layers: int
+    num_experts: int | None
+    stacked: bool
+    latent: bool
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> Layout:
+        """Of Megatron arguments."""
+        frequency = args.get("moe_layer_freq", 1)
+        stacked = isinstance(frequency, int) and frequency <= 1
+        return cls(
+            args["num_layers"], args.get("num_experts"), stacked, bool(args.get("multi_latent_attention", False))
+        )
+
+    def place(self, name: str) -> Place:
+        """Where megatron-core's local spec saves and looks for the parameter."""
+        return self._stack(self._norms(name, fused=not self.latent))
+
+    def aliases(self, name: str) -> list[Place]:
+        """Where else the same tensor may be looked for, or have been saved: under Transformer Engine's names."""
+        place = self.place(name)
+        others = [
+            self._stack(self._norms(name, fused=True)),
+            self._stack(self._norms(name, fused=False)),
+        ]
+        return [other for number, other in enumerate(others) if other != place and other not in others[:number]]
+
+    def candidates(self, name: str) -> Iterator[Place]:
+        """Every place where some version of Megatron saves it, ours first."""
+        yield self.place(name)
+        yield from self.aliases(name)
+        other = dataclasses.replace(self, stacked=not self.stacked)
+        yield other.place(name)
+        yield from other.aliases(name)
+
+    def _norms(self, name: str, *, fused: bool) -> str:
+        if not fused:
+            return name
+        if self.latent:
+            name = re.sub(r"\.(q|kv)_layernorm\.(\w+)$", r".linear_\1_up_proj.layer_norm_\2", name)
+        else:
+            name = re.sub(r"\.input_layernorm\.(\w+)$", r".self_attention.linear_qkv.layer_norm_\1", name)
+        return re.sub(r"\.pre_mlp_layernorm\.(\w+)$", r".mlp.linear_fc1.layer_norm_\1", name)
+
+    def _stack(self, name: str) -> Place:
+        lead: Shape = ()
+        shape: Shape = ()
+        layer = _LAYER.fullmatch(name)
+        if layer and self.stacked and layer[1] == "decoder.layers":
+            name, lead, shape = f"{layer[1]}.{layer[3]}", (int(layer[2]),), (self.num_layers,)
+        expert = _EXPERT.fullmatch(name)
+        if expert:
+            if self.num_experts is None:
+                raise InvalidSetting(
+                    f"--num-experts is not given, the model has {name}", field="--num-experts", expected="a number"
+                )
+            name = f"{expert[1]}.experts.{expert[3]}"
+            lead, shape = (*lead, int(expert[2])), (*shape, self.num_experts)
+        return Place(name, lead, shape)
+
+
+def singletons(name: str) -> tuple[str, ...]:
+    """Keys of a checkpoint saved with `singleton_local_shards`: nothing stacked, gate and up projection apart.
+
+    One key, or two whose tensors lie one above the other.
+    """
+    name = re.sub(r"\.local_experts\.(\d+)\.", r".experts.\1.", name)
+    return (f"{name}_w", f"{name}_v") if ".linear_fc1." in name else (name,)
+
+
+def extra_states(shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Keys of the objects that Megatron looks for beside a model's tensors, whatever its layers are made of.
+
+    shapes: of the model's tensors by key; others are passed over.
+    """
+    for key, shape in shapes.items():
+        module, _, kind = key.rpartition(".")
+        if kind != "weight" or not _HAS_STATE.fullmatch(module) or not key.startswith(("decoder.", "mtp.")):
+            continue
+        lead = shape[: _num_stacked(key)]
+        modules = [module]
+        if module.endswith(".self_attention.linear_proj"):
+            modules.append(f"{module.rpartition('.')[0]}.core_attention")
+        for name, index in itertools.product(modules, itertools.product(*map(range, lead))):
+            at = ".".join(map(str, index)) or "0"
+            yield f"{name}._extra_state/shard_{at}_{'.'.join(map(str, lead)) or '1'}"
+
+
+def _num_stacked(key: str) -> int:
+    """Leading dimensions that are none of the parameter."""
+    layers = key.startswith("decoder.layers.") and not _LAYER.fullmatch(key)
+    experts = re.search(r"\.experts\.experts\.(?!\d)", key)
+    return int(layers) + int(experts is not None)

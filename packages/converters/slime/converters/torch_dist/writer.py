@@ -1,0 +1,202 @@
+"""A torch_dist checkpoint written tensor by tensor: one .distcp file a process, the metadata at the end.
+
+    with ChunkFile(directory, 0) as file:           in every process
+        file.add(place, parameter_shape, tensor, start)
+    write_metadata(directory, chunks of all processes)
+
+megatron-core's `dist_checkpointing.load` reads the result at any layout of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from slime.converters.mapping import Shape
+from slime.converters.safetensors_dir import disk_errors
+from slime.converters.torch_dist.description import plain
+from slime.converters.torch_dist.directory import COMMON, CONFIG, METADATA
+from slime.converters.torch_dist.keys import Place, extra_states
+from slime.types.errors import InvalidFile
+
+_STATE_FILE = "__extra_state.distcp"
+
+
+class _Whole(io.FileIO):
+    """A file whose `write` writes all of its argument: torch.save takes a short count for a fault of its own."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        position = 0
+        while position < len(view):
+            position += super().write(view[position:]) or 0
+        return len(view)
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """A chunk as the metadata will tell of it; plain data, for it goes from process to process."""
+
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    shape: Shape
+    start: Shape
+    size: Shape
+    file: str
+    offset: int
+    length: int
+
+
+class ChunkFile:
+    """The .distcp file of one process. chunks: what was added so far. Raises OutOfSpace."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.path = directory / f"__{rank}_0.distcp"
+        self.chunks: list[WrittenChunk] = []
+        with disk_errors(self.path):
+            self._file = _Whole(self.path, "xb")
+
+    def add(
+        self, place: Place, shape: Shape, tensor: torch.Tensor, start: Shape, aliases: Iterable[Place] = ()
+    ) -> None:
+        """Saves `tensor` as the part from `start` of a parameter of `shape` at `place`.
+
+        aliases: further places where the same bytes shall be found.
+        """
+        offset = self._file.tell()
+        with disk_errors(self.path):
+            # A view would be saved with all of what it is a view of.
+            dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            torch.save(dense.view([1] * len(place.lead) + list(tensor.shape)), self._file)
+        keys = (place.key, *(alias.key for alias in aliases))
+        if any((alias.lead, alias.lead_shape) != (place.lead, place.lead_shape) for alias in aliases):
+            raise ValueError(f"{keys}: aliases with other leading dimensions")
+        self.chunks.append(
+            WrittenChunk(
+                keys,
+                tensor.dtype,
+                (*place.lead_shape, *shape),
+                (*place.lead, *start),
+                (*(1 for _ in place.lead), *tensor.shape),
+                self.path.name,
+                offset,
+                self._file.tell() - offset,
+            )
+        )
+
+    def close(self) -> None:
+        if not self._file.closed:
+            with disk_errors(self.path):
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> ChunkFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
+    """What makes a directory of .distcp files a checkpoint: `.metadata` and `metadata.json`.
+
+    Raises InvalidFile for parts that are not one tensor, OutOfSpace.
+    """
+    # Seconds to import, and of no use to those that write tensors.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    filled: dict[str, int] = {}
+    for chunk in chunks:
+        for key in chunk.keys:
+            entry = tensors.get(key)
+            if entry is None:
+                entry = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape), [])
+                tensors[key] = entry
+            assert isinstance(entry, TensorStorageMetadata)
+            index = MetadataIndex(key, chunk.start)
+            if entry.size != chunk.shape or entry.properties.dtype != chunk.dtype or index in storage:
+                raise InvalidFile(
+                    f"{directory}: {key}: parts that do not fit each other: {chunk.dtype} {list(chunk.shape)} at "
+                    f"{list(chunk.start)}, {entry.properties.dtype} {list(entry.size)}",
+                    field=key,
+                )
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
+            storage[index] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            filled[key] = filled.get(key, 0) + torch.Size(chunk.size).numel()
+    for key, count in filled.items():
+        entry = tensors[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        if count != entry.size.numel():
+            raise InvalidFile(
+                f"{directory}: {key}: {count:,} of {entry.size.numel():,} elements were written", field=key
+            )
+    shapes = {key: tuple(entry.size) for key, entry in tensors.items() if isinstance(entry, TensorStorageMetadata)}
+    states = list(extra_states(shapes))
+    if states:
+        length = _write_state(directory / _STATE_FILE)
+        for key in states:
+            tensors[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = _StorageInfo(_STATE_FILE, 0, length)
+    metadata = Metadata(tensors, None, storage, StorageMeta(), CURRENT_DCP_VERSION)
+    _write(directory / METADATA, pickle.dumps(metadata))
+    config = dict(
+        sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
+    )
+    _write(directory / CONFIG, json.dumps(config).encode())
+
+
+def _write_state(path: Path) -> int:
+    """All objects are the same one, so they share a file."""
+    buffer = io.BytesIO()
+    # megatron-core keeps a list of objects under a key.
+    torch.save([None], buffer)
+    _write(path, buffer.getvalue())
+    return len(buffer.getvalue())
+
+
+def write_common(
+    directory: Path, args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | None = None
+) -> None:
+    """`common.pt` as Megatron-LM expects it: its arguments, the iteration, the version of its own format and `more`."""
+    buffer = io.BytesIO()
+    state = {
+        "args": argparse.Namespace(**plain(args)),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        **(more or {}),
+    }
+    torch.save(state, buffer)
+    _write(directory / COMMON, buffer.getvalue())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with disk_errors(path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

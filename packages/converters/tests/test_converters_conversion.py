@@ -1,0 +1,405 @@
+"""hf-to-torch-dist, torch-dist-to-hf and to-hf: what they write, what they refuse, and how they end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converters_tiny import MOE, QWEN3, hf_directory, random_tensors
+from safetensors.torch import load_file
+
+from slime.converters import hf_to_torch_dist, to_hf, torch_dist_to_hf
+from slime.converters.cli import main
+from slime.converters.safetensors_dir import INDEX, SafetensorsDir
+from slime.converters.torch_dist.reader import TorchDist
+from slime.converters.verify import compare
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def all_files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [QWEN3, QWEN3 | {"tie_word_embeddings": True}, MOE], ids=["dense", "tied", "moe"])
+def test_there_and_back_is_the_same_directory(config: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf", config, dtype=dtype)
+    directory = hf_to_torch_dist.convert(source, tmp_path / "td")
+    assert directory == tmp_path / "td" / "release"
+    assert (tmp_path / "td" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    assert names(back) == sorted([*names(source), "slime.json"])
+    assert not list(compare(source, back)) and not list(compare(source, directory))
+    for name in ("config.json", "tokenizer.json", INDEX):
+        assert (back / name).read_bytes() == (source / name).read_bytes() or name == INDEX
+    weight_maps = [json.loads((path / INDEX).read_text())["weight_map"] for path in (source, back)]
+    assert weight_maps[0] == weight_maps[1]
+
+
+def test_tensors_are_those_that_megatron_stacks(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf", MOE)
+    checkpoint = TorchDist(hf_to_torch_dist.convert(source, tmp_path / "td", given={"tensor_model_parallel_size": 2}))
+    shapes = {key: entry.shape for key, entry in checkpoint.tensors.items()}
+    assert shapes["embedding.word_embeddings.weight"] == (256, 32)
+    key = "mlp.experts.experts.linear_fc1.weight"
+    stacked = [name for name in shapes if name.endswith(key)]
+    if stacked == [f"decoder.layers.{key}"]:
+        assert shapes[stacked[0]] == (3, 4, 32, 32)
+    else:
+        assert len(stacked) == 3 and shapes[stacked[0]] == (4, 32, 32)
+    embedding = checkpoint.load("embedding.word_embeddings.weight")
+    assert torch.equal(embedding[:131], random_tensors(MOE)["model.embed_tokens.weight"]) and not embedding[131:].any()
+    args = checkpoint.common()["args"]
+    assert (args.num_layers, args.num_experts, args.padded_vocab_size) == (3, 4, 256)
+    assert checkpoint.common()["iteration"] == 0 and checkpoint.args()["hidden_size"] == 32
+
+
+def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    for count in (1, 2):
+        hf_to_torch_dist.convert(source, tmp_path / f"td{count}", num_workers=count)
+        torch_dist_to_hf.convert(tmp_path / "td1", tmp_path / f"back{count}", num_workers=count)
+    assert len(list((tmp_path / "td2" / "release").glob("__[01]_0.distcp"))) == 2
+    assert not list(compare(tmp_path / "td1", tmp_path / "td2"))
+    for first, second in zip(all_files(tmp_path / "back1"), all_files(tmp_path / "back2"), strict=True):
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_tensors_that_are_no_parameters_come_back(tmp_path: Path) -> None:
+    config = QWEN3 | {"tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.rotary_emb.inv_freq"] = torch.rand(4)
+    source = hf_directory(tmp_path / "hf", config, tensors)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    assert "output_layer.weight" not in TorchDist(tmp_path / "td").tensors
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    assert not list(compare(source, back))
+
+
+def test_mixed_dtypes_keep_theirs(tmp_path: Path) -> None:
+    tensors = random_tensors(QWEN3)
+    tensors["model.layers.1.input_layernorm.weight"] = torch.randn(32)
+    source = hf_directory(tmp_path / "hf", tensors=tensors)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    key = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert TorchDist(tmp_path / "td").tensors[key].dtype == torch.float32
+    assert not list(compare(source, torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")))
+
+
+def test_another_dtype_and_other_shards(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    directory = hf_to_torch_dist.convert(source, tmp_path / "td", dtype="float32")
+    assert TorchDist(directory).tensors["decoder.final_layernorm.weight"].dtype == torch.float32
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", dtype="bfloat16", max_shard_bytes=10**9)
+    assert names(back) == ["config.json", "model.safetensors", "slime.json", "tokenizer.json"]
+    assert not list(compare(source, back))
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_rows_of_the_vocabulary(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    hf_to_torch_dist.convert(source, tmp_path / "td", given={"make_vocab_size_divisible_by": 4})
+    assert TorchDist(tmp_path / "td").tensors["output_layer.weight"].shape == (132, 32)
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", vocab_size=100)
+    assert SafetensorsDir(back).tensors["lm_head.weight"].shape == (100, 32)
+    assert json.loads((back / "config.json").read_text())["vocab_size"] == 100
+    with pytest.raises(InvalidFile, match=r"has shape \[132, 32\], expected at least 133 rows"):
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "more", vocab_size=133)
+
+
+def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8 weight, factors of blocks of 128 x 128), as DeepSeek's checkpoints have them."""
+    rows, columns = (-(-size // 128) for size in tensor.shape)
+    factors = torch.rand(rows, columns) + 0.5
+    return tensor.float().to(torch.float8_e4m3fn), factors
+
+
+def test_fp8_becomes_bfloat16(tmp_path: Path) -> None:
+    config = QWEN3 | {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 1} | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    }  # fmt: skip
+    plain, stored = random_tensors(config), {}
+    for name, tensor in list(plain.items()):
+        if "proj" in name:
+            stored[name], stored[f"{name}_scale_inv"] = quantise(tensor)
+            factor = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            rows, columns = tensor.shape
+            plain[name] = (stored[name].float() * factor[:rows, :columns]).to(torch.bfloat16)
+        else:
+            stored[name] = tensor
+    source = hf_directory(tmp_path / "hf", config, stored)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(found[name], tensor), name
+    written = json.loads((back / "config.json").read_text())
+    assert "quantization_config" not in written and written["torch_dtype"] == "bfloat16"
+    again = to_hf.convert(source, tmp_path / "again")
+    assert not list(compare(back, again))
+
+    del stored["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    with pytest.raises(InvalidFile, match=r"factors of fp8.*mlp\.up_proj\.weight"):
+        hf_to_torch_dist.convert(hf_directory(tmp_path / "less", config, stored), tmp_path / "td2")
+
+
+def test_another_quantisation_is_refused(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf", QWEN3 | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    with pytest.raises(NotAvailable, match="awq"):
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+
+
+def test_missing_unexpected_and_misshaped_tensors_are_all_named(tmp_path: Path) -> None:
+    tensors = random_tensors(QWEN3)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    tensors["model.layers.7.surprise"] = torch.zeros(2)
+    tensors["model.norm.weight"] = torch.zeros(33)
+    source = hf_directory(tmp_path / "hf", tensors=tensors)
+    with pytest.raises(InvalidFile) as error:
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+    for text in (
+        "1 missing: model.layers.2.mlp.up_proj.weight",
+        "1 unexpected: model.layers.7.surprise",
+        "model.norm.weight [33], expected [32]",
+    ):
+        assert text in str(error.value)
+    assert not (tmp_path / "td").exists()
+
+
+def test_contradictory_flags_are_told_with_both_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_directory(tmp_path / "hf")
+    where = ["--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert main(["hf-to-torch-dist", "--num-layers", "4", "--hidden-size", "64", *where]) == 2
+    told = capsys.readouterr().err
+    assert "--num-layers 4: config.json says 3" in told and "--hidden-size 64: config.json says 32" in told
+    assert main(["hf-to-torch-dist", "--model-type", "qwen3-4B", *where]) == 2
+    assert "--num-layers 36: config.json says 3" in capsys.readouterr().err
+    assert main(["hf-to-torch-dist", "--num-layer", "3", *where]) == 2
+    assert "did you mean --num-layers?" in capsys.readouterr().err
+    assert not (tmp_path / "td").exists()
+    assert (
+        main(["hf-to-torch-dist", "--num-layers", "3", "--swiglu", "--pipeline-model-parallel-size", "2", *where]) == 0
+    )
+
+
+def test_the_command_line_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_directory(tmp_path / "hf")
+    directory, back = tmp_path / "td", tmp_path / "back"
+    assert main(["hf-to-torch-dist", "--hf-checkpoint", str(source), "--save", str(directory)]) == 0
+    options = ["--output-dir", str(back), "--origin-hf-dir", str(source), "--max-shard-size", "1GB"]
+    assert main(["torch-dist-to-hf", "--input-dir", str(directory / "release"), *options]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(source), str(back)]) == 0 and main(["verify", str(directory), str(back)]) == 0
+    assert main(["inspect", str(directory), "--containing", "linear_fc1.weight"]) == 0
+    assert "decoder.layers.mlp.linear_fc1.weight  BF16  [3, 96, 32]" in capsys.readouterr().out
+    assert (
+        main(["torch-dist-to-hf", "--input-dir", str(directory), *options[:2], "--max-shard-size", "5 furlongs"]) == 2
+    )
+    assert "--max-shard-size" in capsys.readouterr().err
+
+
+def test_what_was_made_of_the_same_files_is_kept(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    notes: list[str] = []
+
+    def run(**options: Any) -> None:
+        hf_to_torch_dist.convert(source, tmp_path / "td", progress=notes.append, **options)
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", progress=notes.append, **options)
+
+    run()
+    before = {path: path.stat().st_mtime_ns for path in all_files(tmp_path / "td")}
+    (tmp_path / "td" / "latest_checkpointed_iteration.txt").unlink()
+    notes.clear()
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    run()
+    assert [note.endswith("kept") for note in notes] == [True, True]
+    assert {path: path.stat().st_mtime_ns for path in before if path.name.startswith("__")}.items() <= before.items()
+
+    (source / "config.json").write_text(json.dumps(QWEN3))
+    with pytest.raises(InvalidSetting, match="--overwrite"):
+        run()
+    run(overwrite=True)
+    run()
+    with pytest.raises(InvalidSetting, match="other flags"):
+        run(dtype="float32")
+
+
+def test_directories_of_others_are_never_replaced(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    run = tmp_path / "run"
+    (run / "iter_0000004").mkdir(parents=True)
+    with pytest.raises(InvalidSetting, match=r"checkpoints of a run \(iter_0000004\)"):
+        hf_to_torch_dist.convert(source, run, overwrite=True)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    with pytest.raises(InvalidSetting, match="did not write"):
+        torch_dist_to_hf.convert(tmp_path / "td", source, overwrite=True)
+    with pytest.raises(InvalidSetting, match="something else"):
+        hf_to_torch_dist.convert(source, tmp_path / "hf", overwrite=True)
+
+
+KILL = """
+import os, signal, sys
+from slime.converters import hf_to_torch_dist, torch_dist_to_hf
+from slime.converters.hf_writer import HfFiles
+from slime.converters.torch_dist.writer import ChunkFile
+
+def dying(function):
+    calls = []
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+
+ChunkFile.add, HfFiles.write = dying(ChunkFile.add), dying(HfFiles.write)
+module = {"there": hf_to_torch_dist, "back": torch_dist_to_hf}[sys.argv[1]]
+module.convert(sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_killed_conversion_leaves_nothing_that_looks_complete_and_runs_again(way: str, tmp_path: Path) -> None:
+    source = given = hf_directory(tmp_path / "hf")
+    convert: Any = hf_to_torch_dist.convert
+    if way == "back":
+        given, convert = hf_to_torch_dist.convert(source, tmp_path / "td"), torch_dist_to_hf.convert
+    target = tmp_path / "out" / "target"
+    command = [sys.executable, "-c", KILL, way, str(given), str(target)]
+    done = subprocess.run(command, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = target if way == "there" else target.parent
+    assert len(names(left)) == 1 and names(left)[0].endswith(".partial")
+    with pytest.raises(MissingFile):
+        TorchDist(target) if way == "there" else SafetensorsDir(target)
+    convert(given, target)
+    assert not list(compare(source, target))
+    assert not [name for name in names(left) if name.startswith(".")]
+
+
+def test_two_at_once_are_one_too_many(tmp_path: Path) -> None:
+    import fcntl
+
+    source = hf_directory(tmp_path / "hf")
+    partial = tmp_path / "td" / ".release.partial"
+    partial.mkdir(parents=True)
+    handle = os.open(partial, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(InvalidSetting, match="another process is writing"):
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+    os.close(handle)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hf_directory(tmp_path / "hf")
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 0))
+        with pytest.raises(OutOfSpace, match="--output-dir"):
+            torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+        with pytest.raises(OutOfSpace, match="--save"):
+            hf_to_torch_dist.convert(source, tmp_path / "td2")
+
+    def full(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutOfSpace):
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OutOfSpace):
+        hf_to_torch_dist.convert(source, tmp_path / "td2")
+    assert names(tmp_path) == ["hf", "td"]
+
+
+def test_a_checkpoint_of_another_model_is_told_apart(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    more = hf_directory(tmp_path / "more", QWEN3 | {"num_hidden_layers": 4})
+    with pytest.raises(InvalidFile, match="another number of layers"):
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", origin_hf_dir=more)
+    tied = hf_directory(tmp_path / "tied", QWEN3 | {"tie_word_embeddings": True})
+    with pytest.raises(InvalidFile, match=r"no place for: output_layer\.weight"):
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", origin_hf_dir=tied)
+    shutil.rmtree(tmp_path / "td" / "release" / "hf")
+    with pytest.raises(MissingFile, match="--origin-hf-dir is required"):
+        torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+
+
+def test_to_hf_takes_whatever_training_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_directory(tmp_path / "hf", dtype=torch.float32)
+    for step in (2, 10):
+        hf_directory(tmp_path / "fsdp" / f"step_{step:06d}", dtype=torch.float32)
+    newest = tmp_path / "fsdp" / "step_000010"
+    (newest / "trainer.json").write_text("{}")
+    (newest / "optimizer").mkdir()
+    found = to_hf.convert(tmp_path / "fsdp", tmp_path / "a", dtype="bfloat16")
+    assert "trainer.json" not in names(found) and "optimizer" not in names(found)
+    assert [str(difference) for difference in compare(newest, found, atol=0.05)] == []
+    assert SafetensorsDir(found).tensors["model.norm.weight"].dtype == "BF16"
+
+    directory = hf_to_torch_dist.convert(source, tmp_path / "td")
+    directory.rename(tmp_path / "td" / "iter_0000007")
+    (tmp_path / "td" / "latest_checkpointed_iteration.txt").write_text("7")
+    for number, load in enumerate((tmp_path / "td", tmp_path / "td" / "iter_0000007", source)):
+        assert not list(compare(source, to_hf.convert(load, tmp_path / f"b{number}")))
+    with pytest.raises(MissingFile, match="--load: no checkpoint in"):
+        to_hf.convert(tmp_path / "none", tmp_path / "c")
+    where = ["--load", str(tmp_path / "td"), "--output-dir", str(tmp_path / "d")]
+    assert main(["to-hf", *where, "--num-layers", "5"]) == 2
+    assert "--num-layers 5: config.json says 3" in capsys.readouterr().err
+    assert main(["to-hf", *where, "--tensor-model-parallel-sice", "5"]) == 2
+    assert "did you mean --tensor-model-parallel-size?" in capsys.readouterr().err
+    assert main(["to-hf", *where, "--num-layers", "3", "--tensor-model-parallel-size", "2"]) == 0
+
+
+def test_a_config_of_an_unknown_type_needs_the_family_once(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf", QWEN3)
+    (source / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "novelty"}))
+    with pytest.raises(NotAvailable, match="novelty"):
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+    hf_to_torch_dist.convert(source, tmp_path / "td", model_name="qwen3")
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    assert not list(compare(source, back))
+    assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_ranks_of_torchrun_share_the_work(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    torchrun.append("slime.converters.cli")
+
+    def run(*words: object) -> tuple[int, str]:
+        done = subprocess.run(
+            [*torchrun, *map(str, words)], timeout=200, check=False, stderr=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stderr
+
+    code, told = run("hf-to-torch-dist", "--hf-checkpoint", source, "--save", tmp_path / "td")
+    assert code == 0, told
+    assert sorted(p.name for p in (tmp_path / "td" / "release").glob("*.distcp"))[:2] == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
+    code, told = run("to-hf", "--load", tmp_path / "td", "--output-dir", tmp_path / "back")
+    assert code == 0, told
+    assert not list(compare(source, tmp_path / "back"))
+    code, told = run("to-hf", "--load", tmp_path / "td", "--output-dir", source)
+    assert code != 0 and "holds something that slime-convert did not write" in told

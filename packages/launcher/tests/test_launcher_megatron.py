@@ -1,0 +1,234 @@
+"""Megatron's flags on the command line of a run: what they reach, and what they are held against."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.converters.megatron_flags import committed, given
+from slime.converters.model_scripts import model_config
+from slime.launcher import flags
+from slime.launcher.checkpoints import STATE_FILE, find_checkpoint, has_checkpoint, prune
+from slime.launcher.declared import SETTINGS, declared
+from slime.launcher.megatron import ranks_needed
+from slime.types.errors import ConfigError, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
+
+# Small enough to read: 4 layers, 8 heads in 2 groups, 8 experts.
+MODEL = model_config("qwen3-30B-A3B") | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "tokenizer.json").write_text("{}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1"}\n')
+    return ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--num-rollout", "4"]
+
+
+@pytest.fixture
+def megatron(base: list[str]) -> list[str]:
+    return [*base, "--train-backend", "megatron"]
+
+
+def test_megatrons_flags_reach_the_trainer_and_plug_ins(megatron: list[str]) -> None:
+    config = flags.parse([*megatron, *"--tensor-model-parallel-size 2 --no-rope-fusion --attention-dropout 0".split()])
+    assert given(config.megatron) == {
+        "tensor_model_parallel_size": 2,
+        "apply_rope_fusion": False,
+        "attention_dropout": 0.0,
+    }
+    assert config.flat["tensor_model_parallel_size"] == 2 and config.flat["apply_rope_fusion"] is False
+    assert config.flat["context_parallel_size"] == 1, "Megatron's default where nothing was given"
+    assert config.launcher.actor_num_gpus_per_node == 2
+    assert pickle.loads(pickle.dumps(config.megatron)) == config.megatron  # it goes to another process
+
+
+def test_a_name_belongs_to_megatron_or_to_us(megatron: list[str]) -> None:
+    ours = {name for package, cls in SETTINGS.items() if package != "megatron" for name in cls.__dataclass_fields__}
+    for row in committed():
+        assert (row.dest in ours) == (row.status == "elsewhere") or row.status == "refused", row.dest
+        if row.status == "refused":
+            assert not set(row.flags) & {flag.spelling for flag in declared().values()}, row.flags
+
+
+def test_model_args_of_a_script_are_taken_as_they_are(base: list[str], tmp_path: Path) -> None:
+    from slime.converters.model_scripts import model_flags
+
+    config = flags.parse([*base, "--train-backend", "megatron", *model_flags(MODEL)])
+    assert config.trainer.bf16 and given(config.megatron)["num_experts"] == 8
+
+
+def test_megatrons_flags_in_a_config_file(megatron: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "tensor_model_parallel_size: 2\nno-rope-fusion: true\nadd_bias_linear: false\nmoe_layer_freq: '[1]*4'\n"
+        "swiglu: true\nsequence-parallel: true\n"
+    )
+    values = given(flags.parse([*megatron, "--config", str(path)]).megatron)
+    assert values == {
+        "tensor_model_parallel_size": 2,
+        "apply_rope_fusion": False,
+        "add_bias_linear": False,
+        "moe_layer_freq": [1, 1, 1, 1],
+        "swiglu": True,
+        "sequence_parallel": True,
+    }
+    path.write_text("fp8_format: e4m3\n")
+    with pytest.raises(NotAvailable, match="--fp8-format"):
+        flags.parse([*megatron, "--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    "extra, error, words",
+    [
+        (
+            "--tensor-model-parralel-size 2",
+            UnknownFlag,
+            ["--tensor-model-parralel-size", "--tensor-model-parallel-size"],
+        ),
+        ("--fp8-format e4m3", NotAvailable, ["--fp8-format is not available yet: "]),
+        ("--data-path x", NotAvailable, ["--data-path", "--prompt-data"]),
+        ("--hidden-dropout 0.1", NotAvailable, ["--hidden-dropout 0.1"]),
+        ("--hidden-size 4096", InvalidSetting, ["--hidden-size 4096", "2048", "--hf-checkpoint", "hidden_size"]),
+        ("--model-type qwen3-4B", InvalidSetting, ["--model-type qwen3-4B", "--hidden-size 2560", "2048"]),
+        ("--model-type qwen3-5B", InvalidSetting, ["--model-type", "did you mean"]),
+        ("--model-name gpt2", InvalidSetting, ["--model-name gpt2"]),
+        (
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 --actor-num-gpus-per-node 6",
+            InvalidSetting,
+            ["--actor-num-gpus-per-node 6", "--tensor-model-parallel-size 2 x", "--context-parallel-size 2 = 4"],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --actor-num-gpus-per-node 2",
+            InvalidSetting,
+            ["--actor-num-gpus-per-node 2", "--expert-tensor-parallel-size 2 x --expert-model-parallel-size 2", "= 4"],
+        ),
+        ("--tensor-model-parallel-size 3", InvalidSetting, ["--tensor-model-parallel-size 3", "8 attention heads"]),
+        ("--expert-model-parallel-size 3", InvalidSetting, ["--expert-model-parallel-size 3", "8 experts"]),
+        ("--pipeline-model-parallel-size 3", InvalidSetting, ["--pipeline-model-parallel-size 3", "4 layers"]),
+        ("--only-train-params-name-list a --freeze-params-name-list b", InvalidSetting, ["--only-train", "--freeze"]),
+        ("--freeze-params-name-list (", InvalidSetting, ["--freeze-params-name-list", "'('"]),
+        ("--save-keep 2", InvalidSetting, ["--save-keep 2", "--save-interval"]),
+        ("--ckpt-step 2", InvalidSetting, ["--ckpt-step 2", "--load"]),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_starts(
+    megatron: list[str], extra: str, error: type[ConfigError], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        flags.parse([*megatron, *extra.split()])
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--tensor-model-parallel-size 2",
+        "--no-rope-fusion",
+        "--async-save --save-interval 1",
+        "--enable-mtp-training",
+        "--freeze-params-name-list embedding",
+        "--custom-megatron-init-path a.b",
+        "--model-name qwen3",
+        "--initial-megatron-checkpoint {model}",
+    ],
+)
+def test_another_backend_takes_none_of_it(base: list[str], extra: str) -> None:
+    words = extra.format(model=base[1]).split()
+    with pytest.raises(InvalidSetting, match=f"{words[0]}.*needs --train-backend megatron"):
+        flags.parse([*base, *words])
+
+
+@pytest.mark.parametrize(
+    "sizes, ranks",
+    [
+        ({}, 1),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 2}, 12),
+        ({"expert_model_parallel_size": 4}, 4),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, 4),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2),
+        ({"context_parallel_size": 4, "expert_model_parallel_size": 2}, 4),
+    ],
+)
+def test_as_many_ranks_as_the_parallel_sizes_need(sizes: dict[str, Any], ranks: int) -> None:
+    assert ranks_needed({"train_backend": "megatron", **sizes}) == ranks
+    assert ranks_needed({"train_backend": "fsdp", **sizes}) == 1
+
+
+def test_a_known_model_is_held_against_the_checkpoint_for_any_backend(base: list[str]) -> None:
+    Path(base[1], "config.json").write_text(json.dumps(model_config("qwen3-4B")))
+    assert flags.parse([*base, "--model-type", "QWEN3-4b"]).launcher.model_type
+    with pytest.raises(InvalidSetting, match="--model-type qwen3-8B"):
+        flags.parse([*base, "--model-type", "qwen3-8B"])
+
+
+def test_hooks_are_held_to_their_contracts(megatron: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("def init(args): pass\n\ndef other(): pass\n")
+    assert flags.parse([*megatron, "--custom-megatron-init-path", f"{tmp_path}/hooks.py:init"])
+    with pytest.raises(ConfigError, match="--custom-megatron-before-train-step-hook-path"):
+        flags.parse([*megatron, "--custom-megatron-before-train-step-hook-path", f"{tmp_path}/hooks.py:other"])
+
+
+def checkpoint(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / STATE_FILE).write_text("{}")
+    return directory
+
+
+def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> None:
+    initial, run = tmp_path / "initial", tmp_path / "run"
+    initial.mkdir()
+    (initial / "latest_checkpointed_iteration.txt").write_text("release")
+    run.mkdir()
+    both = ["--initial-megatron-checkpoint", str(initial), "--load", str(run)]
+    assert flags.parse([*megatron, *both[:2]]).trainer.load == str(initial)
+    assert flags.parse([*megatron, *both]).trainer.load == str(initial), "nothing to resume yet"
+    checkpoint(run / "iter_0000001")
+    newest = checkpoint(run / "iter_0000003")
+    assert flags.parse([*megatron, *both]).trainer.load == str(newest)
+    assert flags.parse([*megatron, *both, "--ckpt-step", "1"]).trainer.load == str(run / "iter_0000001")
+    with pytest.raises(MissingFile, match=r"--load: no checkpoint of step 2 in .*steps there: 1, 3"):
+        flags.parse([*megatron, *both, "--ckpt-step", "2"])
+    with pytest.raises(MissingFile, match="--initial-megatron-checkpoint"):
+        flags.parse([*megatron, "--initial-megatron-checkpoint", str(tmp_path / "none")])
+
+
+def test_old_checkpoints_go_and_incomplete_ones_do_not_count(tmp_path: Path) -> None:
+    for step in range(6):
+        checkpoint(tmp_path / f"iter_{step:07d}")
+    (tmp_path / "iter_0000006").mkdir()  # being written
+    assert prune(tmp_path, keep=None, retain_interval=None) == []
+    assert [path.name for path in prune(tmp_path, keep=3, retain_interval=2)] == ["iter_0000000", "iter_0000002"]
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "3", "4", "5", "6"]
+    prune(tmp_path, keep=None, retain_interval=4)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "5", "6"]
+    prune(tmp_path, keep=1, retain_interval=None)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["5", "6"]
+    assert has_checkpoint(str(tmp_path)) and find_checkpoint(str(tmp_path)).endswith("iter_0000005")
+
+
+def test_help_is_short_and_help_megatron_lists_the_flags() -> None:
+    def show(flag: str) -> str:
+        command = [sys.executable, "-m", "slime.launcher.cli", "train", flag]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    short = show("--help")
+    assert "--help-megatron" in short and "--tensor-model-parallel-size" not in short
+    long = show("--help-megatron")
+    assert "--tensor-model-parallel-size" in long and "--disable-bias-linear" in long
+    assert "--rollout-batch-size" not in long

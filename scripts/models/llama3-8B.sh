@@ -1,0 +1,27 @@
+# meta-llama/Meta-Llama-3-8B-Instruct, from its config.json by `slime-convert model-args`.
+MODEL_ARGS=(
+   --num-layers 32
+   --hidden-size 4096
+   --num-attention-heads 32
+   --num-query-groups 8
+   --ffn-hidden-size 14336
+   --kv-channels 128
+   --norm-epsilon 1e-05
+   --disable-bias-linear
+   --normalization RMSNorm
+   --group-query-attention
+   --max-position-embeddings 8192
+   --position-embedding-type rope
+   --no-position-embedding
+   --rotary-base 500000
+   --vocab-size 128256
+   --untie-embeddings-and-output-weights
+   --swiglu
+   --tokenizer-type HuggingFaceTokenizer
+   --bf16
+)
+# MEGATRON_CHECKPOINT: a torch_dist directory to take the weights from instead.
+CKPT_ARGS=(
+   --hf-checkpoint "${HF_CHECKPOINT:-Meta-Llama-3-8B-Instruct}"
+   ${MEGATRON_CHECKPOINT:+--initial-megatron-checkpoint "$MEGATRON_CHECKPOINT"}
+)

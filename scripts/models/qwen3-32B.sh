@@ -1,0 +1,28 @@
+# Qwen/Qwen3-32B, from its config.json by `slime-convert model-args`.
+MODEL_ARGS=(
+   --num-layers 64
+   --hidden-size 5120
+   --num-attention-heads 64
+   --num-query-groups 8
+   --ffn-hidden-size 25600
+   --kv-channels 128
+   --norm-epsilon 1e-06
+   --disable-bias-linear
+   --normalization RMSNorm
+   --qk-layernorm
+   --group-query-attention
+   --max-position-embeddings 40960
+   --position-embedding-type rope
+   --no-position-embedding
+   --rotary-base 1000000
+   --vocab-size 151936
+   --untie-embeddings-and-output-weights
+   --swiglu
+   --tokenizer-type HuggingFaceTokenizer
+   --bf16
+)
+# MEGATRON_CHECKPOINT: a torch_dist directory to take the weights from instead.
+CKPT_ARGS=(
+   --hf-checkpoint "${HF_CHECKPOINT:-Qwen3-32B}"
+   ${MEGATRON_CHECKPOINT:+--initial-megatron-checkpoint "$MEGATRON_CHECKPOINT"}
+)
