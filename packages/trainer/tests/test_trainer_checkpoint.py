@@ -102,7 +102,8 @@ def test_a_full_disk_leaves_what_was_there(model: str, tmp_path: Path, monkeypat
 
 def test_what_cannot_be_resumed_is_named(model: str, tmp_path: Path):
     with pytest.raises(MissingFile, match=r"no trainer\.json"):
-        checkpoint.read_state(model)
+        checkpoint.read_state(str(tmp_path))
+    assert checkpoint.read_state(model) == checkpoint.TrainerState(has_optimizer=False)
     (tmp_path / "trainer.json").write_text('{"format": 9}')
     with pytest.raises(InvalidFile, match="format 9, expected 1"):
         checkpoint.read_state(str(tmp_path))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.trainer.backends.fsdp.optimizer import learning_rate
 from slime.trainer.cli import PlaceSettings, main
+from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.settings import parse
@@ -47,7 +47,6 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
     "values",
     [
         {"advantage_estimator": "ppo"},
-        {"train_backend": "megatron"},
         {"update_weight_transport": "nccl"},
         {"update_weight_mode": "delta"},
         {"check_weight_update_equal": True},
@@ -57,6 +56,26 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
 def test_known_values_without_an_implementation(values: dict[str, Any]):
     with pytest.raises(NotAvailable, match="not available yet"):
         settings(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_name": "qwen3"}, "--model-name qwen3 needs --train-backend megatron"),
+        ({"enable_mtp_training": True}, "--enable-mtp-training needs --train-backend megatron"),
+        ({"only_train_params_name_list": ["a"]}, "--only-train-params-name-list .* needs --train-backend megatron"),
+        ({"custom_megatron_init_path": "a.b"}, "--custom-megatron-init-path a.b needs --train-backend megatron"),
+        (
+            {"train_backend": "megatron", "only_train_params_name_list": ["a"], "freeze_params_name_list": ["b"]},
+            "--only-train-params-name-list.*contradicts --freeze-params-name-list",
+        ),
+        ({"train_backend": "megatron", "freeze_params_name_list": ["a", "["]}, r"--freeze-params-name-list: '\['"),
+    ],
+)
+def test_settings_of_the_megatron_backend(values: dict[str, Any], words: str):
+    with pytest.raises(InvalidSetting, match=words):
+        settings(**values)
+    assert settings(train_backend="megatron", freeze_params_name_list=["embedding"], async_save=True)
 
 
 def test_learning_rates():
@@ -87,12 +106,19 @@ def test_flags_and_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch):
         parse(argv, TrainerSettings, PlaceSettings, prog="t", description="")
 
 
+SERVE = "serve --hf-checkpoint m --buffer-address a:1 --rollout-address b:2".split()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["serve", "--hf-checkpoint", "m", "--lrr", "1"], "did you mean --lr"),
         (["serve", "--hf-checkpoint", "m"], "--buffer-address is required"),
         (["serve", "--hf-checkpoint", "m", "--advantage-estimator", "ppo"], "not available yet"),
+        ([*SERVE, "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size needs --train-backend megatron"),
+        ([*SERVE, "--train-backend", "megatron", "--fp8-format", "e4m3"], "--fp8-format is not available yet"),
+        ([*SERVE, "--train-backend", "megatron", "--num-layers", "0"], "--num-layers: got 0"),
+        ([*SERVE, "--async-save"], "--async-save needs --train-backend megatron"),
         (["train"], "usage"),
     ],
 )

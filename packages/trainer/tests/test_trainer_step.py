@@ -37,7 +37,7 @@ def test_packed_equals_separate(model: str, share: bool):
     runner, reference, samples = Runner(make_settings(model, rollout_temperature=0.8)), load64(model), make_samples()
     n = len(samples)
     batch = pack(samples, range(n), [0.0] * n, [1.0] * n, share_prompts=share, device=runner.backend.device)
-    got = runner.backend.log_probs(batch)
+    (got,) = runner.backend.log_probs([batch])
     expected = torch.cat([reference_log_probs(reference, s, 0.8) for s in samples])
     torch.testing.assert_close(got.double().cpu(), expected * batch.mask.cpu(), atol=1e-5, rtol=1e-5)
 
@@ -144,10 +144,10 @@ def test_training_raises_the_likelihood_of_what_was_rewarded(model: str):
     good = [s for s in samples if s.reward == 2.0]
     ones = [1.0] * len(good)
     batch = pack(good, range(len(good)), ones, ones, device=runner.backend.device)
-    before = runner.backend.log_probs(batch).sum()
+    before = runner.backend.log_probs([batch])[0].sum()
     for _ in range(5):
         runner.run(0, samples)
-    assert runner.backend.log_probs(batch).sum() > before + 1
+    assert runner.backend.log_probs([batch])[0].sum() > before + 1
 
 
 def test_bf16_computes_about_the_same(model: str):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.backends.build import build_backend
 from slime.trainer.batching.plan import Planner
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings
@@ -19,17 +19,20 @@ from slime.types import Sample
 VOCAB = 32
 
 
-def write_model(path: Path, seed: int = 0, tied: bool = False) -> str:
-    """A two-layer Qwen3 as a Hugging Face directory, with a file that stands for a tokenizer's."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def write_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, experts: int = 0) -> str:
+    """A Qwen3, dense or with experts, as a Hugging Face directory, with a file that stands for a tokenizer's."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    extra: dict[str, Any] = {}
+    if experts:
+        extra = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, **extra,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return str(path)
 
@@ -89,10 +92,17 @@ def alone() -> Ranks:
 class Runner:
     """Steps without services."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None, weights: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks | None = None,
+        weights: str | None = None,
+        megatron: dict[str, Any] | None = None,
+    ) -> None:
         self.settings = settings
         self.ranks = ranks or alone()
-        self.backend = FsdpBackend(settings, self.ranks, pick_device(self.ranks.rank), weights)
+        device = pick_device(self.ranks.rank)
+        self.backend = build_backend(settings, self.ranks, device, weights=weights, megatron=megatron)
         self._step = TrainStep(settings, self.backend, self.ranks)
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:

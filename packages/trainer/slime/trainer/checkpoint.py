@@ -12,21 +12,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from slime.converters.safetensors_dir import SafetensorsDir, write
-from slime.trainer.backends.base import Backend
 from slime.trainer.collective import Ranks
 from slime.trainer.hf_directory import copy_side_files, whole_directory
 from slime.trainer.weight_sync.base import Weights, as_dtype
 from slime.types.errors import InvalidFile, MissingFile
 
+if TYPE_CHECKING:
+    from slime.trainer.backends.fsdp.backend import FsdpBackend
+
 FORMAT = 1
 STATE_FILE = "trainer.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+# Of a Hugging Face directory, and of a torch_dist one.
+MODEL_FILES = ("config.json", ".metadata", TRACKER)
+log = logging.getLogger(__name__)
 OPTIMIZER_DIR = "optimizer"
 
 
@@ -40,12 +48,60 @@ class TrainerState:
     has_optimizer: bool = True
 
 
+class Checkpoints(Protocol):
+    """How a backend is saved and restored; every method is collective."""
+
+    def load(self, path: str, state: TrainerState) -> None:
+        """What the backend does not have from its construction. Raises MissingFile or InvalidFile naming --load."""
+
+    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
+        """Begins to write; raises OutOfSpace."""
+
+    def finish(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become complete since; raises what went wrong with it."""
+
+    def close(self) -> None:
+        """Drops what is not complete."""
+
+
+class HuggingFaceCheckpoints:
+    """Checkpoints as this module describes them. source: the directory that config and tokenizer files come from."""
+
+    def __init__(self, backend: FsdpBackend, ranks: Ranks, source: Path) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._source = source
+        self._done: int | None = None
+
+    def load(self, path: str, state: TrainerState) -> None:
+        if state.has_optimizer and state.updates:
+            self._backend.load_optimizer_state(read_optimizer(path), state.updates)
+        elif state.updates:
+            log.warning("%s holds no optimizer state: its moments start anew", path)
+            self._backend.updates = state.updates
+
+    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
+        save_checkpoint(path, self._backend, self._ranks, state, self._source, optimizer=optimizer)
+        self._done = state.step
+
+    def finish(self, *, wait: bool) -> int | None:
+        done, self._done = self._done, None
+        return done
+
+    def close(self) -> None:
+        self._done = None
+
+
 def read_state(path: str) -> TrainerState:
-    """Raises MissingFile or InvalidFile naming --load."""
-    file = Path(path) / STATE_FILE
+    """Of a model that is no checkpoint, a state before the first step. Raises MissingFile or InvalidFile, naming --load."""
+    file = _state_file(Path(path))
     if not file.is_file():
+        if any((Path(path) / name).is_file() for name in MODEL_FILES):
+            return TrainerState(has_optimizer=False)
         raise MissingFile(
-            f"--load: {path} is no checkpoint of this trainer: it has no {STATE_FILE}", field="--load", value=path
+            f"--load: {path} is neither a checkpoint of this trainer nor a model: it has no {STATE_FILE}",
+            field="--load",
+            value=path,
         )
     try:
         data = json.loads(file.read_text())
@@ -56,6 +112,13 @@ def read_state(path: str) -> TrainerState:
         return TrainerState(**{f.name: data[f.name] for f in dataclasses.fields(TrainerState)})
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidFile(f"--load: {file}: {type(error).__name__}: {error}", field="--load", value=path) from error
+
+
+def _state_file(path: Path) -> Path:
+    """In the newest of the checkpoints in `path`, where it holds several as Megatron keeps them."""
+    tracker = path / TRACKER
+    number = tracker.read_text().strip() if tracker.is_file() else ""
+    return (path / f"iter_{int(number):07d}" if number.isdigit() else path) / STATE_FILE
 
 
 def read_optimizer(path: str) -> Callable[[str], Tensor]:
@@ -71,7 +134,7 @@ def read_optimizer(path: str) -> Callable[[str], Tensor]:
 
 
 def save_checkpoint(
-    path: Path, backend: Backend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True
+    path: Path, backend: FsdpBackend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True
 ) -> None:
     """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
 

@@ -8,9 +8,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from slime.converters.megatron_flags import MegatronSettings, check_backend, given, why_refused
 from slime.trainer.settings import TrainerSettings
-from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
 from slime.types.settings import parse, setting
 
@@ -75,24 +77,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr if arguments[:1] not in (["-h"], ["--help"]) else sys.stdout)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
-        settings, rpc, place = parse(
+        settings, megatron, rpc, place = parse(
             arguments[1:],
             TrainerSettings,
+            MegatronSettings,
             RpcSettings,
             PlaceSettings,
             prog="slime-trainer serve",
-            description="One rank of a trainer.",
+            description="One rank of a trainer. With --train-backend megatron it also takes Megatron's flags: see "
+            "docs/flags.md.",
         )
-        return _serve(settings, rpc, place)
+        check_backend(settings.train_backend, given(megatron))
+        return _serve(settings, given(megatron), rpc, place)
     except ConfigError as error:
-        print(f"slime-trainer: error: {error}", file=sys.stderr)
+        reason = why_refused(error.field) if isinstance(error, UnknownFlag) else None
+        message = f"{error.field} is not available yet: {reason}" if reason else str(error)
+        print(f"slime-trainer: error: {message}", file=sys.stderr)
         return 2
     except SlimeError as error:
         print(f"slime-trainer: error: {error}", file=sys.stderr)
         return 1
 
 
-def _serve(settings: TrainerSettings, rpc: RpcSettings, place: PlaceSettings) -> int:
+def _serve(settings: TrainerSettings, megatron: dict[str, Any], rpc: RpcSettings, place: PlaceSettings) -> int:
     from slime.trainer.service import serve
 
     stop = threading.Event()
@@ -106,6 +113,7 @@ def _serve(settings: TrainerSettings, rpc: RpcSettings, place: PlaceSettings) ->
         master_address=place.master_address or "",
         buffer_address=place.buffer_address,
         rollout_address=place.rollout_address,
+        megatron=megatron,
     )
     _on_stop(stop.set)
     with service:

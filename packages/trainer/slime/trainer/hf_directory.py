@@ -21,32 +21,49 @@ SIDE_FILES = (
 )  # fmt: skip
 
 
+class WholeDirectory:
+    """A temporary directory, `partial`, beside `path`, that takes its place when it is complete.
+
+    Raises OutOfSpace where `need_bytes` do not fit.
+    """
+
+    def __init__(self, path: Path, need_bytes: int) -> None:
+        self.path = path.absolute()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.path.parent).free
+        if free < need_bytes:
+            raise OutOfSpace(
+                f"{self.path}: {need_bytes} bytes are needed, {free} are free",
+                field="path",
+                value=str(self.path),
+                expected=f"{need_bytes} bytes",
+            )
+        self.partial = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.partial-", dir=self.path.parent))
+
+    def complete(self) -> None:
+        for file in self.partial.rglob("*"):
+            _sync(file)
+        self.partial.chmod(0o755)
+        _replace(self.partial, self.path)
+
+    def discard(self) -> None:
+        """Nothing of it stays, if it was not completed."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def whole_directory(path: Path, need_bytes: int) -> Iterator[Path]:
-    """A temporary directory beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """The `partial` of a WholeDirectory that is complete when the block ends well, and vanishes when it does not.
 
     Raises OutOfSpace where `need_bytes` do not fit, or where the disk fills up inside the block.
     """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < need_bytes:
-        raise OutOfSpace(
-            f"{path}: {need_bytes} bytes are needed, {free} are free",
-            field="path",
-            value=str(path),
-            expected=f"{need_bytes} bytes",
-        )
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    directory = WholeDirectory(path, need_bytes)
     try:
-        with disk_errors(path):
-            yield partial
-            for file in partial.rglob("*"):
-                _sync(file)
-            partial.chmod(0o755)
-            _replace(partial, path)
+        with disk_errors(directory.path):
+            yield directory.partial
+            directory.complete()
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        directory.discard()
 
 
 def _replace(partial: Path, path: Path) -> None:

@@ -125,10 +125,11 @@ def serve(
     buffer_address: str,
     rollout_address: str,
     extra_args: dict[str, Any] | None = None,
+    megatron: dict[str, Any] | None = None,
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
-    extra_args: more names for the `args` of plug-ins.
+    extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute name.
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")
@@ -148,7 +149,9 @@ def serve(
             device = pick_device(rank).type
             ranks = Ranks(rank, world_size, master_address, settings.distributed_timeout_minutes, device)
             stack.callback(ranks.close)
-            return Trainer(settings, ranks, buffer, rollout, extra_args)
+            trainer = Trainer(settings, ranks, buffer, rollout, extra_args, megatron)
+            stack.callback(trainer.close)
+            return trainer
 
         trainer = worker.run("loading", load, None)
         server = Server(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -14,6 +15,11 @@ GROUP_NORMALIZED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_base
 # Of those, the ones that also divide by the group's standard deviation.
 GROUP_STANDARDIZED = frozenset({"grpo", "gspo", "cispo"})
 WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+MEGATRON_ONLY = (
+    "model_name", "async_save", "only_train_params_name_list", "freeze_params_name_list", "enable_mtp_training",
+    "custom_model_provider_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,9 +36,32 @@ class TrainerSettings:
         None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR"
     )
     train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
+    model_name: str | None = setting(
+        None, "family of models to take it for, in place of the model_type in config.json (megatron)", metavar="NAME"
+    )
     bf16: bool = setting(False, "compute in bfloat16; weights and optimizer stay float32")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     no_save_optim: bool = setting(False, "leave the optimizer out of checkpoints")
+    async_save: bool = setting(False, "go on training while a checkpoint is written (megatron)")
+    only_train_params_name_list: list[str] | None = setting(
+        None, "regular expressions, searched in Megatron's parameter names: only these train (megatron)", metavar="RE"
+    )
+    freeze_params_name_list: list[str] | None = setting(
+        None, "regular expressions, searched in Megatron's parameter names: these do not train (megatron)", metavar="RE"
+    )
+    enable_mtp_training: bool = setting(False, "train the multi-token-prediction layers too (megatron)")
+    custom_model_provider_path: str | None = setting(
+        None, "makes the model, in place of ours (megatron)", metavar="PATH"
+    )
+    custom_megatron_init_path: str | None = setting(
+        None, "called once Megatron's process groups are there (megatron)", metavar="PATH"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = setting(
+        None, "called before each pass that only computes log-probs (megatron)", metavar="PATH"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = setting(
+        None, "called before each optimizer update (megatron)", metavar="PATH"
+    )
 
     # Optimizer
     lr: float = setting(1e-6, "peak learning rate", above=0)
@@ -128,7 +157,6 @@ class TrainerSettings:
 
     def _refuse_unavailable(self) -> None:
         for field, value, use in (
-            ("train_backend", "megatron", "fsdp"),
             ("loss_type", "custom_loss", "policy_loss or sft_loss"),
             ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
             ("update_weight_transport", "nccl", "tensor or disk"),
@@ -141,6 +169,22 @@ class TrainerSettings:
                 raise NotAvailable(f"{text} is not available yet; {use}", field=flag, value=value, expected=use)
 
     def _refuse_contradictions(self) -> None:
+        if self.train_backend != "megatron":
+            for field in MEGATRON_ONLY:
+                if getattr(self, field):
+                    value = getattr(self, field)
+                    shown = _flag(field) if value is True else f"{_flag(field)} {value}"
+                    raise InvalidSetting(
+                        f"{shown} needs --train-backend megatron",
+                        field=_flag(field),
+                        value=value,
+                        expected="--train-backend megatron",
+                    )
+        if self.only_train_params_name_list and self.freeze_params_name_list:
+            self._contradiction("only_train_params_name_list", "freeze_params_name_list", "at most one of them")
+        for field in ("only_train_params_name_list", "freeze_params_name_list"):
+            for pattern in getattr(self, field) or ():
+                _check_pattern(_flag(field), pattern)
         if self.kl_coef and self.kl_loss_coef:
             self._contradiction("kl_coef", "kl_loss_coef", "at most one of them to be non-zero")
         if self.kl_loss_coef and not self.use_kl_loss:
@@ -222,6 +266,15 @@ def _flag(field: str) -> str:
         "rewards_normalization": "--disable-rewards-normalization",
         "grpo_std_normalization": "--disable-grpo-std-normalization",
     }.get(field, "--" + field.replace("_", "-"))
+
+
+def _check_pattern(flag: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidSetting(
+            f"{flag}: {pattern!r}: {error}", field=flag, value=pattern, expected="a regular expression"
+        ) from None
 
 
 def flat_args(settings: TrainerSettings, extra: dict[str, Any] | None = None) -> Any:

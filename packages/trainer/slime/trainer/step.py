@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,17 @@ import torch
 
 from slime.trainer.algorithms import advantages as estimators
 from slime.trainer.algorithms.kl import approximate_kl
-from slime.trainer.backends.base import Backend
+from slime.trainer.backends.base import Backend, Outputs
 from slime.trainer.batching.packing import PackedBatch, check_sample, pack
 from slime.trainer.batching.plan import assign
+from slime.trainer.batching.schedule import MicroBatch
 from slime.trainer.collective import Ranks
 from slime.trainer.losses import LOSS_TERMS, Loss, Sums, Targets
 from slime.trainer.settings import TrainerSettings, flat_args
+from slime.trainer.sharing import ReadSamples, ReplicaReader
 from slime.types.errors import InvalidField
 from slime.types.plugins import load_plugin
 from slime.types.sample import Sample
-
-ReadSamples = Callable[[Sequence[int]], Iterator[Sample]]
 
 
 @dataclasses.dataclass
@@ -44,6 +43,7 @@ class TrainStep:
         self.backend = backend
         self.ranks = ranks
         self.loss = Loss(settings, extra_args)
+        self._reader = ReplicaReader(ranks, backend)
         self.args = flat_args(settings, extra_args)
         path = settings.custom_advantage_function_path
         self._advantages: Callable[..., None] | None = None
@@ -56,12 +56,13 @@ class TrainStep:
         clock = _Clock()
         with clock.measure("perf/train_time"):
             with clock.measure("perf/train_data_time"):
-                updates = self.ranks.together(lambda: self._read(plan, read))
+                updates = self._read(plan, read)
             with clock.measure("perf/log_probs_time"):
                 self._prepare(updates)
             results = []
             with clock.measure("perf/actor_train_time"):
                 for number, work in enumerate(updates):
+                    self.backend.begin_update(plan["step"], number)
                     results.append(self._update(plan["updates"][number], work))
         metrics = _averaged(results)
         metrics["train/lr-pg_0"] = results[-1]["train/lr-pg_0"]
@@ -75,18 +76,22 @@ class TrainStep:
         return metrics
 
     def _read(self, plan: dict[str, Any], read: ReadSamples) -> list[Work]:
-        """This rank's share of every update, packed."""
-        backend, ranks = self.backend, self.ranks
+        """This replica's share of every update, packed."""
+        backend = self.backend
         shares = [
-            assign(plan, number, ranks.world_size, self.settings, backend.hidden_size)[ranks.rank]
+            assign(plan, number, backend.replicas, self.settings, backend.hidden_size, backend.micro_batch_multiple)[
+                backend.replica
+            ]
             for number in range(len(plan["updates"]))
         ]
         positions = [p for share in shares for micro_batch in share for p in micro_batch]
-        samples = dict(zip(positions, read(positions) if positions else (), strict=True))
+        samples = dict(zip(positions, self._reader.read(read, positions), strict=True))
+        return self.ranks.together(lambda: self._pack(plan, shares, samples))
+
+    def _pack(self, plan: dict[str, Any], shares: list[list[MicroBatch]], samples: dict[int, Sample]) -> list[Work]:
+        needs_log_probs = self.settings.use_tis or self.settings.use_rollout_logprobs
         for position, sample in samples.items():
-            check_sample(
-                sample, backend.vocab_size, needs_log_probs=self.settings.use_tis or self.settings.use_rollout_logprobs
-            )
+            check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs)
             expected = plan["lengths"][position]
             if len(sample.tokens) != expected:
                 raise InvalidField("tokens", len(sample.tokens), f"{expected} tokens, as planned (position {position})")
@@ -96,12 +101,16 @@ class TrainStep:
                 pack(
                     [samples[p] for p in micro_batch], micro_batch,
                     [plan["rewards"][p] for p in micro_batch], [plan["weights"][p] for p in micro_batch],
-                    share_prompts=backend.can_share_prompts, device=backend.device,
+                    share_prompts=self.backend.can_share_prompts, device=self.backend.device,
                 ) if micro_batch else None
                 for micro_batch in share
             ]  # fmt: skip
             works.append(Work(batches, [None] * len(batches)))
         return works
+
+    def _add(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over replicas, on every rank."""
+        return self.ranks.add(values if self.backend.leads_replica else torch.zeros_like(values))
 
     def _needs_old_log_probs(self, updates: int) -> bool:
         """Where the policy at the start of the update is the old policy, `log_probs.detach()` is the same number."""
@@ -117,14 +126,13 @@ class TrainStep:
             return
         old_needed = self._needs_old_log_probs(len(updates))
         for work in updates:
+            nothing: list[torch.Tensor | None] = [None] * len(work.batches)
+            old = self.backend.log_probs(work.batches) if old_needed else nothing
+            ref = self.backend.log_probs(work.batches, reference=True) if s.needs_reference else nothing
             for i, batch in enumerate(work.batches):
-                old = self.backend.log_probs(batch) if old_needed else None
-                ref = self.backend.log_probs(batch, reference=True) if s.needs_reference else None
-                if batch is None:
-                    continue
-                if s.use_rollout_logprobs:
-                    old = batch.rollout_log_probs
-                work.targets[i] = Targets(torch.empty(0), old, ref)
+                if batch is not None:
+                    mine = batch.rollout_log_probs if s.use_rollout_logprobs else old[i]
+                    work.targets[i] = Targets(torch.empty(0), mine, ref[i])
         pairs = [
             (b, t)
             for work in updates
@@ -137,7 +145,7 @@ class TrainStep:
             sizes = [len(b.mask) for b, _ in pairs]
             none = torch.zeros(0, device=self.backend.device)
             values = torch.cat([none, *(t.advantages for _, t in pairs)])
-            whitened = estimators.whiten(values, torch.cat([none, *(b.mask for b, _ in pairs)]), self.ranks.add)
+            whitened = estimators.whiten(values, torch.cat([none, *(b.mask for b, _ in pairs)]), self._add)
             for (_, targets), part in zip(pairs, whitened.split(sizes), strict=True):
                 targets.advantages = part
 
@@ -164,12 +172,17 @@ class TrainStep:
         """One optimizer update; its metrics."""
         sums: Sums = {}
         denominator = update["num_tokens"] if self.settings.calculate_per_token_loss else update["num_rollouts"]
-        for batch, targets in zip(work.batches, work.targets, strict=True):
-            loss = functools.partial(self.loss, targets=targets, denominator=max(1, denominator), sums=sums)
-            self.backend.forward_backward(batch, loss, entropy=self.loss.entropy)
+
+        def loss(number: int, batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            return self.loss(batch, outputs, work.targets[number], max(1, denominator), sums)
+
+        self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy)
+        added = self.backend.model_losses()
         norm, lr = self.backend.optimizer_step()
         metrics = {"train/loss": 0.0, "train/grad_norm": norm, "train/lr-pg_0": lr}
-        totals = self.ranks.add_numbers({name: float(value) for name, value in sums.items()})
+        metrics |= {f"train/{name}": value for name, value in added.items()}
+        own = {name: float(value) for name, value in sums.items()} if self.backend.leads_replica else {}
+        totals = self.ranks.add_numbers(own)
         weight = totals.pop("weight", 0.0)
         for name, total in totals.items():
             # A loss term is a sum over the plan's weights already; the rest are means over what was computed.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 
 from slime.trainer import checkpoint
-from slime.trainer.backends.base import Backend
-from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.backends.build import build_backend, open_checkpoints
 from slime.trainer.batching.plan import FORMAT, Planner
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings, flat_args
@@ -29,8 +27,6 @@ from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writ
 from slime.types.errors import InvalidField, WrongState
 from slime.types.plugins import load_plugin
 
-log = logging.getLogger(__name__)
-
 
 class Trainer:
     """Every method but `info` is collective: all ranks call it at once, and all fail if one does."""
@@ -42,16 +38,21 @@ class Trainer:
         buffer: BufferClient,
         rollout: RolloutClient,
         extra_args: dict[str, Any] | None = None,
+        megatron: Mapping[str, Any] | None = None,
     ) -> None:
+        """megatron: Megatron's arguments that were given, by attribute name; for that backend."""
         self.settings = settings
         self.ranks = ranks
         self.buffer = buffer
         self.rollout = rollout
         self.state = checkpoint.read_state(settings.load) if settings.load else checkpoint.TrainerState()
-        self.backend: Backend = FsdpBackend(settings, ranks, pick_device(ranks.rank), settings.load)
+        self.backend = build_backend(
+            settings, ranks, pick_device(ranks.rank), weights=settings.load, megatron=megatron, extra_args=extra_args
+        )
+        self._source = Path(settings.hf_checkpoint)
+        self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source)
         if settings.load:
-            self._resume(settings.load)
-        self._source = Path(settings.load or settings.hf_checkpoint)
+            self._checkpoints.load(settings.load, self.state)
         self._step = TrainStep(settings, self.backend, ranks, extra_args)
         self._planner = Planner(settings)
         self._args = flat_args(settings, extra_args)
@@ -63,12 +64,9 @@ class Trainer:
         self._last_metrics: dict[str, float] = {}
         self._acknowledged = True
 
-    def _resume(self, path: str) -> None:
-        if self.state.has_optimizer:
-            self.backend.load_optimizer_state(checkpoint.read_optimizer(path), self.state.updates)
-        elif self.state.updates:
-            log.warning("%s holds no optimizer state: its moments start anew", path)
-            self.backend.updates = self.state.updates
+    def close(self) -> None:
+        """Drops a checkpoint that is not complete."""
+        self._checkpoints.close()
 
     @property
     def next_step(self) -> int:
@@ -92,6 +90,7 @@ class Trainer:
             raise WrongState(
                 f"step {step} cannot be trained now", field="step", value=step, expected=str(self.next_step)
             )
+        self._commit(wait=False)
         started = time.perf_counter()
         plan = self._plan(step, num_groups)
         planned = time.perf_counter()
@@ -172,13 +171,20 @@ class Trainer:
             raise WrongState(
                 f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step)
             )
-        optimizer = not self.settings.no_save_optim
-        checkpoint.save_checkpoint(Path(path), self.backend, self.ranks, self.state, self._source, optimizer=optimizer)
-        self.ranks.together(lambda: self.buffer.commit_steps(step) if self.ranks.rank == 0 else None)
+        self._commit(wait=True)
+        self._checkpoints.save(Path(path), self.state, optimizer=not self.settings.no_save_optim)
+        self._commit(wait=not self.settings.async_save)
         return path
+
+    def _commit(self, *, wait: bool) -> None:
+        """Commits the steps of a checkpoint that is complete, and drops old ones."""
+        step = self._checkpoints.finish(wait=wait)
+        if step is not None:
+            self.ranks.together(lambda: self.buffer.commit_steps(step) if self.ranks.rank == 0 else None)
 
     def export_model(self, path: str) -> str:
         """Writes a Hugging Face directory in the type of the one that training began with."""
+        self._commit(wait=True)
         dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
         weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
         self.ranks.on_first(lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source), weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ class Outputs:
     entropy: Tensor | None
 
 
-LossFunction = Callable[[PackedBatch, Outputs], Tensor]
+# (which micro-batch, its rows, what the model says of them) -> scalar.
+LossFunction = Callable[[int, PackedBatch, Outputs], Tensor]
+# One micro-batch; None where a rank only keeps the others company in collective calls.
+MaybeBatch = PackedBatch | None
 
 
 class Backend(abc.ABC):
@@ -44,17 +47,36 @@ class Backend(abc.ABC):
     updates: int
     # Whether the attention of this model can lay a prompt out once for several responses.
     can_share_prompts: bool
+    # The ranks that hold one copy of the model together are a replica; replicas train on different samples.
+    replica: int
+    replicas: int
+    # Of every replica one rank has this; what is summed over ranks is taken from those.
+    leads_replica: bool
+    # A replica's number of micro-batches has to be a multiple of this.
+    micro_batch_multiple: int = 1
 
     @abc.abstractmethod
-    def log_probs(self, batch: PackedBatch | None, *, reference: bool = False) -> Tensor | None:
-        """[K] without gradient, of the policy or the reference model. None in, None out: this rank has no samples."""
+    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
+        """[K] each, without gradient, of the policy or the reference model, on every rank of the replica.
+
+        None in, None out.
+        """
+
+    def begin_update(self, step: int, update: int) -> None:
+        """Before the forward passes of update number `update` of step `step`."""
+        return None
 
     @abc.abstractmethod
-    def forward_backward(self, batch: PackedBatch | None, loss: LossFunction, *, entropy: str = "none") -> None:
-        """Adds the gradient of `loss(batch, outputs)` (a scalar) to what is there; those of ranks are added up.
+    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+        """Adds the gradient of the sum of `loss(i, batches[i], outputs)` to what is there; those of replicas add up.
 
+        `loss` is called where the outputs are, on the rank that leads the replica for one.
         entropy: "none", "value" (no gradient) or "gradient".
         """
+
+    def model_losses(self) -> dict[str, float]:
+        """Of the last `forward_backward`: losses that the model adds by itself, by name, the same on every rank."""
+        return {}
 
     @abc.abstractmethod
     def optimizer_step(self) -> tuple[float, float]:
@@ -65,20 +87,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def named_weights(self) -> NamedTensors:
-        """Every weight once, whole, float32, by its Hugging Face name, one at a time; a tied one by its first name."""
+        """Every weight once, whole, by its Hugging Face name, one at a time; a tied one by its first name.
+
+        float32 or the type the model keeps it in. Ranks other than the first may get an empty tensor in its place.
+        """
 
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
         """Number of elements of every weight, in the order of `named_weights`."""
-
-    @abc.abstractmethod
-    def optimizer_state(self) -> NamedTensors:
-        """Whole optimizer tensors, "exp_avg.NAME" and so on, one at a time; nothing before the first update."""
-
-    @abc.abstractmethod
-    def optimizer_sizes(self) -> dict[str, int]:
-        """Number of elements of what `optimizer_state` gives, in its order."""
-
-    @abc.abstractmethod
-    def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int) -> None:
-        """Restores what `optimizer_state` gave; `read` finds a tensor by name. updates: those done so far."""

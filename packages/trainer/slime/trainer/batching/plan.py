@@ -172,14 +172,15 @@ def _rollout_key(summary: Summary, position: int) -> tuple[str, int]:
 
 
 def assign(
-    plan: dict[str, Any], update: int, world_size: int, settings: TrainerSettings, hidden_size: int
+    plan: dict[str, Any], update: int, replicas: int, settings: TrainerSettings, hidden_size: int, multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """[rank][i] -> micro-batch of one update."""
+    """[replica][i] -> micro-batch of one update; every replica gets the same number, a multiple of `multiple`."""
     train = plan["updates"][update]["train"]
     return schedule(
         train,
         [plan["lengths"][i] for i in train],
-        world_size,
+        replicas,
+        multiple=multiple,
         micro_batch_size=settings.micro_batch_size,
         max_tokens=settings.max_tokens_per_gpu if settings.use_dynamic_batch_size else None,
         balance=settings.balance_data,

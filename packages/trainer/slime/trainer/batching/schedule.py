@@ -1,4 +1,4 @@
-"""One optimizer update's samples as micro-batches for every rank."""
+"""One optimizer update's samples as micro-batches for every replica of the model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ MicroBatch = list[int]
 def schedule(
     positions: Sequence[int],
     lengths: Sequence[int],
-    world_size: int,
+    replicas: int,
     *,
+    multiple: int = 1,
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
     balance: bool = False,
     cost: Callable[[int], float] = float,
 ) -> list[list[MicroBatch]]:
-    """[rank][i] -> micro-batch; every rank gets the same number of them.
+    """[replica][i] -> micro-batch; every replica gets the same number of them, a multiple of `multiple`.
 
     positions: samples to train, in order; lengths[i]: tokens of sample positions[i].
     max_tokens: None cuts into `micro_batch_size` samples; a number fills bins first-fit in order up to it, and a longer
-    sample is alone. balance: ranks get micro-batches of equal total `cost(length)`, else round robin.
+    sample is alone. balance: replicas get micro-batches of equal total `cost(length)`, else round robin.
     """
     length_of = dict(zip(positions, lengths, strict=True))
     if max_tokens is None:
         bins = [list(positions[i : i + micro_batch_size]) for i in range(0, len(positions), micro_batch_size)]
     else:
         bins = first_fit(positions, length_of, max_tokens)
-    _split_to_multiple(bins, world_size, length_of)
+    _split_to_multiple(bins, replicas * multiple, length_of)
     if not balance:
-        return [bins[rank::world_size] for rank in range(world_size)]
+        return [bins[replica::replicas] for replica in range(replicas)]
     costs = [sum(cost(length_of[p]) for p in b) for b in bins]
-    return [[bins[i] for i in indexes] for indexes in partition(costs, world_size, equal_size=True)]
+    return [[bins[i] for i in indexes] for indexes in partition(costs, replicas, equal_size=True)]
 
 
 def first_fit(positions: Sequence[int], length_of: dict[int, int], max_tokens: int) -> list[MicroBatch]:
@@ -54,9 +55,9 @@ def first_fit(positions: Sequence[int], length_of: dict[int, int], max_tokens: i
     return bins
 
 
-def _split_to_multiple(bins: list[MicroBatch], world_size: int, length_of: dict[int, int]) -> None:
-    """Splits the largest bins in two until `world_size` divides their number; empty ones where none can be split."""
-    while len(bins) % world_size:
+def _split_to_multiple(bins: list[MicroBatch], multiple: int, length_of: dict[int, int]) -> None:
+    """Splits the largest bins in two until `multiple` divides their number; empty ones where none can be split."""
+    while len(bins) % multiple:
         splittable = [i for i, b in enumerate(bins) if len(b) > 1]
         if not splittable:
             bins.append([])

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
-from slime.trainer.backends.base import Backend, LossFunction, NamedTensors, NonFiniteGradient, Outputs
+from slime.trainer.backends.base import (
+    Backend,
+    LossFunction,
+    MaybeBatch,
+    NamedTensors,
+    NonFiniteGradient,
+    Outputs,
+)
 from slime.trainer.backends.fsdp import model as loading
-from slime.trainer.backends.fsdp.optimizer import build_adamw, learning_rate
+from slime.trainer.backends.fsdp.optimizer import build_adamw
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.collective import Ranks
+from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import WrongState
 
@@ -47,6 +55,7 @@ class FsdpBackend(Backend):
             self.reference = self._place(reference.requires_grad_(False))
         self.optimizer = build_adamw(self.policy, settings)
         self.updates = 0
+        self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
@@ -77,7 +86,10 @@ class FsdpBackend(Backend):
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         return model(input_ids=token, use_cache=False).logits.sum() * 0.0
 
-    def log_probs(self, batch: PackedBatch | None, *, reference: bool = False) -> Tensor | None:
+    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
+        return [self._log_probs(batch, reference) for batch in batches]
+
+    def _log_probs(self, batch: MaybeBatch, reference: bool) -> Tensor | None:
         model = self.reference if reference else self.policy
         if model is None:
             raise WrongState("no reference model was loaded")
@@ -92,7 +104,11 @@ class FsdpBackend(Backend):
                 )
             )
 
-    def forward_backward(self, batch: PackedBatch | None, loss: LossFunction, *, entropy: str = "none") -> None:
+    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+        for number, batch in enumerate(batches):
+            self._forward_backward(number, batch, loss, entropy)
+
+    def _forward_backward(self, number: int, batch: MaybeBatch, loss: LossFunction, entropy: str) -> None:
         # FSDP averages gradients over ranks, the plan's weights expect their sum.
         scale = self.ranks.world_size
         if batch is None:
@@ -105,7 +121,7 @@ class FsdpBackend(Backend):
         if entropy != "none":
             with torch.set_grad_enabled(entropy == "gradient"):
                 entropies = batch.scatter(token_entropy(logits, temperature, chunk))
-        (loss(batch, Outputs(log_probs, entropies)) * scale).backward()
+        (loss(number, batch, Outputs(log_probs, entropies)) * scale).backward()
 
     def optimizer_step(self) -> tuple[float, float]:
         parameters = [p for p in self.policy.parameters() if p.requires_grad]

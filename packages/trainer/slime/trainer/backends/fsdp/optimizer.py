@@ -1,8 +1,6 @@
-"""AdamW and its learning rate."""
+"""AdamW."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import nn
@@ -21,15 +19,3 @@ def build_adamw(model: nn.Module, settings: TrainerSettings) -> torch.optim.Adam
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True
     )
-
-
-def learning_rate(settings: TrainerSettings, update: int) -> float:
-    """Of the update with this number, counted from 0: linear warm-up to `lr`, then constant, or down to `min_lr`."""
-    if update < settings.lr_warmup_iters:
-        return settings.lr * (update + 1) / settings.lr_warmup_iters
-    if settings.lr_decay_style == "constant" or settings.lr_decay_iters is None:
-        return settings.lr
-    span = settings.lr_decay_iters - settings.lr_warmup_iters
-    progress = min(1.0, (update - settings.lr_warmup_iters) / span)
-    left = 1.0 - progress if settings.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return settings.min_lr + (settings.lr - settings.min_lr) * left

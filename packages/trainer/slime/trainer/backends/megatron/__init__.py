@@ -1,0 +1,1 @@
+"""Megatron-core: tensor, pipeline, context and expert parallelism."""

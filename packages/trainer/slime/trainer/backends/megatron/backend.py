@@ -1,0 +1,167 @@
+"""The Megatron backend: megatron-core's model, schedule and optimizer behind the calls that a step makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.trainer.backends.base import Backend, LossFunction, MaybeBatch, NamedTensors
+from slime.trainer.backends.megatron import freezing, initial, own_losses, parallel, weights
+from slime.trainer.backends.megatron.config import transformer_config
+from slime.trainer.backends.megatron.export import Part, gather_to_first
+from slime.trainer.backends.megatron.forward import Pipeline
+from slime.trainer.backends.megatron.hooks import Hooks
+from slime.trainer.backends.megatron.model import build_model
+from slime.trainer.backends.megatron.optimizer import Optimizer, distributed
+from slime.trainer.backends.megatron.snapshots import Snapshots
+from slime.trainer.backends.megatron.vocabulary import Scoring
+from slime.trainer.collective import Ranks
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import WrongState
+
+REFERENCE = "ref"
+
+
+class MegatronBackend(Backend):
+    """args: Megatron's arguments by attribute name, the model's and the user's; config: the object of config.json."""
+
+    name = "megatron"
+    # An explicit mask over a row would take the place of the attention kernels of packed sequences.
+    can_share_prompts = False
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        device: torch.device,
+        args: Mapping[str, Any],
+        config: Mapping[str, Any],
+        weights_from: str | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """weights_from: a Hugging Face or a torch_dist directory in place of `settings.hf_checkpoint`."""
+        self.settings = settings
+        self.ranks = ranks
+        self.device = device
+        self.args = dict(args)
+        self.config = config
+        self.hooks = hooks or Hooks()
+        parallel.initialize(self.args, ranks, seed=settings.seed)
+        self.hooks.after_initialization()
+        dtype = torch.bfloat16 if settings.bf16 else torch.float32
+        self.transformer = transformer_config(self.args, params_dtype=dtype)
+        # Losses carry their denominators: gradients are added up, over micro-batches and over replicas.
+        self.transformer.calculate_per_token_loss = True
+        own_losses.use_whole_rows(self.transformer)
+        # Two virtual stages of a rank may talk to the same neighbour at once, and Megatron would mix up their shapes.
+        self.transformer.variable_seq_lengths = self.transformer.virtual_pipeline_model_parallel_size is None
+        chunks = build_model(self.args, self.transformer, provider=self.hooks.model_provider)
+        for chunk in chunks:
+            chunk.to(device)
+        self.snapshots = Snapshots(chunks)
+        if settings.needs_reference:
+            reference = settings.ref_load or settings.hf_checkpoint
+            initial.load(chunks, self.args, config, reference, flag="--ref-load")
+            self.snapshots.keep(REFERENCE)
+        initial.load(chunks, self.args, config, weights_from or settings.hf_checkpoint, flag="--load")
+        freezing.apply(chunks, settings, ranks)
+        self.models = chunks
+        self.chunks = distributed(parallel.mixed_precision(chunks, self.transformer), self.args, settings)
+        self.optimizer = Optimizer(self.chunks, self.args, settings)
+        self.optimizer.zero_grad()
+        scoring = Scoring(int(self.args["vocab_size"]), settings.rollout_temperature, settings.log_probs_chunk_size)
+        self._pipeline = Pipeline(self.chunks, self.transformer, scoring, device)
+        self._describe()
+
+    def _describe(self) -> None:
+        self.updates = 0
+        self._micro_batches = 0
+        self._shapes = weights.hf_shapes(self.args, self.config)
+        self.vocab_size = int(self.args["vocab_size"])
+        self.hidden_size = self.transformer.hidden_size
+        self.replica = parallel_state.get_data_parallel_rank()
+        self.replicas = parallel_state.get_data_parallel_world_size()
+        self.leads_replica = (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+            and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        )
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        # The interleaved schedule runs micro-batches in groups of the number of stages.
+        self.micro_batch_multiple = stages if len(self.chunks) > 1 else 1
+        self.num_parameters = sum(self.weight_sizes().values())
+
+    def begin_update(self, step: int, update: int) -> None:
+        self.hooks.before_train_step(step, update, self.chunks, self.optimizer.wrapped)
+
+    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
+        if not batches:
+            return []
+        if not reference:
+            self.hooks.before_log_probs(self.chunks, "")
+            return self._log_probs(batches)
+        if REFERENCE not in self.snapshots:
+            raise WrongState("no reference model was loaded")
+        self.optimizer.settle()
+        with self.snapshots.swapped_in(REFERENCE):
+            self.hooks.before_log_probs(self.chunks, "ref_")
+            return self._log_probs(batches)
+
+    def _log_probs(self, batches: Sequence[MaybeBatch]) -> list[Tensor | None]:
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._pipeline.log_probs(batches)
+
+    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+        if not batches:
+            return
+        for chunk in self.chunks:
+            chunk.train()
+        self.optimizer.scale = self._loss_scale(batches)
+        own_losses.clear(self.chunks)
+        self._micro_batches = len(batches)
+        self._pipeline.train(batches, loss, entropy, self.optimizer.scale)
+
+    def model_losses(self) -> dict[str, float]:
+        if not self.transformer.num_moe_experts and not self.transformer.mtp_num_layers:
+            return {}
+        return own_losses.means(self.chunks, self.ranks, self._micro_batches)
+
+    def _loss_scale(self, batches: Sequence[MaybeBatch]) -> float:
+        """Tokens of the update where a model has losses of its own, which are sums over tokens; else 1.
+
+        Multiplying the policy's loss with it and dividing all gradients by it makes those means over tokens.
+        """
+        if not self.transformer.num_moe_experts and not self.transformer.mtp_num_layers:
+            return 1.0
+        tokens = sum(batch.tokens.shape[1] for batch in batches if batch is not None) if self.leads_replica else 0
+        return max(1.0, self.ranks.add_numbers({"tokens": float(tokens)})["tokens"])
+
+    def optimizer_step(self) -> tuple[float, float]:
+        result = self.optimizer.step(self.updates)
+        self.updates += 1
+        return result
+
+    def named_weights(self) -> NamedTensors:
+        self.optimizer.settle()
+        yield from self._gathered(weights.export_slices(self.models, self.args, self.config))
+
+    def named_gradients(self) -> NamedTensors:
+        """What the parameters hold now, as `named_weights` gives these; a buffer has none and counts as itself."""
+
+        def gradient(tensor: Tensor) -> Tensor:
+            return getattr(tensor, "main_grad", tensor)
+
+        yield from self._gathered(weights.export_slices(self.models, self.args, self.config, gradient))
+
+    def _gathered(self, parts: Iterable[Part]) -> NamedTensors:
+        bucket = self.settings.update_weight_buffer_size
+        return gather_to_first(list(parts), self._shapes, self.ranks, self.device, bucket)
+
+    def weight_sizes(self) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in self._shapes.items()}

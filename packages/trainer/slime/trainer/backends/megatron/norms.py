@@ -1,0 +1,64 @@
+"""Norms of a model without Transformer Engine and Apex: torch's, which also work on a part of the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from slime.types.errors import InvalidSetting
+
+
+class RMSNorm(nn.RMSNorm):
+    """[..., hidden_size] -> the same."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        _mark(self, config)
+
+
+class LayerNorm(nn.LayerNorm):
+    """[..., hidden_size] -> the same."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        _mark(self, config)
+
+
+class LatentNorm(RMSNorm):
+    """Of the compressed queries, keys and values of latent attention.
+
+    DeepSeek's own code and transformers leave its epsilon at 1e-6, whatever `rms_norm_eps` is.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, 1e-6, **kwargs)
+
+
+def norm_of(config: TransformerConfig) -> type[nn.Module]:
+    """The class for `config.normalization`. Raises InvalidSetting for one that it has no class for."""
+    if config.layernorm_zero_centered_gamma:
+        raise InvalidSetting(
+            "apply_layernorm_1p needs Transformer Engine", field="apply_layernorm_1p", value=True, expected="False"
+        )
+    classes = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+    if config.normalization not in classes:
+        raise InvalidSetting(
+            f"normalization: got {config.normalization}",
+            field="normalization",
+            value=config.normalization,
+            expected=" or ".join(classes),
+        )
+    return classes[config.normalization]
+
+
+def _device(config: TransformerConfig) -> torch.device | int:
+    return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def _mark(norm: nn.Module, config: TransformerConfig) -> None:
+    # On a part of the sequence a rank has a part of the gradient: Megatron adds those of marked parameters up.
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel

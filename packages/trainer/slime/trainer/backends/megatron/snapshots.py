@@ -1,0 +1,61 @@
+"""Sets of weights kept in host memory that take the model's place for a while: the reference model, and others like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Chunks = list[torch.nn.Module]
+
+
+class Snapshots:
+    """Copies of what `chunks` held, by name; parameters and persistent buffers, this rank's part of them."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._kept: dict[str, list[Tensor]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
+    @torch.no_grad()
+    def keep(self, name: str) -> None:
+        """Remembers the weights that the model has now, in the place of an earlier `name`."""
+        if name not in self._kept:
+            self._kept[name] = [_host_like(tensor) for tensor in self._tensors()]
+        for kept, tensor in zip(self._kept[name], self._tensors(), strict=True):
+            kept.copy_(tensor, non_blocking=True)
+        _synchronize()
+
+    @contextmanager
+    def swapped_in(self, name: str) -> Iterator[None]:
+        """Inside the block the model has the weights of `name`; after it, those that it had."""
+        self.keep("_own")
+        self._restore(name)
+        try:
+            yield
+        finally:
+            self._restore("_own")
+
+    @torch.no_grad()
+    def _restore(self, name: str) -> None:
+        for kept, tensor in zip(self._kept[name], self._tensors(), strict=True):
+            tensor.copy_(kept, non_blocking=True)
+        _synchronize()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            persistent = chunk.state_dict(keep_vars=True)
+            yield from (tensor for tensor in persistent.values() if isinstance(tensor, Tensor))
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

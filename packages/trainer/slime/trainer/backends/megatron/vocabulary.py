@@ -1,0 +1,33 @@
+"""The part of the vocabulary that a rank has logits of; the rows of padding behind the vocabulary weigh nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.trainer.algorithms.logprobs import VocabularyShard
+
+# As a logit: exp() of it is 0 beside any other, and it can be multiplied with that 0.
+_NOTHING = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How logits become numbers. vocab_size: without the padding of the vocabulary; chunk: rows at once, all if <= 0."""
+
+    vocab_size: int
+    temperature: float
+    chunk: int
+
+
+def real_columns(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[Tensor, VocabularyShard | None]:
+    """[K, padded vocabulary / ranks of `group`] -> those of tokens, and where they lie; no shard for a group of one.
+
+    A rank that has padding alone keeps it, at a value that counts for nothing: it takes part in the sums of the others.
+    """
+    first = logits.shape[-1] * group.rank()
+    real = vocab_size - first
+    columns = logits[:, :real] if real > 0 else 0.0 * logits.float() + _NOTHING
+    return columns, VocabularyShard(group, first) if group.size() > 1 else None

@@ -1,0 +1,59 @@
+"""Samples for a replica of several ranks: one rank reads them from the buffer, the others have them from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from slime.trainer.backends.base import Backend
+from slime.trainer.collective import Ranks
+from slime.types.codec import decode_sample, encode_sample
+from slime.types.sample import Sample
+
+ReadSamples = Callable[[Sequence[int]], Iterator[Sample]]
+
+
+class ReplicaReader:
+    """Collective, as every method is."""
+
+    def __init__(self, ranks: Ranks, backend: Backend) -> None:
+        self._ranks = ranks
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._source = ranks.rank
+        if ranks.world_size > backend.replicas:
+            places = ranks.gather([backend.replica, backend.leads_replica])
+            for replica in range(backend.replicas):
+                members = [rank for rank, (number, _) in enumerate(places) if number == replica]
+                group = dist.new_group(members, backend="gloo")
+                if replica == backend.replica:
+                    self._group = group
+                    self._source = next(rank for rank in members if places[rank][1])
+
+    def read(self, read: ReadSamples, positions: Sequence[int]) -> list[Sample]:
+        """The samples at `positions`, which are the same on every rank of a replica. An error on one rank is one on all."""
+
+        def fetch() -> list[Sample]:
+            if not positions or self._source != self._ranks.rank:
+                return []
+            return [sample for _, sample in zip(positions, read(positions), strict=True)]
+
+        samples = self._ranks.together(fetch)
+        return samples if self._group is None else self._share(samples)
+
+    def _share(self, samples: list[Sample]) -> list[Sample]:
+        encoded = [encode_sample(sample) for sample in samples]
+        count = torch.tensor([len(encoded)])
+        dist.broadcast(count, self._source, group=self._group)
+        sizes = torch.tensor([len(e) for e in encoded]) if encoded else torch.zeros(int(count), dtype=torch.int64)
+        dist.broadcast(sizes, self._source, group=self._group)
+        data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        if encoded:
+            data = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        if len(data):
+            dist.broadcast(data, self._source, group=self._group)
+        if self._source == self._ranks.rank:
+            return samples
+        return [decode_sample(part.numpy().tobytes()) for part in data.split(sizes.tolist())] if len(sizes) else []

@@ -1,0 +1,310 @@
+"""What Megatron's arguments become: a configuration, a layout of ranks, attention, names and weights of a model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from safetensors.torch import load_file, save_file
+from trainer_tiny import write_model
+
+from slime.converters.families import find_family, read_config
+from slime.trainer.backends.megatron import model, parallel, weights
+from slime.trainer.backends.megatron.attention import CoreAttention, Plan
+from slime.trainer.backends.megatron.config import transformer_config
+from slime.trainer.backends.megatron.names import parameter_names
+from slime.types.errors import InvalidField, InvalidFile, InvalidSetting
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+ALONE = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+
+
+def config_of(**changes: Any) -> Any:
+    return transformer_config(MODEL | changes, params_dtype=torch.float32)
+
+
+def test_arguments_become_fields():
+    config = config_of(
+        group_query_attention=True, num_query_groups=2, norm_epsilon=1e-6, num_experts=4, moe_aux_loss_coeff=[0.1]
+    )
+    assert (config.num_query_groups, config.layernorm_epsilon, config.num_moe_experts) == (2, 1e-6, 4)
+    assert config.moe_aux_loss_coeff == 0.1
+    assert config.gated_linear_unit and config.activation_func is F.silu
+    # Packed rows differ in length, which this dispatcher takes and Megatron's default one does not.
+    assert config.variable_seq_lengths and config.moe_token_dispatcher_type == "alltoall"
+    assert config.hidden_dropout == config.attention_dropout == 0.0
+
+
+def test_absent_arguments_have_the_defaults_of_the_command_line():
+    config = config_of(num_query_groups=2, mtp_num_layers=0, hidden_dropout=0.1)
+    assert config.hidden_dropout == 0.0
+    assert config.num_query_groups == 4
+    assert config.mtp_num_layers is None
+    latent = config_of(multi_latent_attention=True, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+    assert isinstance(latent, MLATransformerConfig)
+    assert (latent.q_lora_rank, latent.kv_lora_rank, latent.rotary_scaling_factor) == (None, 32, 1.0)
+
+
+def test_bfloat16_weights_travel_between_stages_in_bfloat16():
+    config = transformer_config(MODEL, params_dtype=torch.bfloat16)
+    assert config.bf16 and config.params_dtype == config.pipeline_dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+def test_kernels_that_are_not_there_are_not_used():
+    asked = ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+    config = config_of(num_experts=4, **dict.fromkeys(asked, True))
+    off = (*asked, "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm")
+    assert not any(getattr(config, name) for name in off)
+    assert config.use_cpu_initialization
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"hiden_size": 32}, "hiden_size", "not an argument of Megatron"),
+        ({"hidden_dropout": 0.2}, "hidden_dropout", "log-probs"),
+        ({"kv_lora_rank": 16}, "kv_lora_rank", "multi_latent_attention"),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2}, "sequence_parallel", "num_experts needs"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "pipeline_model_parallel_size", "virtual"),
+        ({"recompute_granularity": "full"}, "args", "megatron-core refuses"),
+        ({"num_attention_heads": 3, "tensor_model_parallel_size": 2}, "args", "num_attention_heads"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], field: str, words: str):
+    with pytest.raises(InvalidSetting, match=words) as raised:
+        config_of(**changes)
+    assert raised.value.field == field
+
+
+def test_virtual_stages():
+    pipeline = MODEL | {"pipeline_model_parallel_size": 2}
+    assert parallel.virtual_stages(pipeline) is None
+    assert parallel.virtual_stages(pipeline | {"num_virtual_stages_per_pipeline_rank": 2}) == 2
+    assert parallel.virtual_stages(pipeline | {"num_layers_per_virtual_pipeline_stage": 1}) == 2
+    assert parallel.virtual_stages(pipeline | {"num_layers_per_virtual_pipeline_stage": 2}) is None
+    with pytest.raises(InvalidSetting, match="num_layers 4 / pipeline_model_parallel_size 2"):
+        parallel.virtual_stages(pipeline | {"num_layers_per_virtual_pipeline_stage": 3})
+    with pytest.raises(InvalidSetting, match="give one"):
+        parallel.virtual_stages(
+            pipeline | {"num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2}
+        )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "words"),
+    [
+        (
+            6,
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            r"world size 6 is no multiple of .*= 4",
+        ),
+        (4, {"context_parallel_size": 3}, r"context_parallel_size 3 = 3"),
+        (2, {"expert_model_parallel_size": 2}, "without experts"),
+        (3, {"num_experts": 4, "expert_model_parallel_size": 3}, r"num_experts 4 is no multiple"),
+        (2, {"num_experts": 4, "expert_model_parallel_size": 4}, r"expert_tensor_parallel_size 1 \* .* = 4"),
+        (3, {"pipeline_model_parallel_size": 3}, r"num_layers 4 is no multiple of pipeline_model_parallel_size 3"),
+    ],
+)
+def test_layouts_that_do_not_come_out_show_the_sum(world_size: int, changes: dict[str, Any], words: str):
+    with pytest.raises(InvalidSetting, match=words):
+        parallel.check(MODEL | changes, world_size)
+
+
+def test_uneven_stages_are_given_by_hand():
+    parallel.check(MODEL | {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, 2)
+
+
+def core_attention(scale: float | None = None) -> CoreAttention:
+    return CoreAttention(config_of(), 1, None, "self", softmax_scale=scale, pg_collection=ALONE)
+
+
+def expected_attention(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    logits = torch.einsum("qhd,khd->hqk", query, key) * scale
+    logits = logits.masked_fill(torch.ones(len(query), len(key)).triu(1).bool(), float("-inf"))
+    return torch.einsum("hqk,khv->qhv", logits.softmax(-1), value).flatten(1)
+
+
+def test_attention_keeps_packed_sequences_apart():
+    generator = torch.Generator().manual_seed(0)
+    # Values narrower than keys, as in latent attention, and two queries to a key.
+    query, key, value = (torch.randn(9, h, d, generator=generator) for h, d in ((4, 8), (2, 8), (2, 6)))
+    limits = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=limits, cu_seqlens_kv=limits)
+    output = core_attention(0.3)(query, key, value, None, packed_seq_params=packing)
+    for part in (slice(0, 5), slice(5, 9)):
+        torch.testing.assert_close(output[part], expected_attention(query[part], key[part], value[part], 0.3))
+    batch = [tensor[:5, None].expand(-1, 2, -1, -1) for tensor in (query, key, value)]
+    torch.testing.assert_close(core_attention(0.3)(*batch, None), output[:5, None].expand(-1, 2, -1))
+
+
+def test_attention_takes_no_mask_of_its_own():
+    query = torch.zeros(2, 1, 4, 8)
+    with pytest.raises(InvalidField, match="attention_mask"):
+        core_attention()(query, query, query, torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+
+
+def test_each_chunk_sees_the_tokens_before_it_and_its_own():
+    # Rank r of 2 holds chunks r and 3 - r of each sequence; gathered, rank 0's tokens come first.
+    positions = torch.tensor([0, 1, 6, 7, 0, 3, 2, 3, 4, 5, 1, 2])
+    for rank, runs in ((0, [2, 8, 1, 4]), (1, [4, 6, 2, 3])):
+        plan = Plan.of([0, 8, 12], rank, 2, torch.device("cpu"))
+        assert plan.k_lengths == runs and plan.q_lengths == [2, 2, 1, 1]
+        for keys, length in zip(positions[plan.keys].split(plan.k_lengths), runs, strict=True):
+            assert keys.tolist() == list(range(length))
+        assert plan.q_limits.tolist() == [0, 2, 4, 5, 6]
+    with pytest.raises(InvalidField, match="multiple of 4"):
+        Plan.of([0, 6], 0, 2, torch.device("cpu"))
+
+
+class Part(torch.nn.Module):
+    """A module with parameters of the given names, one element each."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            owner = self
+            *path, last = name.split(".")
+            for step in path:
+                if not hasattr(owner, step):
+                    owner.add_module(step, torch.nn.Module())
+                owner = getattr(owner, step)
+            owner.register_parameter(last, torch.nn.Parameter(torch.zeros(1)))
+
+
+def a_stage(*layers: torch.nn.Module, ahead: tuple[torch.nn.Module, ...] = (), tied: bool = False) -> torch.nn.Module:
+    """Layers 6 and on of a model, the second of two ranks that share 8 experts."""
+    stage = Part("output_layer.weight")
+    for part, modules in (("decoder", layers), ("mtp", ahead)):
+        stage.add_module(part, torch.nn.Module())
+        getattr(stage, part).layers = torch.nn.ModuleList(modules)
+        for number, module in enumerate(modules):
+            module.layer_number = number + (7 if part == "decoder" else 1)
+    stage.share_embeddings_and_output_weights = tied
+    stage.config = SimpleNamespace(num_moe_experts=8)
+    return stage
+
+
+def test_names_have_global_numbers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 1)
+    router = Part("mlp.router.weight", "mlp.experts.local_experts.3.linear_fc1.weight")
+    router.mlp.router.register_buffer("expert_bias", torch.zeros(8))
+    wrapped = Part()
+    wrapped.add_module(
+        "module", a_stage(Part("input_layernorm.weight"), router, ahead=(Part("enorm.weight"),), tied=True)
+    )
+    assert [name for name, _ in parameter_names([wrapped])] == [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.6.input_layernorm.weight",
+        "decoder.layers.7.mlp.router.weight",
+        "decoder.layers.7.mlp.experts.local_experts.7.linear_fc1.weight",
+        "mtp.layers.0.enorm.weight",
+        "decoder.layers.7.mlp.router.expert_bias",
+    ]
+
+
+def test_names_of_transformer_engine_are_those_of_local_layers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 1)
+    layer = Part(
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.experts.linear_fc2.weight2",
+    )
+    ahead = Part("transformer_layer.mlp.linear_fc1.layer_norm_weight")
+    names = [name for name, _ in parameter_names([a_stage(layer, ahead=(ahead,))])]
+    assert names == [
+        "output_layer.weight",
+        "decoder.layers.6.input_layernorm.weight",
+        "decoder.layers.6.self_attention.q_layernorm.weight",
+        "decoder.layers.6.pre_mlp_layernorm.weight",
+        "decoder.layers.6.mlp.experts.local_experts.6.linear_fc2.weight",
+        "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+    ]
+
+
+def test_a_model_provider_takes_the_place_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parallel_state, "is_pipeline_first_stage", lambda ignore_virtual, vp_stage: vp_stage == 0)
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda ignore_virtual, vp_stage: vp_stage == 1)
+    calls: list[Any] = []
+
+    def with_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+        calls.append((pre_process, post_process, vp_stage))
+        return torch.nn.Linear(1, 1)
+
+    def without(pre_process: bool, post_process: bool) -> torch.nn.Module:
+        return with_stage(pre_process, post_process, -1)
+
+    config = config_of(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    chunks = model.build_model(MODEL, config, provider=with_stage)
+    assert len(chunks) == 2 and calls == [(True, False, 0), (False, True, 1)]
+    assert chunks[0].weight.tensor_model_parallel is False
+    calls.clear()
+    model.build_model(MODEL, config_of(), provider=without)
+    assert calls == [(True, False, -1)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_model(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def load(checkpoint: Path, rows: int = 128) -> torch.nn.Module:
+    """The embedding alone, as one rank of one has it."""
+    config = read_config(checkpoint)
+    chunk = Part("embedding.word_embeddings.weight")
+    chunk.embedding.word_embeddings.weight = torch.nn.Parameter(torch.ones(rows, config["hidden_size"]))
+    args = find_family(config).arguments(config) | {"padded_vocab_size": 128}
+    weights.load_hf([chunk], args, config, checkpoint)
+    return chunk
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+
+
+def test_rows_of_padding_are_zeros(one_rank: None, checkpoint: Path):
+    loaded = load(checkpoint).embedding.word_embeddings.weight
+    wanted = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(loaded[: len(wanted)], wanted.float())
+    assert len(wanted) < 128 and not loaded[len(wanted) :].any()
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_a_checkpoint_of_another_model_is_refused_by_tensor(one_rank: None, checkpoint: Path, fault: str):
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = {"missing": "model.norm.weight", "unexpected": "model.extra.weight", "shape": "model.norm.weight"}[fault]
+    if fault == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(3)
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(InvalidFile, match=name):
+        load(checkpoint)
+
+
+def test_a_model_of_another_shape_is_refused(one_rank: None, checkpoint: Path):
+    with pytest.raises(InvalidFile, match=r"embedding.word_embeddings.weight: the model has \[256, .* describes \[128"):
+        load(checkpoint, rows=256)

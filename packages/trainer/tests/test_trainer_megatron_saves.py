@@ -1,0 +1,101 @@
+"""A checkpoint of the Megatron backend resumes bit for bit at its own layout, and as closely as float32 at any other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_megatron_saves import LAYOUTS
+from trainer_processes import run_ranks
+from trainer_tiny import alone, make_settings, write_model
+
+from slime.converters.families import read_config
+from slime.converters.torch_dist.reader import TorchDist
+from slime.trainer import checkpoint
+from slime.trainer.backends.build import build_backend, open_checkpoints
+from slime.trainer.trainer import pick_device
+from slime.types.errors import InvalidFile
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    write_model(directory / "dense", layers=4)
+    write_model(directory / "experts", experts=4)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    directory = tmp_path_factory.mktemp("saves")
+    run_ranks("trainer_megatron_saves.py", 2, directory, str(models))
+    errors = [path.read_text() for path in sorted(directory.glob("*.error"))]
+    assert not errors, errors[0][-3000:]
+    return directory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_the_same_run(saves: Path, layout: str):
+    results = json.loads((saves / f"{layout}.json").read_text())
+    assert results[layout] == results["straight"]
+    assert results[f"{layout}-differing"] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_resumes_at_another_layout(saves: Path, layout: str):
+    results = json.loads((saves / f"{layout}.json").read_text())
+    others = [name for name in LAYOUTS if name != layout and f"{name}-apart" in results]
+    assert others
+    # What is computed in bfloat16 depends on how it is cut.
+    bf16 = "bf16" in layout
+    for name in others:
+        norm = results["straight"]["train/grad_norm"]
+        assert results[name]["train/grad_norm"] == pytest.approx(norm, rel=0.05 if bf16 else 1e-5), name
+        assert results[f"{name}-apart"] <= (0.3 if bf16 else 0.02), name
+
+
+def test_a_checkpoint_carries_what_turns_it_into_a_hugging_face_model(saves: Path, models: Path):
+    path = saves / "tensor" / "iter_0000001"
+    assert (path.parent / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
+    found = TorchDist(path.parent)
+    assert found.hf_dir is not None and read_config(found.hf_dir)["num_hidden_layers"] == 4
+    assert found.args()["num_layers"] == 4
+    state = checkpoint.read_state(str(path.parent))
+    assert (state.step, state.has_optimizer) == (1, True)
+
+
+def backend_of(models: Path, **values: Any) -> Any:
+    settings = make_settings(str(models / "dense"), train_backend="megatron", **values)
+    return build_backend(settings, alone(), pick_device(0), weights=settings.load)
+
+
+def test_one_rank_has_the_weights_that_two_saved(saves: Path, models: Path):
+    backend = backend_of(models, load=str(saves / "tensor" / "iter_0000001"))
+    got = dict(backend.named_weights())
+    saved = TorchDist(saves / "tensor")
+    key = "embedding.word_embeddings.weight"
+    assert torch.equal(got["model.embed_tokens.weight"], saved.load(key)[: backend.vocab_size])
+    assert got.keys() == load_file(saves / "tensor.safetensors").keys()
+
+
+def test_what_is_damaged_is_named(saves: Path, models: Path, tmp_path: Path):
+    import shutil
+
+    path = tmp_path / "iter_0000001"
+    shutil.copytree(saves / "tensor" / "iter_0000001", path)
+    file = path / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(InvalidFile, match="__1_0.distcp"):
+        backend_of(models, load=str(path))
+
+
+def test_a_failed_save_leaves_nothing(saves: Path, models: Path, tmp_path: Path):
+    backend = backend_of(models)
+    checkpoints = open_checkpoints(backend.settings, backend, alone(), models / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        checkpoints.save(tmp_path / "iter_0000000", checkpoint.TrainerState(step=0))
+        checkpoints.finish(wait=True)
+    assert list(tmp_path.iterdir()) == []

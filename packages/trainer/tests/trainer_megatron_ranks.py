@@ -1,0 +1,134 @@
+"""Run by test_trainer_megatron_layouts in as many processes as a layout needs: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`.
+
+MODELS: directory with the models `dense`, `tied` and `experts`. Every case writes CASE.json and CASE.safetensors in DIR.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from trainer_tiny import Runner, make_samples, make_settings, summarize
+
+from slime.trainer.batching.packing import pack
+from slime.trainer.batching.plan import Planner, assign
+from slime.trainer.collective import Ranks
+from slime.trainer.trainer import pick_device
+
+TP, PP, CP, EP = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+)  # names of Megatron's arguments
+SP = "sequence_parallel"
+VIRTUAL = {PP: 2, "num_layers_per_virtual_pipeline_stage": 1}
+
+# world size -> name -> (model, Megatron's arguments, settings of the trainer)
+CASES: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    1: {
+        "alone": ("dense", {}, {}),
+        "alone-tied": ("tied", {}, {}),
+        "alone-experts": ("experts", {}, {}),
+        "recompute": ("dense", {"recompute_granularity": "full", "recompute_method": "uniform",
+                                "recompute_num_layers": 1}, {}),
+    },
+    2: {
+        "data": ("dense", {}, {}),
+        "data-sharded-optimizer": ("dense", {"use_distributed_optimizer": True}, {}),
+        "data-overlapped": ("dense", {"use_distributed_optimizer": True, "overlap_grad_reduce": True,
+                                      "overlap_param_gather": True}, {}),
+        "tensor": ("dense", {TP: 2}, {}),
+        "tensor-tied": ("tied", {TP: 2}, {"log_probs_chunk_size": 3}),
+        "tensor-sequence": ("dense", {TP: 2, SP: True}, {"entropy_coef": 0.01}),
+        "tensor-experts": ("experts", {TP: 2, SP: True}, {}),
+        "pipeline": ("dense", {PP: 2}, {"use_kl_loss": True, "kl_loss_coef": 0.1}),
+        "pipeline-tied": ("tied", {PP: 2}, {}),
+        "pipeline-virtual": ("dense", VIRTUAL, {}),
+        "context": ("dense", {CP: 2}, {"entropy_coef": 0.01}),
+        "experts": ("experts", {EP: 2}, {}),
+        "experts-sharded-optimizer": ("experts", {EP: 2, "use_distributed_optimizer": True}, {}),
+    },
+    4: {
+        "tensor-pipeline": ("dense", {TP: 2, PP: 2, SP: True}, {}),
+        "tensor-context": ("dense", {TP: 2, CP: 2, SP: True}, {}),
+        "tensor-data": ("tied", {TP: 2, "use_distributed_optimizer": True}, {}),
+        "pipeline-context": ("tied", {PP: 2, CP: 2}, {}),
+        "everything-experts": ("experts", {TP: 2, EP: 2, SP: True, "expert_tensor_parallel_size": 1}, {}),
+    },
+}  # fmt: skip
+
+
+def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
+    """This replica's micro-batches of the first update, and the positions in them."""
+    samples = make_samples(groups=4, size=4)
+    plan = Planner(runner.settings).plan(0, summarize(samples))
+    backend = runner.backend
+    share = assign(plan, 0, backend.replicas, runner.settings, backend.hidden_size, backend.micro_batch_multiple)
+    return [
+        pack([samples[p] for p in ps], ps, [plan["rewards"][p] for p in ps], [plan["weights"][p] for p in ps],
+             share_prompts=backend.can_share_prompts, device=backend.device) if ps else None
+        for ps in share[backend.replica]
+    ], share[backend.replica]  # fmt: skip
+
+
+def numbers(runner: Runner) -> dict[str, Any]:
+    """Log-probs of every sample by its position, and the loss and the entropy of a fixed loss function."""
+    batches, share = batch_of(runner)
+    found: dict[str, Any] = {}
+    for positions, batch, values in zip(share, batches, runner.backend.log_probs(batches), strict=True):
+        if batch is not None:
+            found |= {str(p): part.tolist() for p, part in zip(positions, values.split(batch.lengths), strict=True)}
+    sums = {"loss": 0.0}
+
+    def loss(number: int, batch: Any, outputs: Any) -> torch.Tensor:
+        value = (batch.weights * (outputs.log_probs * outputs.log_probs.detach() + 0.1 * outputs.entropy)).sum()
+        sums["loss"] += float(value.detach())
+        return value
+
+    runner.backend.forward_backward(batches, loss, entropy="gradient")
+    everywhere: dict[str, Any] = {}
+    for of_rank in runner.ranks.gather([found, runner.backend.leads_replica and sums["loss"]]):
+        everywhere |= of_rank[0]
+        everywhere["loss"] = everywhere.get("loss", 0.0) + float(of_rank[1])
+    return everywhere
+
+
+def run(case: str, ranks: Ranks, directory: Path, models: Path) -> None:
+    from slime.trainer.backends.megatron import parallel
+
+    model, megatron, values = CASES[ranks.world_size][case]
+    path = str(models / model)
+    settings = make_settings(path, train_backend="megatron", max_tokens_per_gpu=60, **values)
+    runner = Runner(settings, ranks, megatron=megatron)
+    metrics = numbers(runner)
+    gradients = {name: tensor.clone() for name, tensor in runner.backend.named_gradients()}
+    runner.backend.optimizer.zero_grad()
+    metrics["step"] = runner.run(0, make_samples(groups=4, size=4))
+    weights = runner.weights()
+    if ranks.rank == 0:
+        (directory / f"{case}.json").write_text(json.dumps(metrics))
+        save_file(gradients, directory / f"{case}-gradients.safetensors")
+        save_file(weights, directory / f"{case}.safetensors")
+    parallel.destroy()
+
+
+def main() -> None:
+    rank, world_size, directory, models = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    device = pick_device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = Ranks(rank, world_size, f"file://{directory}/rendezvous", 2, device.type)
+    for case in CASES[world_size]:
+        try:
+            run(case, ranks, directory, models)
+        except Exception:
+            # Whatever is left of the case on the other ranks would wait for this one.
+            (directory / f"{case}-{rank}.error").write_text(traceback.format_exc())
+            raise
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

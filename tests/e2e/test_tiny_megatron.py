@@ -1,0 +1,95 @@
+"""The tiny quickstart with Megatron's backend on two CPU processes, whole and resumed at another layout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import DEADLINE, descendants, finish, gone, metrics, quickstart, run, timeless, wait_for
+
+MEGATRON = ("--train-backend", "megatron")
+TENSOR = (*MEGATRON, "--tensor-model-parallel-size", "2")
+PIPELINE = (*MEGATRON, "--pipeline-model-parallel-size", "2")
+ROLLOUTS = 10
+
+
+def without_evaluations(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]
+
+
+def training(rows: list[dict]) -> list[dict]:
+    """What a kill in the middle of a rollout does not show in: the groups that were complete are not made again."""
+    return [{key: value for key, value in row.items() if key.startswith("train/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("whole")
+    for name, flags in {"tensor": TENSOR, "pipeline": PIPELINE}.items():
+        run(directory / name, "--num-rollout", str(ROLLOUTS), *flags)
+    return {"tensor": directory / "tensor", "pipeline": directory / "pipeline"}
+
+
+def test_two_layouts_train_alike(whole: dict[str, Path]) -> None:
+    for a, b in zip(metrics(whole["tensor"]), metrics(whole["pipeline"]), strict=True):
+        assert a["rollout/raw_reward"] == pytest.approx(b["rollout/raw_reward"], abs=0.02)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=0.05)
+        assert a["rollout/weight_version_min"] == a["step"]
+    assert (whole["tensor"] / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("name", "flags", "other"), [("tensor", TENSOR, PIPELINE), ("pipeline", PIPELINE, TENSOR)])
+def test_a_killed_run_resumes_at_its_layout_and_at_another(
+    whole: dict[str, Path], tmp_path: Path, name: str, flags: tuple[str, ...], other: tuple[str, ...]
+) -> None:
+    keep = ("--save-interval", "1", "--save-keep", "2", "--run-name", "parts")
+    buffer = tmp_path / "buffer"
+    process = quickstart(tmp_path / "parts", "--num-rollout", "40", *flags, *keep, "--buffer-dir", str(buffer))
+    checkpoints = tmp_path / "parts" / "checkpoints"
+    wait_for((checkpoints / "iter_0000001").exists, DEADLINE, "the second checkpoint")
+    # Two agents of Ray's own, which touch nothing of the run, take a minute to see that it has been killed.
+    children = [child for child in descendants(process) if "Agent" not in " ".join(child.cmdline())]
+    process.kill()
+    finish(process, 60)
+    wait_for(lambda: gone(children), 60, "every process of the run has ended")
+    first = max(int(path.name.removeprefix("iter_")) for path in checkpoints.glob("iter_*")) + 1
+    assert 2 <= first < ROLLOUTS and len(list(checkpoints.glob("iter_*"))) <= 3
+    shutil.copytree(buffer, tmp_path / "copy")
+    resume = ("--num-rollout", str(ROLLOUTS), "--run-name", "parts", "--load", str(checkpoints))
+
+    run(tmp_path / "same", *flags, *resume, "--buffer-dir", str(buffer))
+    expected = training(metrics(whole[name]))[first:]
+    assert training(metrics(tmp_path / "same")) == expected
+
+    run(tmp_path / "other", *other, *resume, "--buffer-dir", str(tmp_path / "copy"))
+    for a, b in zip(training(metrics(tmp_path / "other")), expected, strict=True):
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=0.05)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: dict[str, Path], tmp_path: Path) -> None:
+    keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts", "--async-save")
+    run(tmp_path / "parts", "--num-rollout", "2", *TENSOR, *keep)
+    run(tmp_path / "parts", "--num-rollout", "4", *TENSOR, *keep, "--load", str(tmp_path / "parts" / "checkpoints"))
+    parts = without_evaluations(timeless(metrics(tmp_path / "parts")))
+    assert parts == without_evaluations(timeless(metrics(whole["tensor"])))[:4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((*MEGATRON, "--tensor-model-parallel-sise", "2"), "--tensor-model-parallel-size"),
+        ((*MEGATRON, "--num-layers", "7"), "num_hidden_layers"),
+        ((*TENSOR, "--actor-num-gpus-per-node", "3"), "not divisible"),
+        (("--tensor-model-parallel-size", "2"), "--train-backend megatron"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    process = quickstart(tmp_path, *flags)
+    output = finish(process, 60)
+    assert process.returncode == 2, output
+    assert message in " ".join(output.split())
+    assert not (tmp_path / "logs").exists()
+    assert os.listdir(tmp_path) in ([], ["inputs"])
