@@ -100,8 +100,11 @@ class FakeEngine:
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_get("/flush_cache", self._ok)
+        app.router.add_post("/release_memory_occupation", self._ok)
+        app.router.add_post("/resume_memory_occupation", self._ok)
+        app.router.add_post("/refuses", self._refuse)
         app.router.add_get("/health_generate", self._ok)
-        app.router.add_get("/get_weight_version", self._version)
+        app.router.add_get("/model_info", self._version)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -129,6 +132,9 @@ class FakeEngine:
         assert self._abort is not None
         self._abort.set()
         return web.json_response({})
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": False, "message": "no such tensor"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

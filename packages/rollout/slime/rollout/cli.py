@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings import RolloutSettings
 from slime.types.errors import ConfigError, SlimeError
 from slime.types.rpc import RpcSettings
@@ -71,6 +72,7 @@ def _serve(argv: Sequence[str]) -> int:
         ServeSettings,
         prog="slime-rollout serve",
         description="Generates and scores samples.",
+        families=[SGLANG_FLAGS],
     )
     from slime.rollout.service import serve
 
@@ -90,6 +92,7 @@ def _generate(argv: Sequence[str]) -> int:
         GenerateSettings,
         prog="slime-rollout generate",
         description="Answers and scores the prompts of a file.",
+        families=[SGLANG_FLAGS],
     )
     from slime.rollout.generate.offline import generate_file
 

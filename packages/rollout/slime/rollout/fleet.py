@@ -7,6 +7,7 @@ and its last lines. Methods with `async` run on the fleet's loop; `generate` and
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -14,29 +15,17 @@ from typing import Any, TypeVar
 
 from slime.rollout.engines.base import Engine
 from slime.rollout.engines.client import EngineClient
-from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.loop import LoopThread
-from slime.rollout.router import Router
-from slime.types.errors import DeadlineExceeded, EngineError, SlimeError
+from slime.rollout.member import Member
+from slime.rollout.router import Router, Withdrawn
+from slime.types.errors import EngineError, SlimeError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-class Member:
-    """An engine of the fleet. weight_version: the last one read from it."""
-
-    def __init__(self, engine: Engine, client: EngineClient) -> None:
-        self.engine = engine
-        self.client = client
-        self.name = engine.name
-        self.kind = engine.kind
-        self.url = engine.url
-        self.healthy = True
-        self.weight_version = 0
-
-    @property
-    def exited(self) -> bool:
-        return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
+LAST_CALL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,11 +51,14 @@ class Fleet:
         self.error: EngineError | None = None
         self._failed: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[EngineError], None]] = []
+        # Where each request is that an engine has.
+        self._sent: dict[str, Member] = {}
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
-    def embedded(self) -> bool:
-        return all(member.kind == "embedded" for member in self.members)
+    def seeded(self) -> bool:
+        """Whether every engine says that its sampling follows `sampling_seed`."""
+        return all(member.abilities.seeded for member in self.members)
 
     def start(self) -> None:
         """Raises EngineError where an engine does not answer."""
@@ -77,22 +69,33 @@ class Fleet:
         # Read here, so that a failure that no call waits for is not reported as forgotten.
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
         for member in self.members:
-            member.weight_version = await self.read_version(member)
+            await member.learn()
             self._watchers.append(asyncio.create_task(self._watch_health(member)))
             if isinstance(member.engine, EngineProcess):
                 self._watchers.append(asyncio.create_task(self._watch_process(member)))
 
-    def stop(self, grace_seconds: float = 5.0) -> None:
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Ends the engines that are ours, all at the same time."""
         self.loop.run(self._close(), timeout=30)
-        for member in self.members:
-            member.engine.stop(grace_seconds)
+        stop_all([member.engine for member in self.members], grace_seconds)
 
     async def _close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(self._last_call(member) for member in self.members))
         for member in self.members:
             await member.client.close()
+
+    async def _last_call(self, member: Member) -> None:
+        """An SGLang of ours ends only when its requests have: they are aborted, and their answers waited for."""
+        if member.kind != "sglang" or not isinstance(member.engine, EngineProcess) or member.exited:
+            return
+        try:
+            await asyncio.wait_for(member.client.abort(), LAST_CALL_SECONDS)
+            await self.router.drain(LAST_CALL_SECONDS)
+        except (SlimeError, TimeoutError) as error:
+            log.info("engine %s is stopped while it still works: %s", member.name, error)
 
     def on_failure(self, listener: Callable[[EngineError], None]) -> Callable[[], None]:
         """`listener` is called once, on the loop's thread, when an engine fails. Returns how to stop listening."""
@@ -110,7 +113,7 @@ class Fleet:
         while True:
             await asyncio.sleep(self.options.health_interval)
             try:
-                await member.client.health_generate(self.options.health_timeout)
+                await member.probe(self.options.health_timeout)
                 misses, member.healthy = 0, True
             except SlimeError as error:
                 # A busy engine may miss one probe.
@@ -176,13 +179,21 @@ class Fleet:
         member: Member | None,
     ) -> list[dict[str, Any]]:
         headers = {"X-SMG-Routing-Key": session_id} if session_id else None
-        async with self.router.admit(len(input_ids), session_id, member) as chosen:
-            try:
-                outputs = await chosen.client.generate(
-                    input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers
-                )
-            except EngineError as error:
-                raise await self._explain(chosen, error) from error
+        keys = rids or ()
+        try:
+            async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
+                self._sent.update(dict.fromkeys(keys, chosen))
+                try:
+                    outputs = await chosen.client.generate(
+                        input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers
+                    )
+                except EngineError as error:
+                    raise await self._explain(chosen, error) from error
+                finally:
+                    for key in keys:
+                        self._sent.pop(key, None)
+        except Withdrawn:
+            return [_never_sent(rid) for rid in keys or [""] * len(input_ids)]
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
             count = len(outputs) if isinstance(outputs, list) else 1
             raise EngineError(
@@ -206,7 +217,12 @@ class Fleet:
         await self.loop.bridge(self._abort(rids))
 
     async def _abort(self, rids: Sequence[str] | None) -> None:
-        await asyncio.gather(*(m.client.abort(rid) for m in self.members for rid in ([None] if rids is None else rids)))
+        self.router.withdraw(rids)
+        if rids is None:
+            await asyncio.gather(*(member.client.abort() for member in self.members))
+            return
+        sent = [(self._sent[rid], rid) for rid in rids if rid in self._sent]
+        await asyncio.gather(*(member.client.abort(rid) for member, rid in sent))
 
     async def each(self, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:
         """`action` on all members at once; a dead one is reported with its last lines."""
@@ -219,23 +235,15 @@ class Fleet:
 
         await asyncio.gather(*(one(member) for member in self.members))
 
-    async def read_version(self, member: Member) -> int:
-        """The weight version that the engine says it holds. Raises EngineError where that is no number."""
-        try:
-            text = await member.client.weight_version()
-        except DeadlineExceeded as error:
-            raise EngineError(error.message, field=member.name) from error
-        # SGLang calls the weights that it started from "default".
-        if text == "default":
-            return 0
-        try:
-            return int(text)
-        except ValueError:
-            raise EngineError(
-                f"engine {member.name} names its weight version {text!r}, expected an integer",
-                field=member.name,
-                value=text,
-            ) from None
+
+def _never_sent(rid: str) -> dict[str, Any]:
+    """The answer to a request that was aborted before an engine had it."""
+    reason = {"type": "abort", "message": "aborted before an engine had it"}
+    return {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {"id": rid, "finish_reason": reason, "output_token_logprobs": []},
+    }
 
 
 def _death(member: Member, error: EngineError | None) -> EngineError:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from slime.rollout.engines.base import Engine, RemoteEngine
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.gpus import VISIBLE, visible_gpus
+from slime.rollout.engines.process import EngineProcess, stop_all
+from slime.rollout.engines.sglang.installed import is_installed
+from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, start_sglang
 from slime.rollout.fleet import Fleet
 from slime.rollout.generate.prompts import check_directory, load_tokenizer
 from slime.rollout.generate.state import GenerateState, flat_args, fleet_options
@@ -19,6 +26,8 @@ from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings import RolloutSettings
 from slime.types.errors import InvalidSetting
+
+log = logging.getLogger(__name__)
 
 
 def open_state(settings: RolloutSettings, extra_args: dict[str, Any] | None = None) -> GenerateState:
@@ -34,10 +43,27 @@ def open_state(settings: RolloutSettings, extra_args: dict[str, Any] | None = No
     fleet = Fleet(engines, loop, fleet_options(settings))
     try:
         fleet.start()
+        check_abilities(settings, fleet)
         return GenerateState.attach(flat_args(settings, fleet, extra_args), fleet, tokenizer.result(), plugins)
     except BaseException:
         _close(fleet)
         raise
+
+
+def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
+    """Raises InvalidSetting where an engine that someone else started lacks what the settings need of it."""
+    for member in fleet.members:
+        for wanted, able, flag, switch in (
+            (settings.deterministic, member.abilities.seeded, "--deterministic", "--enable-deterministic-inference"),
+            (settings.offloads, member.abilities.memory_saver, "--offload-rollout", "--enable-memory-saver"),
+        ):
+            if wanted and able is False:
+                raise InvalidSetting(
+                    f"{flag}: engine {member.name} at {member.url} was started without {switch}",
+                    field=flag,
+                    value=True,
+                    expected=f"engines with {switch}",
+                )
 
 
 def close_state(state: GenerateState) -> None:
@@ -53,15 +79,77 @@ def _close(fleet: Fleet) -> None:
 
 
 def start_engines(settings: RolloutSettings) -> list[Engine]:
-    """External engines where addresses are given, else embedded ones, which load at the same time; ready when returned.
+    """External engines where addresses are given, else engines of ours, which load at the same time; ready when
+    returned.
 
-    Raises what an engine refuses to start with; then none is left running.
+    Raises what an engine refuses to start with, EngineError with the last lines of one that died, DeadlineExceeded;
+    then none is left running.
     """
     if settings.rollout_external_engine_addrs:
         return [
             RemoteEngine(f"external-{i}", engine_url(address))
             for i, address in enumerate(settings.rollout_external_engine_addrs)
         ]
+    gpus = visible_gpus()
+    kind = choose_engine(settings, gpus)
+    starts = sglang_starts(settings, gpus) if kind == "sglang" else embedded_starts(settings, gpus)
+    deadline = time.monotonic() + settings.rollout_engine_start_seconds
+    processes: list[EngineProcess] = []
+    try:
+        for start in starts:
+            processes.append(start())
+        return [process.wait_ready(max(0.0, deadline - time.monotonic())) for process in processes]
+    except BaseException:
+        stop_all(processes)
+        raise
+
+
+def choose_engine(settings: RolloutSettings, gpus: Sequence[str]) -> str:
+    """ "sglang" or "embedded". Raises InvalidSetting where what was asked for cannot run here."""
+    installed = is_installed()
+    kind = settings.rollout_engine
+    if kind == "auto":
+        kind = "sglang" if gpus and installed and settings.rollout_engine_device != "cpu" else "embedded"
+        if kind == "embedded" and settings.sglang_args:
+            why = "SGLang is not installed" if gpus else "no GPU is visible"
+            log.warning("%s: the embedded engine generates, without the --sglang-* flags", why)
+    if kind == "sglang":
+        missing = "a GPU: none is visible" if not gpus else "SGLang: it is not installed" if not installed else ""
+        if missing:
+            raise InvalidSetting(f"--rollout-engine sglang: expected {missing}", field="--rollout-engine",
+                                 value="sglang", expected=missing)  # fmt: skip
+    elif settings.rollout_num_gpus is not None and not gpus:
+        raise InvalidSetting(
+            f"--rollout-num-gpus {settings.rollout_num_gpus}: no GPU is visible here; "
+            "--rollout-num-engines sets how many engines run on the CPU",
+            field="--rollout-num-gpus", value=settings.rollout_num_gpus, expected="a machine with GPUs",
+        )  # fmt: skip
+    return kind
+
+
+def sglang_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callable[[], EngineProcess]]:
+    """How each SGLang engine is started, on GPUs of its own."""
+    shares = divide_gpus(gpus, settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine)
+    return [
+        partial(
+            start_sglang,
+            SGLangOptions(
+                model_path=settings.hf_checkpoint,
+                gpus=share,
+                memory_saver=settings.offloads,
+                deterministic=settings.deterministic,
+                random_seed=settings.rollout_seed,
+                args=settings.sglang_args,
+            ),
+            name=f"sglang-{i}",
+            env={"PYTHONPATH": search_path()},
+        )
+        for i, share in enumerate(shares)
+    ]
+
+
+def embedded_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callable[[], EngineProcess]]:
+    """How each embedded engine is started; they take the GPUs, if any, in turn."""
     options = EmbeddedOptions(
         model_path=settings.hf_checkpoint,
         device=settings.rollout_engine_device,
@@ -71,15 +159,15 @@ def start_engines(settings: RolloutSettings) -> list[Engine]:
         deterministic=settings.deterministic,
         random_seed=settings.rollout_seed,
     )
-    processes: list[EngineProcess] = []
-    try:
-        for i in range(settings.rollout_num_engines):
-            processes.append(start_embedded(options, name=f"embedded-{i}", env={"PYTHONPATH": search_path()}))
-        return [process.wait_ready(settings.rollout_engine_start_seconds) for process in processes]
-    except BaseException:
-        for process in processes:
-            process.stop()
-        raise
+    return [
+        partial(
+            start_embedded,
+            options,
+            name=f"embedded-{i}",
+            env={"PYTHONPATH": search_path()} | ({VISIBLE: gpus[i % len(gpus)]} if gpus else {}),
+        )
+        for i in range(settings.rollout_num_engines)
+    ]
 
 
 def search_path() -> str:

@@ -1,14 +1,16 @@
 """Chooses the engine of a request: the one with the fewest samples in flight, or the one that has the session's cache.
 
-Also the gate of weight updates: while it is shut, no request is admitted. Used on one asyncio loop only.
+Also the gate of weight updates: while it is shut, no request is admitted. Requests that wait are admitted in the order
+in which they came. Used on one asyncio loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from slime.types.errors import DeadlineExceeded, SlimeError, WrongState
@@ -24,6 +26,19 @@ E = TypeVar("E", bound=Routable)
 SESSIONS_KEPT = 65536
 
 
+class Withdrawn(Exception):
+    """A request was taken back before it reached an engine."""
+
+
+@dataclass(eq=False)
+class _Waiter(Generic[E]):
+    samples: int
+    session_id: str | None
+    engine: E | None
+    keys: frozenset[str]
+    place: asyncio.Future[E]
+
+
 class Router(Generic[E]):
     """concurrency: samples in flight an engine. A request of more than that waits until its engine is idle."""
 
@@ -35,44 +50,75 @@ class Router(Generic[E]):
         self._shut: str | None = None
         self._refusing = False
         self._error: SlimeError | None = None
-        self._changed = asyncio.Condition()
+        self._waiters: list[_Waiter[E]] = []
+        self._idle: list[asyncio.Future[None]] = []
 
     @property
     def in_flight(self) -> int:
         return sum(self._in_flight.values())
 
     @asynccontextmanager
-    async def admit(self, samples: int = 1, session_id: str | None = None, engine: E | None = None) -> AsyncIterator[E]:
+    async def admit(
+        self,
+        samples: int = 1,
+        session_id: str | None = None,
+        engine: E | None = None,
+        keys: Collection[str] = (),
+    ) -> AsyncIterator[E]:
         """An engine for a request of so many samples, held until the block ends.
 
-        Raises the error given to `fail` as soon as it is known.
+        keys: what `withdraw` knows the request by. Raises the error given to `fail` as soon as it is known, Withdrawn,
+        and WrongState where the gate refuses.
         """
-        chosen = await self._wait_for_place(samples, session_id, engine)
+        chosen = await self._wait_for_place(samples, session_id, engine, keys)
         try:
             yield chosen
         finally:
-            self._in_flight[chosen.name] -= samples
-            async with self._changed:
-                self._changed.notify_all()
+            self._release(chosen, samples)
 
-    async def _wait_for_place(self, samples: int, session_id: str | None, engine: E | None) -> E:
-        async with self._changed:
-            while True:
-                if self._error is not None:
-                    raise self._error
-                if self._shut is not None and self._refusing:
-                    raise WrongState(
-                        f"the engines do not serve: {self._shut}",
-                        field="weight_version",
-                        expected="a committed weight update",
-                    )
-                if self._shut is None:
-                    chosen = engine or self.choose(session_id)
-                    load = self._in_flight[chosen.name]
-                    if load == 0 or load + samples <= self.concurrency:
-                        self._in_flight[chosen.name] += samples
-                        return chosen
-                await self._changed.wait()
+    async def _wait_for_place(self, samples: int, session_id: str | None, engine: E | None, keys: Collection[str]) -> E:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        place: asyncio.Future[E] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(samples, session_id, engine, frozenset(keys), place)
+        self._waiters.append(waiter)
+        self._place_waiters()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif place.done() and not place.cancelled() and place.exception() is None:
+                # The place was given while we were being cancelled.
+                self._release(place.result(), samples)
+            raise
+
+    def _release(self, engine: E, samples: int) -> None:
+        self._in_flight[engine.name] -= samples
+        self._place_waiters()
+        if not self.in_flight:
+            self._tell_idle()
+
+    def _place_waiters(self) -> None:
+        """Gives places from the front on, until one that may go anywhere finds none."""
+        if self._shut is not None:
+            return
+        left: list[_Waiter[E]] = []
+        for position, waiter in enumerate(self._waiters):
+            if waiter.place.done():  # cancelled
+                continue
+            chosen = waiter.engine or self.choose(waiter.session_id)
+            load = self._in_flight[chosen.name]
+            if load and load + waiter.samples > self.concurrency:
+                left.append(waiter)
+                if waiter.engine is None and waiter.session_id is None:
+                    left += self._waiters[position + 1 :]
+                    break
+                continue
+            self._in_flight[chosen.name] += waiter.samples
+            waiter.place.set_result(chosen)
+        self._waiters = left
 
     def choose(self, session_id: str | None = None) -> E:
         if session_id is not None and session_id in self._sessions:
@@ -85,38 +131,66 @@ class Router(Generic[E]):
                 self._sessions.popitem(last=False)
         return chosen
 
+    def withdraw(self, keys: Collection[str] | None = None) -> None:
+        """Requests that wait for a place raise Withdrawn: all of them, or those whose keys are all among `keys`."""
+        wanted = None if keys is None else frozenset(keys)
+        gone = [w for w in self._waiters if wanted is None or (w.keys and w.keys <= wanted)]
+        self._dismiss(gone, Withdrawn())
+
     async def shut(self, reason: str, *, refuse: bool = False) -> None:
         """Admits nothing more: requests wait, or raise WrongState where `refuse`."""
-        async with self._changed:
-            self._shut, self._refusing = reason, refuse
-            self._changed.notify_all()
+        self._shut, self._refusing = reason, refuse
+        refusal = self._refusal()
+        if refusal is not None:
+            self._dismiss(list(self._waiters), refusal)
 
     async def open(self) -> None:
-        async with self._changed:
-            self._shut, self._refusing = None, False
-            self._changed.notify_all()
+        self._shut, self._refusing = None, False
+        self._place_waiters()
 
     async def drain(self, timeout: float) -> None:
         """Returns when nothing is in flight. Raises DeadlineExceeded naming how much still is."""
-
-        async def idle() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.in_flight == 0 or self._error is not None)
-
-        try:
-            await asyncio.wait_for(idle(), timeout)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self.in_flight} samples are still being generated after {timeout:g} s",
-                field="in_flight",
-                value=self.in_flight,
-                expected="0",
-            ) from None
+        if self.in_flight and self._error is None:
+            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(idle)
+            try:
+                await asyncio.wait_for(idle, timeout)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{self.in_flight} samples are still being generated after {timeout:g} s",
+                    field="in_flight",
+                    value=self.in_flight,
+                    expected="0",
+                ) from None
         if self._error is not None:
             raise self._error
 
     async def fail(self, error: SlimeError) -> None:
         """Every request that waits, and every later one, raises `error`."""
-        async with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        self._error = error
+        self._dismiss(list(self._waiters), error)
+        self._tell_idle()
+
+    def _refusal(self) -> SlimeError | None:
+        if self._error is not None:
+            return self._error
+        if self._shut is not None and self._refusing:
+            return WrongState(
+                f"the engines do not serve: {self._shut}",
+                field="weight_version",
+                expected="a committed weight update",
+            )
+        return None
+
+    def _dismiss(self, waiters: Collection[_Waiter[E]], error: Exception) -> None:
+        gone = set(waiters)
+        self._waiters = [waiter for waiter in self._waiters if waiter not in gone]
+        for waiter in waiters:
+            if not waiter.place.done():
+                waiter.place.set_exception(error)
+
+    def _tell_idle(self) -> None:
+        waiting, self._idle = self._idle, []
+        for idle in waiting:
+            if not idle.done():
+                idle.set_result(None)

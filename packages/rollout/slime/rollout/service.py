@@ -12,11 +12,12 @@ from typing import Any
 import grpc
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.fleet import Member
+from slime.rollout.collector import spare_long_lived
 from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import GenerateState
 from slime.rollout.jobs import Job, Progress, Result
 from slime.rollout.launch import close_state, open_state
+from slime.rollout.member import Member
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics
 from slime.rollout.settings import RolloutSettings
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
@@ -156,6 +157,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.fleet.loop.run(self.updates.abort(request.weight_version, request.reason))
         return rollout_pb2.AbortWeightUpdateResponse()
 
+    def Offload(
+        self, request: rollout_pb2.OffloadRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.OffloadResponse:
+        self._check_writer(request.writer)
+        self.fleet.loop.run(self.updates.offload(request.parts))
+        return rollout_pb2.OffloadResponse()
+
+    def Onload(self, request: rollout_pb2.OnloadRequest, context: grpc.ServicerContext) -> rollout_pb2.OnloadResponse:
+        self._check_writer(request.writer)
+        self.fleet.loop.run(self.updates.onload(request.parts))
+        return rollout_pb2.OnloadResponse()
+
     def _lease(self, buffer: BufferClient) -> LeasedDataSource:
         return LeasedDataSource(
             buffer,
@@ -245,7 +258,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def _engine_message(self, member: Member) -> rollout_pb2.Engine:
         return rollout_pb2.Engine(
             name=member.name, url=member.url, kind=member.kind, weight_version=member.weight_version,
-            healthy=member.healthy and self.updates.aborted is None,
+            healthy=member.healthy and self.updates.stopped is None, tp_size=member.abilities.tp_size,
         )  # fmt: skip
 
 
@@ -286,4 +299,5 @@ def serve(
     except BaseException:
         close_state(state)
         raise
+    spare_long_lived()
     return RunningService(server, lambda: close_state(state))

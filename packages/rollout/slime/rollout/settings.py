@@ -97,6 +97,20 @@ class RolloutSettings:
     rollout_external_engine_addrs: list[str] | None = setting(
         None, "host:port of engines that run already", metavar="HOST:PORT"
     )
+    rollout_engine: str = setting(
+        "auto",
+        "what generates: sglang, or embedded (transformers, also on a CPU); auto: sglang where there is a GPU for it",
+        choices=("auto", "sglang", "embedded"),
+    )
+    rollout_num_gpus: int | None = setting(None, "GPUs for generation (default: all that are visible)", minimum=1)
+    rollout_num_gpus_per_engine: int = setting(
+        1, "GPUs that one SGLang engine is spread over", minimum=1, aliases=("sglang-tp-size",)
+    )
+    sglang_args: dict[str, Any] = setting(dict, "flags of SGLang's server by name", flag=False)
+    colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
+    offload_rollout: bool | None = setting(
+        None, "engines give their GPU memory back while the trainer works (default: with --colocate)"
+    )
     rollout_num_engines: int = setting(1, "embedded engines to start where no external address is given", minimum=1)
     rollout_engine_dtype: str = setting(
         "auto",
@@ -112,7 +126,7 @@ class RolloutSettings:
     rollout_engine_max_running_requests: int = setting(
         256, "sequences that an embedded engine decodes together", minimum=1
     )
-    rollout_engine_start_seconds: float = setting(300.0, "how long an engine may take to start", above=0)
+    rollout_engine_start_seconds: float = setting(300.0, "how long the engines may take to start", above=0)
     sglang_server_concurrency: int = setting(512, "samples in flight an engine", minimum=1)
     sglang_router_request_timeout_secs: int = setting(14400, "how long one generation request may take", minimum=1)
     rollout_health_check_interval: float = setting(30.0, "seconds between health probes of an engine", above=0)
@@ -144,6 +158,33 @@ class RolloutSettings:
                     self.max_prompt_len,
                     f"less than --rollout-max-context-len {self.rollout_max_context_len}",
                 )
+
+        self._check_engines()
+
+    def _check_engines(self) -> None:
+        if self.sglang_args:
+            # Reading the flags of SGLang takes time that most runs need not spend.
+            from slime.rollout.engines.sglang.flags import check
+
+            self.sglang_args = check(self.sglang_args)
+            given = "--sglang-" + next(iter(self.sglang_args)).replace("_", "-")
+            if self.rollout_engine == "embedded":
+                raise _contradiction("--rollout-engine", "embedded", f"sglang or auto, beside {given}")
+            if self.rollout_external_engine_addrs:
+                raise _contradiction(given, "given", "no --rollout-external-engine-addrs: their flags are theirs")
+        if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
+            raise _contradiction(
+                "--rollout-num-gpus",
+                self.rollout_num_gpus,
+                f"a multiple of --rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}",
+            )
+        if self.rollout_external_engine_addrs and self.rollout_engine == "embedded":
+            raise _contradiction("--rollout-engine", "embedded", "no --rollout-external-engine-addrs beside it")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the engines' GPU memory is released while the trainer works."""
+        return self.colocate if self.offload_rollout is None else self.offload_rollout
 
     @property
     def max_prompt_len(self) -> int | None:

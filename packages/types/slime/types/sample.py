@@ -37,9 +37,11 @@ class SpecInfo:
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Adds what the engine counted for one request."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        """Adds what the engine counted for one request, under the names of SGLang 0.5.17 or those before."""
+        accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num", 0))
+        drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num", 0))
+        self.spec_accept_token_num += accepted
+        self.spec_draft_token_num += drafted
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 

@@ -13,18 +13,20 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
     healthy: bool
     weight_version: int
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ...) -> None: ...
+    tp_size: int
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("engines", "weight_version", "running_rollouts")
@@ -133,5 +135,29 @@ class AbortWeightUpdateRequest(_message.Message):
     def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AbortWeightUpdateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OffloadRequest(_message.Message):
+    __slots__ = ("writer", "parts")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OffloadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OnloadRequest(_message.Message):
+    __slots__ = ("writer", "parts")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    writer: _buffer_pb2.Writer
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OnloadResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -64,6 +64,16 @@ class RolloutServiceStub(object):
                 request_serializer=slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.Offload = channel.unary_unary(
+                '/slime.v1.RolloutService/Offload',
+                request_serializer=slime_dot_v1_dot_rollout__pb2.OffloadRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_rollout__pb2.OffloadResponse.FromString,
+                _registered_method=True)
+        self.Onload = channel.unary_unary(
+                '/slime.v1.RolloutService/Onload',
+                request_serializer=slime_dot_v1_dot_rollout__pb2.OnloadRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_rollout__pb2.OnloadResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -110,6 +120,21 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Offload(self, request, context):
+        """Where trainer and engines share GPUs: gives GPU memory back while the trainer works, and takes it again. Engines
+        do not serve in between. Weights that were given back come back empty: an update must be committed before engines
+        serve again, and it needs the weights' memory from its begin, all memory at its commit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Onload(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +167,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AbortWeightUpdate,
                     request_deserializer=slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateRequest.FromString,
                     response_serializer=slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateResponse.SerializeToString,
+            ),
+            'Offload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offload,
+                    request_deserializer=slime_dot_v1_dot_rollout__pb2.OffloadRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_rollout__pb2.OffloadResponse.SerializeToString,
+            ),
+            'Onload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Onload,
+                    request_deserializer=slime_dot_v1_dot_rollout__pb2.OnloadRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_rollout__pb2.OnloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +341,60 @@ class RolloutService(object):
             '/slime.v1.RolloutService/AbortWeightUpdate',
             slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateRequest.SerializeToString,
             slime_dot_v1_dot_rollout__pb2.AbortWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Offload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.RolloutService/Offload',
+            slime_dot_v1_dot_rollout__pb2.OffloadRequest.SerializeToString,
+            slime_dot_v1_dot_rollout__pb2.OffloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Onload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.RolloutService/Onload',
+            slime_dot_v1_dot_rollout__pb2.OnloadRequest.SerializeToString,
+            slime_dot_v1_dot_rollout__pb2.OnloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

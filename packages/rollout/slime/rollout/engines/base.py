@@ -22,8 +22,9 @@ class Engine(Protocol):
         """Raises EngineError, naming the engine, its exit code and its last lines, if its process has ended."""
         ...
 
-    def stop(self, grace_seconds: float = 5.0) -> None:
-        """Ends the engine if it is ours to end; harmless when called again."""
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Ends the engine if it is ours to end, by force after so long (None: as long as its kind needs); harmless when
+        called again."""
         ...
 
 
@@ -38,5 +39,5 @@ class RemoteEngine:
     def raise_if_dead(self) -> None:
         return None
 
-    def stop(self, grace_seconds: float = 5.0) -> None:
+    def stop(self, grace_seconds: float | None = None) -> None:
         return None

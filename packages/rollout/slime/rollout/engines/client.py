@@ -1,25 +1,18 @@
-"""An asynchronous client of SGLang's HTTP protocol, for engines of either kind."""
+"""An asynchronous client of SGLang's HTTP protocol (of version 0.5.17), for engines of either kind."""
 
 from __future__ import annotations
 
-import json
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
-from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError
+from slime.rollout.engines.http import EngineHTTP
 
 JSON = dict[str, Any]
 
 
-class EngineClient:
-    """Calls one engine; every call has a deadline.
-
-    Raises InvalidField where the engine refuses a request (4xx), EngineError where it cannot be reached, goes away or
-    fails (5xx), DeadlineExceeded where it does not answer in time.
-    Belongs to the event loop that it is first used in; close it there (`async with` does).
-    """
+class EngineClient(EngineHTTP):
+    """Calls one engine; every call has a deadline. For what it raises see `EngineHTTP`."""
 
     def __init__(
         self,
@@ -29,11 +22,8 @@ class EngineClient:
         timeout_seconds: float = 60.0,
         generate_timeout_seconds: float = 3600.0,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.name = name
-        self.timeout_seconds = timeout_seconds
+        super().__init__(url, name, timeout_seconds=timeout_seconds)
         self.generate_timeout_seconds = generate_timeout_seconds
-        self._session: aiohttp.ClientSession | None = None
 
     async def generate(
         self,
@@ -50,7 +40,8 @@ class EngineClient:
         """One response for one prompt, a list of them for a list of prompts.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
-        "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}.
+        "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the
+        engine (--sglang-skip-tokenizer-init) there is no "text".
         """
         body: JSON = {"sampling_params": sampling_params or {}, "return_logprob": return_logprob, **extra}
         body |= {k: v for k, v in (("input_ids", input_ids), ("text", text), ("rid", rid)) if v is not None}
@@ -74,19 +65,23 @@ class EngineClient:
     async def continue_(self) -> None:
         await self.post("/continue_generation", {})
 
-    async def flush_cache(self) -> None:
-        await self.get("/flush_cache")
+    async def flush_cache(self, wait_seconds: float = 0.0) -> None:
+        """Drops the prefix cache. Raises InvalidField where requests still run after so long."""
+        path = f"/flush_cache?timeout={wait_seconds:g}" if wait_seconds else "/flush_cache"
+        await self.get(path, timeout_seconds=self.timeout_seconds + wait_seconds)
 
     async def weight_version(self) -> str:
-        return str((await self.get("/get_weight_version"))["weight_version"])
+        return str((await self.model_info())["weight_version"])
 
     async def health_generate(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the engine has made a token. SGLang takes a second for it, and cannot while it is paused."""
         await self.get("/health_generate", timeout_seconds=timeout_seconds)
 
     async def model_info(self) -> JSON:
-        return await self.get("/get_model_info")
+        return await self.get("/model_info")
 
     async def server_info(self) -> JSON:
+        """The flags that the server runs with, and its state."""
         return await self.get("/server_info")
 
     async def update_weights_from_disk(
@@ -99,7 +94,7 @@ class EngineClient:
         self, bucket: bytes, weight_version: int | str, *, last: bool, timeout_seconds: float = 600.0
     ) -> JSON:
         """Embedded engines only. bucket: safetensors of tensors by their HF names; `last` makes all take effect."""
-        return await self._call(
+        return await self.call(
             "POST",
             "/update_weights_from_tensor",
             data=bucket,
@@ -108,67 +103,85 @@ class EngineClient:
             timeout_seconds=timeout_seconds,
         )
 
-    async def get(self, path: str, *, timeout_seconds: float | None = None) -> Any:
-        return await self._call("GET", path, timeout_seconds=timeout_seconds)
-
-    async def post(
+    async def update_weights_from_tensor(
         self,
-        path: str,
-        body: Mapping[str, Any],
+        serialized: Sequence[bytes],
         *,
-        headers: Mapping[str, str] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Any:
-        return await self._call("POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds)
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: int | str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> JSON:
+        """SGLang only. serialized: named tensors, one pickle of SGLang's `MultiprocessingSerializer` a tensor-parallel
+        rank. The version counts from the call that brings it."""
+        encoded = [base64.b64encode(part).decode() for part in serialized]
+        body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
+        return await self._update("/update_weights_from_tensor", body, weight_version, timeout_seconds)
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+        timeout_seconds: float = 300.0,
+    ) -> JSON:
+        """SGLang only. The engine's ranks join a process group from `rank_offset` on; returns when all have."""
+        body = {
+            "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
+            "world_size": world_size, "group_name": group_name, "backend": backend,
+        }  # fmt: skip
+        return await self.post("/init_weights_update_group", body, timeout_seconds=timeout_seconds)
+
+    async def destroy_weights_update_group(
+        self, group_name: str = "weight_update_group", timeout_seconds: float = 60.0
+    ) -> JSON:
+        return await self.post(
+            "/destroy_weights_update_group", {"group_name": group_name}, timeout_seconds=timeout_seconds
+        )
+
+    async def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str = "weight_update_group",
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: int | str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> JSON:
+        """SGLang only. Receives these tensors by broadcast from rank 0 of the group. dtypes: as in "bfloat16"."""
+        body = {
+            "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name, "load_format": load_format, "flush_cache": flush_cache,
+        }  # fmt: skip
+        return await self._update("/update_weights_from_distributed", body, weight_version, timeout_seconds)
+
+    async def check_weights(self, action: str = "checksum", timeout_seconds: float = 600.0) -> JSON:
+        """snapshot: keeps a copy; reset_tensors: fills the weights with noise; compare: with the copy, and raises
+        InvalidField naming the tensors that differ; checksum: "ranks", and "per_engine_checksum" over them."""
+        return await self.post("/weights_checker", {"action": action}, timeout_seconds=timeout_seconds)
+
+    async def release_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
+        """parts: of "weights", "kv_cache", "cuda_graph", none of them released already. The engine must be idle."""
+        await self.post("/release_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
+
+    async def resume_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
+        """parts: all of them released before."""
+        await self.post("/resume_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
+
+    async def _update(self, path: str, body: JSON, weight_version: int | str | None, timeout_seconds: float) -> JSON:
+        if weight_version is not None:
+            body["weight_version"] = str(weight_version)
+        return await self.post(path, body, timeout_seconds=timeout_seconds)
 
     async def __aenter__(self) -> EngineClient:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-    async def _call(self, method: str, path: str, *, timeout_seconds: float | None = None, **request: Any) -> Any:
-        seconds = timeout_seconds or self.timeout_seconds
-        if self._session is None:
-            # Rollouts keep hundreds of requests open at once; the engine queues them.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        try:
-            async with self._session.request(
-                method, self.url + path, timeout=aiohttp.ClientTimeout(total=seconds), **request
-            ) as response:
-                body = await response.read()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"engine {self.name}: no answer to {method} {path} in {seconds:g} s", field=path, value=seconds
-            ) from None
-        except aiohttp.ClientError as error:
-            reason = str(error) or type(error).__name__
-            raise EngineError(
-                f"engine {self.name} at {self.url} is gone ({method} {path}: {reason})", field=self.name, value=reason
-            ) from error
-        if response.status >= 400:
-            raise self._refusal(method, path, response.status, body)
-        try:
-            return json.loads(body)
-        except json.JSONDecodeError:
-            # SGLang answers /flush_cache and /health with text.
-            return {"message": body.decode(errors="replace")}
-
-    def _refusal(self, method: str, path: str, status: int, body: bytes) -> SlimeError:
-        text = body.decode(errors="replace")
-        try:
-            detail = json.loads(text)
-        except json.JSONDecodeError:
-            detail = {}
-        error = detail.get("error", detail) if isinstance(detail, dict) else {}
-        error = error if isinstance(error, dict) else {"message": str(error)}
-        message = f"engine {self.name} answered {method} {path} with {status}: {error.get('message') or text[:500]}"
-        if 400 <= status < 500:
-            field, value, expected = (str(error.get(key) or "") for key in ("field", "value", "expected"))
-            return InvalidField(field, value, expected, message)
-        return EngineError(message, field=self.name, value=status)

@@ -16,20 +16,25 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from slime.rollout.engines.base import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes
 
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 50
+# An engine that listens on all addresses is called on the nearest.
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class EngineProcess:
     """A running engine of ours; satisfies `base.Engine`.
 
     command: given (announce_fd, parent_fd), the argument vector to start.
+    grace_seconds: how long `stop` waits between SIGTERM and SIGKILL where it is not told.
     """
 
     def __init__(
@@ -40,9 +45,11 @@ class EngineProcess:
         *,
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
+        grace_seconds: float = 5.0,
     ) -> None:
         self.name = name
         self.kind = kind
+        self.grace_seconds = grace_seconds
         self._host = host
         self._port: int | None = None
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -78,7 +85,8 @@ class EngineProcess:
     def url(self) -> str:
         if self._port is None:
             raise EngineError(f"engine {self.name} has not announced its port yet")
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = ANY_ADDRESS.get(self._host, self._host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self._port}"
 
     @property
@@ -121,13 +129,13 @@ class EngineProcess:
         if self.poll() is not None:
             raise self._death()
 
-    def stop(self, grace_seconds: float = 5.0) -> None:
+    def stop(self, grace_seconds: float | None = None) -> None:
         """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Harmless when called again."""
         if self._announced is None:
             # Its number may be another process's by now.
             return
         self._signal_group(signal.SIGTERM)
-        self._await_exit(grace_seconds)
+        self._await_exit(self.grace_seconds if grace_seconds is None else grace_seconds)
         self._signal_group(signal.SIGKILL)
         self._process.wait(timeout=30)
         self._reader.join(timeout=5)
@@ -193,6 +201,15 @@ class EngineProcess:
             value=str(code),
             expected="a running engine",
         )
+
+
+def stop_all(engines: Iterable[Engine], grace_seconds: float | None = None) -> None:
+    """Stops them at the same time. Raises the first failure, after all have been told."""
+    engines = list(engines)
+    if engines:
+        with ThreadPoolExecutor(len(engines), thread_name_prefix="stop") as pool:
+            for stopped in [pool.submit(engine.stop, grace_seconds) for engine in engines]:
+                stopped.result()
 
 
 def describe_exit(code: int | None) -> str:

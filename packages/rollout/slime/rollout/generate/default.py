@@ -12,6 +12,7 @@ With `--deterministic`, groups are taken in the order of their index, and one fe
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -32,6 +33,7 @@ from slime.types import Sample
 from slime.types.errors import InvalidField
 
 ABORT_SECONDS = 60.0
+ABORT_AGAIN_SECONDS = 2.0
 # So many groups in a row whose prompt is too long mean that the limit is wrong, not the prompts.
 TOO_LONG_IN_A_ROW = 1000
 
@@ -53,6 +55,9 @@ class _Rollout:
         # Groups of a common request whose turn has not come yet.
         self.undecided = 0
         self.fetching: asyncio.Task[list[list[Sample]]] | None = None
+        # Groups, and the fetch, in the order in which they ended: waiting for all of them anew after each would take
+        # time in the square of their number.
+        self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.dropped: Counter[str] = Counter()
         self.too_long = 0
         self.too_long_in_a_row = 0
@@ -67,8 +72,8 @@ class _Rollout:
                 missing = len(self.accepted) + len(self.pending) < self.target
                 if missing and self.fetching is None:
                     self.fetching = asyncio.create_task(_in_thread(self.source.get_samples, self._fetch_size()))
-                waiting: set[asyncio.Task[Any]] = {*self.pending, *([self.fetching] if self.fetching else [])}
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    self.fetching.add_done_callback(self.done.put_nowait)
+                done = await self._next_done()
                 await self._collect(task for task in done if task in self.pending)
                 if self.fetching in done:
                     groups, self.fetching = self.fetching.result(), None
@@ -80,6 +85,12 @@ class _Rollout:
                 task.cancel()
             raise
         return self._output()
+
+    async def _next_done(self) -> set[asyncio.Task[Any]]:
+        done = {await self.done.get()}
+        while not self.done.empty():
+            done.add(self.done.get_nowait())
+        return done
 
     def _fetch_size(self) -> int:
         wanted = max(self.args.over_sampling_batch_size or 0, self.target)
@@ -100,6 +111,7 @@ class _Rollout:
             return
         for group in groups:
             task = asyncio.create_task(generate_and_rm_group(self.args, group, self.state.sampling_params))
+            task.add_done_callback(self.done.put_nowait)
             self.pending[task] = group
 
     async def _fits(self, group: list[Sample]) -> bool:
@@ -195,11 +207,14 @@ class _Rollout:
     async def _give_back_the_rest(self) -> None:
         if not self.pending:
             return
-        abort = self.state.fleet.abort
         custom = self.state.plugins.generate is not None
         alone = self.call is None or custom
-        await abort(None if alone else sorted(self.call.open_requests))  # type: ignore[union-attr]
-        done, late = await asyncio.wait(self.pending, timeout=ABORT_SECONDS)
+        pending: set[asyncio.Task[Any]] = set(self.pending)
+        late, deadline = pending, time.monotonic() + ABORT_SECONDS
+        while late and time.monotonic() < deadline:
+            # Again: an abort that is faster than its request finds nothing to end.
+            await self.state.fleet.abort(None if alone else sorted(self.call.open_requests))  # type: ignore[union-attr]
+            _, late = await asyncio.wait(pending, timeout=ABORT_AGAIN_SECONDS)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.call import CALL
-from slime.rollout.fleet import Member
 from slime.rollout.generate.state import GenerateState
+from slime.rollout.member import Member
 from slime.types import Sample
 from slime.types.errors import EngineError, InvalidField
 
@@ -96,7 +96,15 @@ async def send(
         if call is not None:
             call.open_requests.difference_update(rids)
     for request, output in zip(requests, outputs, strict=True):
+        if "text" not in output:
+            output["text"] = response_text(state, request, output)
         append_output(state.args, request.sample, output)
+
+
+def response_text(state: GenerateState, request: Request, output: dict[str, Any]) -> str:
+    """The text of an answer whose engine has no tokenizer (--sglang-skip-tokenizer-init)."""
+    skip = bool(request.sampling_params.get("skip_special_tokens", True))
+    return str(state.tokenizer.decode(output.get("output_ids") or [], skip_special_tokens=skip))
 
 
 def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class GenerateState:
     @property
     def seeded(self) -> bool:
         """Whether requests carry a sampling seed; SGLang takes one only in its deterministic mode."""
-        return bool(self.args.deterministic) or self.fleet.embedded
+        return bool(self.args.deterministic) or self.fleet.seeded
 
 
 def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +112,8 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     args = argparse.Namespace(**(extra or {}))
     for name, value in vars(settings).items():
         setattr(args, name, value)
+    for name, value in settings.sglang_args.items():
+        setattr(args, f"sglang_{name}", value)
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     args.rollout_max_prompt_len = settings.max_prompt_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Engine:
-    """A generation server that speaks SGLang's protocol at `url`; kind: "embedded" or "sglang"."""
+    """A generation server that speaks SGLang's protocol at `url`; kind: "embedded" or "sglang".
+
+    tp_size: its tensor-parallel ranks, each of which takes part in a weight update by itself.
+    """
 
     name: str
     url: str
     kind: str
     healthy: bool
     weight_version: int
+    tp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,15 @@ class RolloutClient(Client):
         )
         self._call("AbortWeightUpdate", request, timeout)
 
+    def offload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
+        """Engines stop serving and give GPU memory back: of "weights", "kv_cache", "cuda_graph"; none named: all."""
+        self._call("Offload", rollout_pb2.OffloadRequest(writer=self._writer(), parts=parts), timeout)
+
+    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
+        """Engines take GPU memory back. Weights come back empty, unless the engines keep a copy: they serve again with
+        the next committed update."""
+        self._call("Onload", rollout_pb2.OnloadRequest(writer=self._writer(), parts=parts), timeout)
+
 
 def _engines(messages: Any) -> list[Engine]:
-    return [Engine(m.name, m.url, m.kind, m.healthy, m.weight_version) for m in messages]
+    return [Engine(m.name, m.url, m.kind, m.healthy, m.weight_version, m.tp_size or 1) for m in messages]

@@ -84,3 +84,9 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         ids.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
     return frozenset(ids)
+
+
+def free_cached_memory() -> None:
+    """Gives CUDA's cached blocks back to other processes on the GPU; does nothing on a CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -14,9 +14,10 @@ from typing import Any
 from aiohttp import web
 
 from slime.rollout.engines.embedded import openai
+from slime.rollout.engines.embedded.checks import WeightChecker
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.generate import answer, make_response, parse_generate
-from slime.rollout.engines.embedded.loading import Loaded
+from slime.rollout.engines.embedded.loading import Loaded, free_cached_memory
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.scheduler import Scheduler
@@ -38,6 +39,7 @@ class EngineServer:
         self.scheduler = scheduler
         self.options = options
         self.name = options.served_model_name or Path(options.model_path).name
+        self.checker = WeightChecker(scheduler.weights)
         self.paused = False
         self.started = time.time()
 
@@ -63,6 +65,9 @@ class EngineServer:
             (("POST",), "/continue_generation", self.continue_generation),
             (("POST",), "/update_weights_from_disk", self.update_weights_from_disk),
             (("POST",), "/update_weights_from_tensor", self.update_weights_from_tensor),
+            (both, "/weights_checker", self.check_weights),
+            (both, "/release_memory_occupation", self.release_memory),
+            (both, "/resume_memory_occupation", self.resume_memory),
         ]
         for methods, path, handler in routes:
             for method in methods:
@@ -223,6 +228,20 @@ class EngineServer:
             self.scheduler.between_steps(lambda: weights.load_bucket(bucket, version, last=last == "true"))
         )
         return web.json_response({"success": True, "weight_version": weights.version})
+
+    async def check_weights(self, request: web.Request) -> web.Response:
+        action = (await read_json(request)).get("action", "checksum")
+        return web.json_response(
+            await asyncio.wrap_future(self.scheduler.between_steps(lambda: self.checker.run(action)))
+        )
+
+    async def release_memory(self, request: web.Request) -> web.Response:
+        """Gives back what CUDA keeps for the next batch; the weights stay."""
+        await asyncio.wrap_future(self.scheduler.between_steps(free_cached_memory))
+        return web.json_response(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        return web.json_response(None)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:

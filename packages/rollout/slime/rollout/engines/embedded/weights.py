@@ -25,9 +25,9 @@ class Weights:
         self.version = version
         self.incomplete = False
         # remove_duplicate=False: a tied weight may arrive under either of its names.
-        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys()
-        self._tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
+        self.tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
         self._seen: set[int] = set()
         self._pending_version: str | None = None
 
@@ -62,22 +62,22 @@ class Weights:
         if version != self._pending_version:
             self._pending_version, self._seen = version, set()
         for name, tensor in tensors.items():
-            own = self._tensors.get(name)
+            own = self.tensors.get(name)
             if own is None:
                 raise InvalidField(name, list(tensor.shape), "the name of a tensor of this model")
             if own.shape != tensor.shape:
                 raise InvalidField(name, list(tensor.shape), f"shape {list(own.shape)}")
             if not tensor.is_floating_point():
                 raise InvalidField(name, str(tensor.dtype), "a floating point type")
-        seen = self._seen | {self._tensors[name].data_ptr() for name in tensors}
+        seen = self._seen | {self.tensors[name].data_ptr() for name in tensors}
         if last:
-            missing = [name for name, own in self._tensors.items() if own.data_ptr() not in seen]
+            missing = [name for name, own in self.tensors.items() if own.data_ptr() not in seen]
             if missing:
                 raise InvalidField(missing[0], f"missing, with {len(missing) - 1} others", "a tensor in some bucket")
         self.incomplete = True
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self._tensors[name].copy_(tensor)
+                self.tensors[name].copy_(tensor)
         self._seen = seen
         if last:
             self.version, self.incomplete, self._pending_version = version, False, None

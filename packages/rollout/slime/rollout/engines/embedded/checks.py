@@ -1,0 +1,63 @@
+"""Compares the weights of the running model with a copy taken before: SGLang's `/weights_checker`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from slime.rollout.engines.embedded.weights import Weights
+from slime.types.errors import InvalidField, WrongState
+
+ACTIONS = ("checksum", "compare", "reset_tensors", "snapshot")
+
+
+class WeightChecker:
+    """snapshot, then reset_tensors, then a weight update, then compare: shows that the update reached every tensor.
+
+    Not thread-safe: the scheduler's thread calls it.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._snapshot: dict[str, torch.Tensor] | None = None
+
+    def run(self, action: str) -> dict[str, Any]:
+        """SGLang's answer. Raises InvalidField for another action or for tensors that differ, which it names."""
+        if action not in ACTIONS:
+            raise InvalidField("action", action, f"one of {', '.join(ACTIONS)}")
+        tensors = self._weights.tensors
+        if action == "snapshot":
+            self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        elif action == "reset_tensors":
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    tensor.copy_(torch.rand(tensor.shape))
+        elif action == "compare":
+            self._compare(tensors)
+        answer: dict[str, Any] = {"success": True, "message": "Success."}
+        return answer | (_checksums(tensors) if action == "checksum" else {})
+
+    def _compare(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._snapshot is None:
+            raise WrongState("nothing to compare with: no snapshot was taken", field="action", value="compare")
+        different = [name for name, kept in self._snapshot.items() if not torch.equal(kept, tensors[name].cpu())]
+        if different:
+            raise InvalidField(
+                different[0], f"different, with {len(different) - 1} others", "what the snapshot has",
+                f"check tensor equality failed: {', '.join(different[:10])}",
+            )  # fmt: skip
+
+
+def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    each = {
+        name: hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+    whole = hashlib.sha256("".join(name + each[name] for name in sorted(each)).encode()).hexdigest()
+    place = dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0) | dict.fromkeys(
+        ("tp_size", "dp_size", "pp_size", "size"), 1
+    )
+    rank = {"checksums": each, "per_gpu_checksum": whole, "parallelism_info": place}
+    return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(whole.encode()).hexdigest()}

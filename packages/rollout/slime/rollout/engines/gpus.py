@@ -1,0 +1,43 @@
+"""The GPUs that this process may use, without CUDA: asking CUDA would keep memory on each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None = None) -> list[str]:
+    """Entries for CUDA_VISIBLE_DEVICES, one a GPU: numbers, or the names (`GPU-...`, `MIG-...`) that are given there.
+
+    installed: how many the driver has; asked where it is None. As CUDA does, the list ends at the first number that
+    no GPU has.
+    """
+    listed = (os.environ if environ is None else environ).get(VISIBLE)
+    count = installed_gpus() if installed is None else installed
+    if listed is None:
+        return [str(number) for number in range(count)]
+    found: list[str] = []
+    for entry in (entry.strip() for entry in listed.split(",")):
+        is_name = entry.startswith(("GPU-", "MIG-"))
+        if count == 0 or not (is_name or (entry.isdigit() and int(entry) < count)):
+            break
+        found.append(entry)
+    return found
+
+
+def installed_gpus() -> int:
+    """GPUs that NVIDIA's driver knows; 0 where there is no driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        count = ctypes.c_uint()
+        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()

@@ -1,0 +1,101 @@
+"""JSON over HTTP to one engine, with a deadline for each call and errors of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError
+
+# SGLang closes a connection that was idle for 5 s; a POST that meets the closing end is lost, and is not sent again.
+KEEP_ALIVE_SECONDS = 2.0
+
+
+class EngineHTTP:
+    """Raises InvalidField where the engine refuses a request (4xx), EngineError where it cannot be reached, goes away
+    or fails (5xx), DeadlineExceeded where it does not answer in time.
+
+    Belongs to the event loop that it is first used in; close it there (`async with` does).
+    """
+
+    def __init__(self, url: str, name: str = "engine", *, timeout_seconds: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str, *, timeout_seconds: float | None = None) -> Any:
+        return await self.call("GET", path, timeout_seconds=timeout_seconds)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        return await self.call("POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds)
+
+    async def call(self, method: str, path: str, *, timeout_seconds: float | None = None, **request: Any) -> Any:
+        """The answer's JSON; {"message": text} where it is none: SGLang answers some calls with text, or with nothing.
+
+        request: what aiohttp takes.
+        """
+        seconds = timeout_seconds or self.timeout_seconds
+        try:
+            async with self._opened().request(
+                method, self.url + path, timeout=aiohttp.ClientTimeout(total=seconds), **request
+            ) as response:
+                body = await response.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"engine {self.name}: no answer to {method} {path} in {seconds:g} s", field=path, value=seconds
+            ) from None
+        except aiohttp.ClientError as error:
+            reason = str(error) or type(error).__name__
+            raise EngineError(
+                f"engine {self.name} at {self.url} is gone ({method} {path}: {reason})", field=self.name, value=reason
+            ) from error
+        if response.status >= 400:
+            raise self._refusal(method, path, response.status, body)
+        try:
+            answer = json.loads(body)
+        except ValueError:
+            return {"message": body.decode(errors="replace")}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(
+                f"engine {self.name} could not {method} {path}: {answer.get('message') or answer}",
+                field=self.name,
+                value=path,
+            )
+        return answer
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Rollouts keep hundreds of requests open at once; the engine queues them.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _refusal(self, method: str, path: str, status: int, body: bytes) -> SlimeError:
+        text = body.decode(errors="replace")
+        try:
+            detail = json.loads(text)
+        except ValueError:
+            detail = {}
+        error = detail.get("error", detail) if isinstance(detail, dict) else {}
+        error = error if isinstance(error, dict) else {"message": str(error)}
+        message = f"engine {self.name} answered {method} {path} with {status}: {error.get('message') or text[:500]}"
+        if 400 <= status < 500:
+            field, value, expected = (str(error.get(key) or "") for key in ("field", "value", "expected"))
+            return InvalidField(field, value, expected, message)
+        return EngineError(message, field=self.name, value=status)

@@ -1,0 +1,167 @@
+"""`--sglang-NAME [value]`: every flag of SGLang's server, prefixed, as one setting `sglang_args` by name.
+
+    parser = Parser(...); add_flags(parser, RolloutSettings); SGLANG_FLAGS.add_flags(parser)
+    parser.parse_strict(["--sglang-mem-fraction-static", "0.7", "--sglang-disable-cuda-graph"])
+    # Namespace(sglang_args={"mem_fraction_static": 0.7, "disable_cuda_graph": True})
+
+Flags that a program declares itself (`--sglang-server-concurrency`) come first and are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from slime.rollout.engines.sglang.installed import server_flags
+from slime.rollout.engines.sglang.read_flags import ServerFlag
+from slime.rollout.engines.sglang.reserved import refuse_reserved
+from slime.types.errors import InvalidSetting, UnknownFlag
+
+PREFIX = "sglang-"
+TYPES: dict[str, Any] = {"int": int, "float": float, "str": str}
+KINDS = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
+
+
+class SGLangFlags:
+    """The family, as `slime.types.settings.FlagFamily` describes it. setting: where the values go."""
+
+    setting = "sglang_args"
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """One flag for each of the server's; nothing of them shows in --help."""
+        known = {name for action in parser._actions for name in action.option_strings}
+        flags = server_flags().by_name
+        for name, flag in flags.items():
+            self._add(parser, name, flag, known)
+            if flag.negated:
+                self._add(parser, f"no-{name}", flag, known)
+        group = parser.add_argument_group("SGLang")
+        group.description = (
+            "--sglang-NAME [VALUE] gives --NAME [VALUE] to the engines; "
+            "python -m sglang.launch_server --help lists the names"
+        )
+
+    def _add(self, parser: argparse.ArgumentParser, name: str, flag: ServerFlag, known: set[str]) -> None:
+        if f"--{PREFIX}{name}" in known:
+            return
+        common: dict[str, Any] = {"dest": self.setting, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if flag.nargs != 0:
+            common |= {"metavar": "VALUE", "nargs": flag.nargs, "type": _reader(flag.type)}
+        else:
+            common |= {"nargs": 0}
+        parser.add_argument(f"--{PREFIX}{name}", action=_Collect, key=name.replace("-", "_"), **common)
+
+    def read_key(self, key: str, value: Any) -> dict[str, Any] | None:
+        """What `sglang_NAME: value` of a configuration file sets; None where it names no flag of SGLang."""
+        prefix = PREFIX.replace("-", "_")
+        if not key.startswith(prefix):
+            return None
+        return check({key.removeprefix(prefix): value})
+
+
+SGLANG_FLAGS = SGLangFlags()
+
+
+class _Collect(argparse.Action):
+    def __init__(self, *args: Any, key: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.key = key
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        given = dict(getattr(namespace, self.dest, None) or {})
+        given |= check({self.key: True if self.nargs == 0 else values})
+        setattr(namespace, self.dest, given)
+
+
+def check(args: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` by the names of the flags that they set (aliases resolved, underscores), each value checked.
+
+    Raises UnknownFlag with the nearest name, InvalidSetting for a value that does not fit or a flag that is ours.
+    """
+    flags = server_flags().by_name
+    checked: dict[str, Any] = {}
+    for key, value in args.items():
+        name = str(key).replace("_", "-")
+        flag = flags.get(name) or _negated(name, flags)
+        if flag is None:
+            raise _unknown(name, list(flags))
+        refuse_reserved(flag.name, value)
+        if name.startswith("no-") and name not in flags:
+            value = not _value(f"--{PREFIX}{name}", flag, value)
+        checked[flag.name.replace("-", "_")] = _value(f"--{PREFIX}{name}", flag, value)
+    return checked
+
+
+def command_line(args: Mapping[str, Any]) -> list[str]:
+    """The arguments of SGLang's server that say `args`; a switch that is false, or a None, says nothing."""
+    flags = server_flags().by_name
+    words: list[str] = []
+    for key, value in check(args).items():
+        flag = flags[key.replace("_", "-")]
+        if flag.nargs == 0:
+            words += [f"--{flag.name}"] if value else [f"--no-{flag.name}"] if flag.negated else []
+        elif flag.nargs is None:
+            # uvicorn knows the names of levels in lower case only.
+            text = str(value).lower() if flag.name.startswith("log-level") else str(value)
+            words.append(f"--{flag.name}={text}")
+        else:
+            words += [f"--{flag.name}", *(str(item) for item in ([] if value is None else value))]
+    return words
+
+
+def _negated(name: str, flags: Mapping[str, ServerFlag]) -> ServerFlag | None:
+    flag = flags.get(name.removeprefix("no-")) if name.startswith("no-") else None
+    return flag if flag is not None and flag.negated else None
+
+
+def _unknown(name: str, known: list[str]) -> UnknownFlag:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean --{PREFIX}{near[0]}?" if near else ""
+    version = server_flags().version
+    return UnknownFlag(
+        f"unknown flag --{PREFIX}{name}: SGLang{f' {version}' if version else ''} has no --{name}{hint}",
+        field=f"--{PREFIX}{name}",
+        expected=f"--{PREFIX}{near[0]}" if near else "",
+    )
+
+
+def _value(spelling: str, flag: ServerFlag, value: Any) -> Any:
+    if flag.nargs in (None, 0):
+        return _one(spelling, flag, value)
+    if flag.nargs == "?":
+        return [] if value in (None, []) else [_one(spelling, flag, value[0] if isinstance(value, list) else value)]
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not items and flag.nargs == "+":
+        raise InvalidSetting(f"{spelling}: got no value, expected one or more", field=spelling, value=value)
+    return [_one(spelling, flag, item) for item in items]
+
+
+def _one(spelling: str, flag: ServerFlag, value: Any) -> Any:
+    right: tuple[type, ...] = {"int": (int,), "float": (float, int), "bool": (bool,)}.get(
+        flag.type, (str, int, float, bool)
+    )
+    if not isinstance(value, right) or (isinstance(value, bool) and flag.type in ("int", "float")):
+        kind = KINDS[flag.type]
+        raise InvalidSetting(f"{spelling}: got {value!r}, expected {kind}", field=spelling, value=value, expected=kind)
+    if flag.choices is not None and value not in flag.choices:
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in flag.choices], n=1)
+        expected = "one of " + ", ".join(str(choice) for choice in flag.choices)
+        raise InvalidSetting(
+            f"{spelling}: got {value!r}, expected {expected}" + (f"; did you mean {near[0]}?" if near else ""),
+            field=spelling,
+            value=value,
+            expected=expected,
+        )
+    return value
+
+
+def _reader(kind: str) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return TYPES[kind](text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {KINDS[kind]}") from None
+
+    return read

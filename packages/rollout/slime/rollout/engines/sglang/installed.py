@@ -1,0 +1,80 @@
+"""The SGLang that an engine would run: whether it is installed, which version, and which flags it takes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.rollout.engines.sglang.read_flags import SOURCE, ServerFlag, read_flags
+from slime.types.errors import InvalidFile
+
+TABLE = Path(__file__).with_name("server_flags.json")
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """version: whose flags they are; None where the installed package does not say. by_name: without dashes in front;
+    an alias has an entry of its own."""
+
+    version: str | None
+    by_name: dict[str, ServerFlag]
+
+
+def is_installed() -> bool:
+    """Whether `python -m sglang.launch_server` can be started; imports nothing."""
+    return _package() is not None
+
+
+@functools.cache
+def server_flags() -> ServerFlags:
+    """The flags of the installed SGLang; where there is none, of the version whose table comes with this package.
+
+    Raises InvalidFile where the installed one cannot be read.
+    """
+    known = table()
+    package = _package()
+    if package is None or _version() == known.version:
+        return known
+    path = package.parent / SOURCE
+    try:
+        flags = read_flags(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        version = _version() or "of unknown version"
+        raise InvalidFile(
+            f"the flags of the installed SGLang {version} cannot be read from {path}: {error}",
+            field="sglang",
+            value=str(path),
+            expected=f"SGLang {known.version}, or one whose server_args.py looks alike",
+        ) from error
+    return ServerFlags(_version(), by_name(flags))
+
+
+def table() -> ServerFlags:
+    """What `read_flags` made of the wheel of one version."""
+    content = json.loads(TABLE.read_text())
+    flags = [
+        ServerFlag(**entry | {key: tuple(entry[key]) for key in ("choices", "aliases") if key in entry})
+        for entry in content["flags"]
+    ]
+    return ServerFlags(content["version"], by_name(flags))
+
+
+def by_name(flags: list[ServerFlag]) -> dict[str, ServerFlag]:
+    return {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
+
+
+def _package() -> Path | None:
+    spec = importlib.util.find_spec("sglang")
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(locations[0]) if locations else None
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,90 @@
+"""Starts SGLang engines: one `sglang.launch_server` each, on GPUs of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.rollout.engines.gpus import VISIBLE
+from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.sglang.flags import check, command_line
+from slime.rollout.engines.sglang.reserved import tensor_parallel_size
+from slime.types.errors import InvalidSetting
+
+# SGLang looks for SIGTERM every 5 s, then gives its schedulers 15 s.
+GRACE_SECONDS = 30.0
+SERVER = (sys.executable, "-m", "sglang.launch_server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangOptions:
+    """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check` has
+    them. memory_saver: whether its GPU memory can be released and resumed."""
+
+    model_path: str
+    gpus: Sequence[str]
+    memory_saver: bool = False
+    deterministic: bool = False
+    random_seed: int | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    server: Sequence[str] = SERVER
+
+    @property
+    def host(self) -> str:
+        return str(self.args.get("host") or "127.0.0.1")
+
+
+def start_sglang(
+    options: SGLangOptions, *, name: str = "sglang-0", env: Mapping[str, str] | None = None
+) -> EngineProcess:
+    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once."""
+    server = server_command(options)
+    return EngineProcess(
+        name,
+        "sglang",
+        lambda announce, parent: [
+            *(sys.executable, "-m", "slime.rollout.engines.sglang"),
+            *("--announce-fd", str(announce), "--parent-fd", str(parent), "--host", options.host),
+            *("--", *server),
+        ],
+        host=options.host,
+        env={VISIBLE: ",".join(options.gpus), **(env or {})},
+        grace_seconds=GRACE_SECONDS,
+    )
+
+
+def server_command(options: SGLangOptions) -> list[str]:
+    """The argument vector of the server, without host and port. Raises ConfigError for args that cannot be."""
+    own = [
+        f"--model-path={options.model_path}",
+        f"--tp-size={tensor_parallel_size(len(options.gpus), options.args)}",
+        "--weight-version=0",
+    ]
+    if options.memory_saver:
+        own.append("--enable-memory-saver")
+    if options.deterministic:
+        own.append("--enable-deterministic-inference")
+    if options.random_seed is not None:
+        own.append(f"--random-seed={options.random_seed}")
+    args = {name: value for name, value in check(options.args).items() if name != "host"}
+    return [*options.server, *own, *command_line(args)]
+
+
+def divide_gpus(visible: Sequence[str], wanted: int | None, per_engine: int) -> list[list[str]]:
+    """The GPUs of each engine, in order. wanted: how many in all; None takes as many of the visible as fill engines.
+
+    Raises InvalidSetting where there are too few.
+    """
+    total = len(visible) // per_engine * per_engine if wanted is None else wanted
+    if total > len(visible) or total < per_engine:
+        flag = "--rollout-num-gpus-per-engine" if wanted is None else "--rollout-num-gpus"
+        asked = per_engine if wanted is None else wanted
+        raise InvalidSetting(
+            f"{flag} {asked}: {len(visible)} GPUs are visible here ({VISIBLE}={','.join(visible)})",
+            field=flag,
+            value=asked,
+            expected=f"at most {len(visible)}",
+        )
+    return [list(visible[i : i + per_engine]) for i in range(0, total, per_engine)]

@@ -1,0 +1,74 @@
+"""Flags of SGLang's server that this package sets itself, and what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.types.errors import InvalidSetting
+
+ONE_NODE = "an engine runs on one node"
+OWN_PORTS = "each engine listens where the system has a port free"
+PLAIN_HTTP = "engines listen on this machine only, and are called by plain HTTP without a key"
+OTHER_SERVER = "engines must serve SGLang's HTTP protocol"
+
+# Name of the primary flag -> what to do instead, or why there is nothing to give.
+RESERVED: dict[str, str] = {
+    "model-path": "give --hf-checkpoint",
+    "config": "give the flags one by one, or as sglang_NAME in a --config file of ours",
+    "trust-remote-code": "code that comes with a checkpoint is not run",
+    "random-seed": "give --rollout-seed",
+    "enable-memory-saver": "give --offload-rollout, or --colocate, which turns it on",
+    "enable-deterministic-inference": "give --deterministic",
+    "weight-version": "it counts the updates of the policy, from 0",
+    "tp-size": "give --rollout-num-gpus-per-engine",
+    "port": OWN_PORTS,
+    "nccl-port": OWN_PORTS,
+    "grpc-port": OWN_PORTS,
+    "nnodes": ONE_NODE,
+    "node-rank": ONE_NODE,
+    "dist-init-addr": ONE_NODE,
+    "base-gpu-id": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
+    "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
+    "skip-server-warmup": "an engine counts as started when it has made a token",
+    "enable-return-routed-experts": "replaying the routing of experts is not available yet",
+    "api-key": PLAIN_HTTP,
+    "admin-api-key": PLAIN_HTTP,
+    "ssl-keyfile": PLAIN_HTTP,
+    "ssl-certfile": PLAIN_HTTP,
+    "ssl-ca-certs": PLAIN_HTTP,
+    "ssl-keyfile-password": PLAIN_HTTP,
+    "enable-ssl-refresh": PLAIN_HTTP,
+    "grpc-mode": OTHER_SERVER,
+    "smg-grpc-mode": OTHER_SERVER,
+    "encoder-only": OTHER_SERVER,
+    "is-embedding": OTHER_SERVER,
+    "use-ray": OTHER_SERVER,
+}
+
+
+def refuse_reserved(name: str, value: Any) -> None:
+    """Raises InvalidSetting where `name`, of a primary flag, is not to be given."""
+    instead = RESERVED.get(name)
+    if instead is not None:
+        flag = f"--sglang-{name}"
+        message = f"{flag}: this flag of SGLang is not free to choose: {instead}"
+        raise InvalidSetting(message, field=flag, value=value, expected=instead)
+
+
+def tensor_parallel_size(gpus_per_engine: int, args: Mapping[str, Any]) -> int:
+    """The tensor-parallel size of an engine: its GPUs by pipeline stages and by replicas of data parallelism.
+
+    Replicas of attention alone (--sglang-enable-dp-attention) share the tensor-parallel GPUs.
+    """
+    stages = int(args.get("pp_size", 1))
+    replicas = 1 if args.get("enable_dp_attention") else int(args.get("dp_size", 1))
+    if gpus_per_engine % (stages * replicas):
+        raise InvalidSetting(
+            f"--rollout-num-gpus-per-engine {gpus_per_engine}: expected a multiple of --sglang-pp-size {stages} x "
+            f"--sglang-dp-size {replicas}",
+            field="--rollout-num-gpus-per-engine",
+            value=gpus_per_engine,
+            expected=f"a multiple of {stages * replicas}",
+        )
+    return gpus_per_engine // (stages * replicas)

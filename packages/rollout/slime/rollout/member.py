@@ -1,0 +1,155 @@
+"""One engine of a fleet: its client, what it can do, and whether it is held still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.engines.base import Engine
+from slime.rollout.engines.client import EngineClient
+from slime.rollout.engines.process import EngineProcess
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
+
+# SGLang's names for what it can give back; the weights come back empty unless it keeps a copy on the CPU.
+MEMORY_PARTS = ("weights", "kv_cache", "cuda_graph")
+FLUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What an engine says of itself; None where it does not say.
+
+    seeded: sampling follows `sampling_seed`. memory_saver: GPU memory can be released; keeps_weights: without losing
+    the weights.
+    """
+
+    kind: str | None = None
+    seeded: bool | None = None
+    memory_saver: bool | None = None
+    keeps_weights: bool | None = None
+    tp_size: int = 1
+
+    @classmethod
+    def of(cls, server_info: Mapping[str, Any]) -> Abilities:
+        if server_info.get("engine") == "embedded":
+            return EMBEDDED
+        return cls(
+            "sglang",
+            seeded=server_info.get("enable_deterministic_inference"),
+            memory_saver=server_info.get("enable_memory_saver"),
+            keeps_weights=server_info.get("enable_weights_cpu_backup"),
+            tp_size=int(server_info.get("tp_size") or 1),
+        )
+
+
+EMBEDDED = Abilities("embedded", seeded=True, memory_saver=True, keeps_weights=True)
+
+
+class Member:
+    """weight_version: the last one read from the engine. released: parts of its GPU memory that it gave back.
+
+    held: its generation is paused, and it is not asked to prove its health by generating.
+    """
+
+    def __init__(self, engine: Engine, client: EngineClient) -> None:
+        self.engine = engine
+        self.client = client
+        self.name = engine.name
+        self.kind = engine.kind
+        self.url = engine.url
+        self.healthy = True
+        self.weight_version = 0
+        self.abilities = Abilities()
+        self.held = False
+        self.released: set[str] = set()
+        self._probe: asyncio.Future[None] | None = None
+
+    @property
+    def exited(self) -> bool:
+        return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
+
+    async def learn(self) -> None:
+        """Reads the weight version and what the engine can do. Raises EngineError where it is gone."""
+        self.weight_version = await self.read_version()
+        if self.kind == "embedded":
+            self.abilities = EMBEDDED
+            return
+        try:
+            self.abilities = Abilities.of(await self.client.server_info())
+        except InvalidField:
+            # Routers in front of engines need not know this call.
+            return
+        self.kind = self.abilities.kind or self.kind
+
+    async def read_version(self) -> int:
+        """The weight version that the engine says it holds. Raises EngineError where that is no number."""
+        try:
+            text = await self.client.weight_version()
+        except DeadlineExceeded as error:
+            raise EngineError(error.message, field=self.name) from error
+        # SGLang calls the weights that it started from "default".
+        if text == "default":
+            return 0
+        try:
+            return int(text)
+        except ValueError:
+            raise EngineError(
+                f"engine {self.name} names its weight version {text!r}, expected an integer",
+                field=self.name,
+                value=text,
+            ) from None
+
+    async def probe(self, timeout_seconds: float) -> None:
+        """Has it make a token; where it is held, only answer. Raises SlimeError."""
+        if self.held:
+            await self.client.model_info()
+            return
+        self._probe = asyncio.ensure_future(self.client.health_generate(timeout_seconds))
+        try:
+            await asyncio.wait({self._probe})
+            # One that was given up because the engine is held proves nothing, either way.
+            if not self._probe.cancelled():
+                self._probe.result()
+        finally:
+            self._probe.cancel()
+            self._probe = None
+
+    async def hold(self) -> None:
+        """Pauses it, with nothing left running and no cached prefixes. Harmless when it is held already.
+
+        An SGLang that is asked to load weights or to release memory while a request runs or waits in it ends with an
+        assertion: requests that others sent to it directly are aborted, and what is left is waited for.
+        """
+        if self.held:
+            return
+        self.held = True
+        if self._probe is not None:
+            self._probe.cancel()
+        if self.kind == "embedded":
+            await self.client.pause("retract")
+            return
+        await self.client.pause("abort")
+        try:
+            await self.client.flush_cache(FLUSH_SECONDS)
+        except InvalidField as error:
+            raise EngineError(error.message, field=self.name) from error
+
+    async def serve(self) -> None:
+        await self.client.continue_()
+        self.held = False
+
+    async def release(self, parts: set[str]) -> None:
+        """Gives back those of `parts` that it still has. Must be held."""
+        wanted = [part for part in MEMORY_PARTS if part in parts - self.released]
+        if wanted:
+            await self.client.release_memory(wanted)
+            self.released |= set(wanted)
+
+    async def resume(self, parts: set[str]) -> None:
+        """Takes back those of `parts` that it gave back."""
+        wanted = [part for part in MEMORY_PARTS if part in parts & self.released]
+        if wanted:
+            await self.client.resume_memory(wanted)
+            self.released -= set(wanted)

@@ -1,0 +1,157 @@
+"""Who gets a place, in which order, and who gives one back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.rollout.router import Router, Withdrawn
+from slime.types.errors import EngineError, WrongState
+
+ENGINES = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Requests:
+    """Requests that hold their places until they are told to leave; `order` is how they were admitted."""
+
+    def __init__(self, router: Router[Any]) -> None:
+        self.router = router
+        self.order: list[str] = []
+        self._leave: dict[str, asyncio.Event] = {}
+
+    def start(self, name: str, samples: int = 1, **options: Any) -> asyncio.Task[None]:
+        self._leave[name] = asyncio.Event()
+        return asyncio.create_task(self._hold(name, samples, options))
+
+    async def _hold(self, name: str, samples: int, options: dict[str, Any]) -> None:
+        async with self.router.admit(samples, keys=[name], **options):
+            self.order.append(name)
+            await self._leave[name].wait()
+
+    async def end(self, name: str) -> None:
+        self._leave[name].set()
+        await settle()
+
+
+def test_places_are_given_in_the_order_of_arrival() -> None:
+    async def scenario() -> None:
+        requests = Requests(Router(ENGINES[:1], concurrency=2))
+        for name, samples in (("one", 2), ("two", 2), ("three", 1), ("four", 1)):
+            requests.start(name, samples)
+        await settle()
+        assert requests.order == ["one"]
+        await requests.end("one")
+        assert requests.order == ["one", "two"]
+        await requests.end("two")
+        assert requests.order == ["one", "two", "three", "four"]
+
+    run(scenario())
+
+
+def test_a_request_for_a_full_engine_does_not_hold_up_others() -> None:
+    async def scenario() -> None:
+        requests = Requests(Router(ENGINES, concurrency=1))
+        requests.start("on a", engine=ENGINES[0])
+        requests.start("also on a", engine=ENGINES[0])
+        requests.start("anywhere")
+        await settle()
+        assert requests.order == ["on a", "anywhere"]
+
+    run(scenario())
+
+
+def test_a_waiting_request_is_withdrawn_by_its_keys() -> None:
+    async def scenario() -> None:
+        router: Router[Any] = Router(ENGINES[:1], concurrency=1)
+        requests = Requests(router)
+        first, second, third = (requests.start(name) for name in ("first", "second", "third"))
+        await settle()
+        router.withdraw(["second", "first", "unknown"])
+        with pytest.raises(Withdrawn):
+            await second
+        assert not first.done()
+        await requests.end("first")
+        assert requests.order == ["first", "third"]
+        await requests.end("third")
+        await third
+        assert router.in_flight == 0
+
+    run(scenario())
+
+
+def test_a_cancelled_request_leaves_no_place_taken() -> None:
+    async def scenario() -> None:
+        router: Router[Any] = Router(ENGINES[:1], concurrency=1)
+        requests = Requests(router)
+        requests.start("first")
+        waiting, given = requests.start("waiting"), requests.start("given")
+        await settle()
+        waiting.cancel()
+        requests._leave["first"].set()
+        await settle()
+        assert requests.order == ["first", "given"]
+        given.cancel()
+        await settle()
+        assert router.in_flight == 0
+        async with router.admit():
+            assert router.in_flight == 1
+
+    run(scenario())
+
+
+def test_a_place_that_was_given_to_a_request_being_cancelled_goes_to_the_next() -> None:
+    async def scenario() -> None:
+        router: Router[Any] = Router(ENGINES[:1], concurrency=1)
+        requests = Requests(router)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(router.admit())
+            late, after = requests.start("late"), requests.start("after")
+            await settle()
+        late.cancel()  # its place is given, and it has not run since
+        await settle()
+        assert requests.order == ["after"] and router.in_flight == 1
+        await requests.end("after")
+        await after
+
+    run(scenario())
+
+
+def test_a_shut_gate_keeps_or_refuses_and_a_failure_reaches_all() -> None:
+    async def scenario() -> None:
+        router: Router[Any] = Router(ENGINES, concurrency=1)
+        requests = Requests(router)
+        await router.shut("new weights")
+        waiting = requests.start("waiting")
+        await settle()
+        assert not requests.order
+        await router.shut("no weights", refuse=True)
+        with pytest.raises(WrongState, match="no weights"):
+            await waiting
+        await router.open()
+        requests.start("running")
+        await settle()
+        assert requests.order == ["running"]
+        await router.shut("new weights")
+        waiting = requests.start("waiting again")
+        await settle()
+        await router.fail(EngineError("engine a is gone"))
+        with pytest.raises(EngineError, match="is gone"):
+            await waiting
+        with pytest.raises(EngineError, match="is gone"):
+            await router.drain(5)
+
+    run(scenario())
