@@ -42,7 +42,7 @@ def test_what_either_writes_the_other_reads_bit_for_bit(layout: str, dtype: torc
 
 def run(directory: Path, layout: str, world_size: int) -> None:
     script = Path(__file__).with_name("torch_dist_ranks.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(world_size):
         command = [sys.executable, str(script), str(rank), str(world_size), str(directory), layout]

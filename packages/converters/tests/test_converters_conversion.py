@@ -252,6 +252,8 @@ def test_directories_of_others_are_never_replaced(tmp_path: Path) -> None:
         hf_to_torch_dist.convert(source, tmp_path / "hf", overwrite=True)
 
 
+# Of a process of its own.
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 KILL = """
 import os, signal, sys
 from slime.converters import hf_to_torch_dist, torch_dist_to_hf
@@ -281,7 +283,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete_and_runs_again(w
         given, convert = hf_to_torch_dist.convert(source, tmp_path / "td"), torch_dist_to_hf.convert
     target = tmp_path / "out" / "target"
     command = [sys.executable, "-c", KILL, way, str(given), str(target)]
-    done = subprocess.run(command, timeout=120, check=False)
+    done = subprocess.run(command, timeout=120, check=False, env=ENVIRONMENT)
     assert done.returncode == -signal.SIGKILL
     left = target if way == "there" else target.parent
     assert len(names(left)) == 1 and names(left)[0].endswith(".partial")
@@ -388,7 +390,12 @@ def test_ranks_of_torchrun_share_the_work(tmp_path: Path) -> None:
 
     def run(*words: object) -> tuple[int, str]:
         done = subprocess.run(
-            [*torchrun, *map(str, words)], timeout=200, check=False, stderr=subprocess.PIPE, text=True
+            [*torchrun, *map(str, words)],
+            timeout=200,
+            check=False,
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         return done.returncode, done.stderr
 

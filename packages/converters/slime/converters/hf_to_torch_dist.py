@@ -20,7 +20,7 @@ import torch
 from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
 from slime.converters.hf_files import copy_side_files
-from slime.converters.hf_leftovers import keep
+from slime.converters.hf_leftovers import SHOWN, keep
 from slime.converters.hf_source import NAMES, HfSource
 from slime.converters.in_progress import check_space, directory_in_progress, fingerprint
 from slime.converters.mapping import Parameter
@@ -203,7 +203,9 @@ def _write(
         def finish() -> None:
             write_metadata(partial, itertools.chain(*itertools.chain(*chunks)))
             write_common(partial, model.args, 0)
-            _describe_source(partial, model, source, mark, {p.name: names[i] for i, p in enumerate(parameters)})
+            lost = _describe_source(partial, model, source, mark, {p.name: names[i] for i, p in enumerate(parameters)})
+            if lost:
+                progress(f"left out, for Megatron has no place for them: {', '.join(lost[:SHOWN])}")
             stack.close()
             _write_tracker(target.parent)
 
@@ -241,6 +243,8 @@ def write_chunks(job: Job) -> list[WrittenChunk]:
             for rows in chunk_rows(parameter, dtype):
                 tensor = source.load_rows(parameter, rows, dtype)
                 file.add(place, parameter.shape, tensor, (rows.start, *(0 for _ in parameter.shape[1:])), aliases)
+                # Before the next one is made.
+                del tensor
     source.close()
     return file.chunks
 
@@ -257,8 +261,8 @@ def chunk_rows(parameter: Parameter, dtype: torch.dtype) -> Iterator[slice]:
 
 def _describe_source(
     directory: Path, model: Model, source: HfSource, mark: str, dtypes: dict[str, torch.dtype]
-) -> None:
-    """`slime.json` and `hf/`: all that the way back needs and the tensors do not tell."""
+) -> list[str]:
+    """`slime.json` and `hf/`: all that the way back needs and the tensors do not tell. Returns what is lost."""
     changes: dict[str, Any] = {}
     if source.block is not None:
         changes = {"quantization_config": None, "dtype": "bfloat16"}
@@ -284,3 +288,4 @@ def _describe_source(
         lost=lost,
         weight_map={name: tensor.file.name for name, tensor in source.tensors.items()},
     )
+    return lost

@@ -277,6 +277,8 @@ def write_tensors(job: Job) -> None:
                         index = (slice(first + shift, last + shift), *piece.hf_index[1:])
                         source = (slice(first - rows.start, last - rows.start), *piece.index[1:])
                         files.write(piece.hf_name, index, data[source])
+                # Before the next one is made.
+                del data
     found.checkpoint.close()
 
 

@@ -96,7 +96,7 @@ _STAND_INS = (
     "slime.trainer.",
     "signal.Signals",
 )
-_NUMPY = {"numpy.dtype", "numpy.ndarray"} | {
+_NUMPY = {"numpy.dtype", "numpy.ndarray", "_codecs.encode"} | {
     f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("scalar", "_reconstruct")
 }
 

@@ -1,0 +1,1 @@
+../scripts/convert_hf_to_torch_dist.py

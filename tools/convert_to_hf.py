@@ -1,0 +1,1 @@
+../scripts/convert_to_hf.py

@@ -1,0 +1,1 @@
+../scripts/convert_torch_dist_to_hf.py
