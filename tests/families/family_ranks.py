@@ -28,6 +28,7 @@ from slime.trainer.backends.megatron.model import build_model
 from slime.trainer.backends.megatron.names import unwrapped
 from slime.trainer.backends.megatron.policy_model import Head
 from slime.trainer.backends.megatron.row import cut
+from slime.trainer.backends.megatron.vocabulary import Scoring
 from slime.trainer.backends.megatron.weights import export_slices, hf_shapes, load_hf
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.collective import Ranks
@@ -178,7 +179,9 @@ def run(chunks: list[Any], row: Any, config: Any, *, ahead: float = 0.0) -> Tens
             arriving = torch.empty(held, 1, config.hidden_size, dtype=config.params_dtype)
             dist.recv(arriving, (stage - 1) % stages)
             chunk.set_input_tensor(arriving)
-        unwrapped(chunk).head = Head(torch.arange(tokens), row.labels, ahead * row.has_label)
+        model = unwrapped(chunk)
+        scoring = Scoring(model.vocab_size, 1.0, -1)
+        model.head = Head(torch.arange(tokens), row.labels, ahead * row.has_label, scoring)
         output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packing)
         if not (stage == stages - 1 and number == len(chunks) - 1):
             dist.send(output.contiguous(), (stage + 1) % stages)

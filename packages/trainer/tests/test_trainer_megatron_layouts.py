@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_megatron_ranks import CASES, numbers
 from safetensors.torch import load_file
+from trainer_megatron_ranks import CASES, numbers
 from trainer_processes import run_ranks
 from trainer_tiny import Runner, make_samples, make_settings, write_model
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the Megatron backend resumes bit for bit at its own layout, and as closely as float32 at any other."""
+"""A checkpoint of the Megatron backend resumes bit for bit at its own layout, and near enough at any other."""
 
 import json
 from pathlib import Path

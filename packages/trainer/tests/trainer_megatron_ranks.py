@@ -1,6 +1,6 @@
-"""Run by test_trainer_megatron_layouts in as many processes as a layout needs: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`.
+"""Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`.
 
-MODELS: directory with the models `dense`, `tied` and `experts`. Every case writes CASE.json and CASE.safetensors in DIR.
+MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
 """
 
 import json

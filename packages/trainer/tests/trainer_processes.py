@@ -1,11 +1,20 @@
 """Starts the processes of one trainer, each running a script of this directory."""
 
+import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 DEADLINE_SECONDS = 400
+
+# (ranks, directory of models) -> a JSON value
+Case = Callable[[Any, Path], Any]
 
 
 def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) -> list[str]:
@@ -32,3 +41,34 @@ def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) ->
     finally:
         for process in processes:
             process.kill()
+
+
+def run_cases(cases: dict[str, Case]) -> None:
+    """What a script `RANK WORLD_SIZE DIR MODELS` does in its process: DIR/CASE-RANK.json is what each case returns."""
+    from slime.trainer.collective import Ranks
+
+    rank, world_size, directory, models = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, world_size, f"file://{directory}/rendezvous", 2)
+    for name, case in cases.items():
+        try:
+            result = case(ranks, models)
+        except Exception:
+            # Whatever is left of the case on the other ranks would wait for this one.
+            (directory / f"{name}-{rank}.error").write_text(traceback.format_exc())
+            raise
+        (directory / f"{name}-{rank}.json").write_text(json.dumps(result))
+    ranks.close()
+
+
+def results_of(script: str, world_size: int, directory: Path, models: Path) -> dict[str, list[Any]]:
+    """By case what each rank returned, of a script that calls `run_cases`."""
+    errors = run_ranks(script, world_size, directory, str(models))
+    failures = [path.read_text() for path in sorted(directory.glob("*.error"))]
+    assert not failures, failures[0][-3000:]
+    names = {path.stem.rpartition("-")[0] for path in directory.glob("*.json")}
+    assert names, errors[0][-3000:]
+    return {
+        name: [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
+        for name in names
+    }

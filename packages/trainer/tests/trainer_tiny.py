@@ -1,6 +1,7 @@
 """A model of a few thousand parameters, samples for it, and steps on it without services."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,47 @@ def write_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, 
     return str(path)
 
 
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "attention_bias": True, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def write_ahead_model(path: Path) -> str:
+    """A MiMo, with one layer that predicts ahead."""
+    ahead = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    return _write_by_table(path, _DECODER | ahead)
+
+
+def write_biased_model(path: Path) -> str:
+    """A GLM-4.5, whose routers have biases that no gradient moves."""
+    experts = {
+        "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "head_dim": 8, "partial_rotary_factor": 0.5,
+        "use_qk_norm": False, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    return _write_by_table(path, _DECODER | experts)
+
+
+def _write_by_table(path: Path, config: dict[str, Any]) -> str:
+    """Random tensors of the names and shapes that the family's table has for `config`."""
+    from slime.converters.families import find_family
+    from slime.converters.safetensors_dir import write
+
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {block.name: block.shape for p in find_family(config).parameters(config) for block in p.blocks}
+    write(path, ((name, 0.3 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()))
+    return str(path)
+
+
 def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
     """Groups with a common prompt and partly masked responses; the last group's rewards are equal."""
     random = np.random.default_rng(100 + step)
-    samples = []
+    samples: list[Sample] = []
     for group in range(groups):
         prompt = random.integers(2, VOCAB, 3 + group)
         for member in range(size):

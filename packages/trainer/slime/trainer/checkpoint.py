@@ -11,15 +11,17 @@ Nothing in it is a pickle. A directory without trainer.json is a plain model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from slime.converters.hf_source import HfSource
 from slime.converters.safetensors_dir import SafetensorsDir, write
 from slime.trainer.collective import Ranks
 from slime.trainer.hf_directory import copy_side_files, whole_directory
@@ -93,7 +95,7 @@ class HuggingFaceCheckpoints:
 
 
 def read_state(path: str) -> TrainerState:
-    """Of a model that is no checkpoint, a state before the first step. Raises MissingFile or InvalidFile, naming --load."""
+    """Of a model that is no checkpoint, a state before the first step. Raises MissingFile or InvalidFile for --load."""
     file = _state_file(Path(path))
     if not file.is_file():
         if any((Path(path) / name).is_file() for name in MODEL_FILES):
@@ -161,13 +163,36 @@ def save_checkpoint(
     ranks.on_first(write_all, weights, moments)
 
 
-def write_model(path: Path, weights: Weights, sizes: dict[str, int], dtype: torch.dtype, source: Path) -> int:
-    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights."""
-    size = sum(sizes.values()) * dtype.itemsize
+def write_model(
+    path: Path,
+    weights: Weights,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    source: Path,
+    untrained: Iterable[str] = (),
+) -> int:
+    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights.
+
+    untrained: names of tensors that, where `source` has them, are its own.
+    """
+    kept = SafetensorsDir(source).tensors if (names := list(untrained)) else {}
+    names = [name for name in names if name in kept]
+    size = (sum(sizes.values()) + sum(kept[name].num_elements for name in names)) * dtype.itemsize
     with whole_directory(path, size) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
-        write(directory, as_dtype(weights, dtype))
+        write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(_of_source(source, names), dtype)))
     return size
+
+
+def _of_source(source: Path, names: list[str]) -> Weights:
+    if not names:
+        return
+    tensors = HfSource(source, json.loads((source / "config.json").read_text()))
+    try:
+        for name in names:
+            yield name, tensors.load(name)
+    finally:
+        tensors.close()
 
 
 def config_dtype(source: Path) -> torch.dtype:

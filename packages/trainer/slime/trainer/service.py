@@ -129,7 +129,7 @@ def serve(
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
-    extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute name.
+    extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute.
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")

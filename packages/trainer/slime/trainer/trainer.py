@@ -187,7 +187,10 @@ class Trainer:
         self._commit(wait=True)
         dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
         weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
-        self.ranks.on_first(lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source), weights)
+        untrained = self.backend.untrained_weights()
+        self.ranks.on_first(
+            lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained), weights
+        )
         return path
 
 

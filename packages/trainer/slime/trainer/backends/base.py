@@ -92,6 +92,10 @@ class Backend(abc.ABC):
         float32 or the type the model keeps it in. Ranks other than the first may get an empty tensor in its place.
         """
 
+    def untrained_weights(self) -> list[str]:
+        """Names of tensors that a checkpoint of the model may have and this one does not: layers that do not train."""
+        return []
+
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
         """Number of elements of every weight, in the order of `named_weights`."""

@@ -18,6 +18,7 @@ from slime.trainer.backends.megatron.forward import Pipeline
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import build_model
 from slime.trainer.backends.megatron.optimizer import Optimizer, distributed
+from slime.trainer.backends.megatron.policy_model import adopted
 from slime.trainer.backends.megatron.snapshots import Snapshots
 from slime.trainer.backends.megatron.vocabulary import Scoring
 from slime.trainer.collective import Ranks
@@ -60,7 +61,10 @@ class MegatronBackend(Backend):
         own_losses.use_whole_rows(self.transformer)
         # Two virtual stages of a rank may talk to the same neighbour at once, and Megatron would mix up their shapes.
         self.transformer.variable_seq_lengths = self.transformer.virtual_pipeline_model_parallel_size is None
-        chunks = build_model(self.args, self.transformer, provider=self.hooks.model_provider)
+        provider = self.hooks.model_provider
+        chunks: list[torch.nn.Module] = [
+            adopted(chunk) for chunk in build_model(self.args, self.transformer, provider=provider)
+        ]
         for chunk in chunks:
             chunk.to(device)
         self.snapshots = Snapshots(chunks)
@@ -162,6 +166,9 @@ class MegatronBackend(Backend):
     def _gathered(self, parts: Iterable[Part]) -> NamedTensors:
         bucket = self.settings.update_weight_buffer_size
         return gather_to_first(list(parts), self._shapes, self.ranks, self.device, bucket)
+
+    def untrained_weights(self) -> list[str]:
+        return weights.hf_names_left_out(self.args, self.config)
 
     def weight_sizes(self) -> dict[str, int]:
         return {name: math.prod(shape) for name, shape in self._shapes.items()}

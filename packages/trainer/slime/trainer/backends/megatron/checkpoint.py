@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slime.converters.torch_dist.description import describe
-from slime.converters.torch_dist.directory import HF_DIR, TRACKER
+from slime.converters.torch_dist.directory import HF_DIR, TRACKER, is_torch_dist
 from slime.converters.torch_dist.keys import Place
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
@@ -65,7 +65,9 @@ class TorchDistCheckpoints:
 
         Raises MissingFile or InvalidFile naming --load.
         """
-        if state.updates and state.has_optimizer:
+        if state.updates and not is_torch_dist(path):
+            log.warning("%s is of another backend: its weights are taken, the moments start anew", path)
+        elif state.updates and state.has_optimizer:
             checkpoint = TorchDist(path)
             optimizer, models = self._backend.optimizer.wrapped, self._backend.models
             sharded_state.load_optimizer(optimizer, models, reading(checkpoint, "--load"), state.updates)

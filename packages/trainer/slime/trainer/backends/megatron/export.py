@@ -1,7 +1,7 @@
 """Whole Hugging Face tensors on the first rank, gathered in buckets from the ranks that hold their parts.
 
-Every part travels once. No rank holds more than its own model and one bucket, the first rank that and the bucket's whole
-tensors.
+Every part travels once. No rank holds more than its own model and one bucket; the first rank, that and the bucket's
+whole tensors.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from slime.trainer.settings import TrainerSettings
+from slime.types.errors import PluginError
 from slime.types.plugins import load_plugin
 
 Function = Callable[..., Any]
@@ -25,6 +27,8 @@ class Hooks:
         )
         # fn(pre_process=, post_process=[, vp_stage=]) -> model
         self.model_provider = _load(settings, "custom_model_provider_path", ())
+        if self.model_provider is not None and settings is not None:
+            _check_provider(self.model_provider, str(settings.custom_model_provider_path))
 
     def after_initialization(self) -> None:
         if self._init is not None:
@@ -44,3 +48,15 @@ class Hooks:
 def _load(settings: TrainerSettings | None, name: str, parameters: tuple[str, ...]) -> Function | None:
     path = getattr(settings, name) if settings is not None else None
     return path and load_plugin(path, flag="--" + name.replace("_", "-"), parameters=parameters)
+
+
+def _check_provider(provider: Function, path: str) -> None:
+    signature = inspect.signature(provider)
+    names = ["pre_process", "post_process", *(["vp_stage"] if "vp_stage" in signature.parameters else [])]
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError:
+        flag, expected = "--custom-model-provider-path", "(pre_process, post_process[, vp_stage])"
+        raise PluginError(
+            f"{flag} {path}: it takes {signature}, expected {expected}", field=flag, value=path, expected=expected
+        ) from None

@@ -71,9 +71,13 @@ class Optimizer:
         self.wrapped = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
         # Gradients are divided by this before the update; what the backward pass multiplied the loss with.
         self.scale = 1.0
+        self._biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         chunks[0].config.finalize_model_grads_func = self._finalize
 
     def _finalize(self, chunks: Chunks, num_tokens: Any = None, **kwargs: Any) -> None:
+        # Megatron moves the biases of routers here, before anyone knows whether the gradient is finite.
+        biases = [b for chunk in chunks for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
+        self._biases = [(bias, bias.clone()) for bias in biases]
         finalize_model_grads(chunks, None, **kwargs)
         if self.scale != 1.0:
             for chunk in chunks:
@@ -100,6 +104,8 @@ class Optimizer:
         norm = float(self.wrapped.get_grad_norm())
         if not math.isfinite(norm):
             self.zero_grad()
+            for bias, before in self._biases:
+                bias.copy_(before)
             raise NonFiniteGradient(f"update {updates}: the gradient norm is {norm}", field="grad_norm", value=norm)
         if self._settings.clip_grad > 0:
             for optimizer in getattr(self.wrapped, "chained_optimizers", [self.wrapped]):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from slime.trainer.backends.megatron.names import unwrapped
 from slime.trainer.collective import Ranks
@@ -29,8 +29,9 @@ _OF_ROUTERS = {
 def use_whole_rows(config: Any) -> None:
     """Makes the losses of routers weigh the same however a row is cut over ranks.
 
-    A rank has a part of the row and of its loss. megatron-core 0.16 multiplies the part of the loss with the tokens of
-    the part of the row where losses are sums over tokens, so all parts together weigh too little by the number of ranks.
+    A rank has a part of the row and of its loss. Where losses are sums over tokens megatron-core 0.16 multiplies the
+    part of the loss with the tokens of the part of the row, so all parts together weigh too little by the number of
+    ranks.
     """
     ranks = _ranks_of_a_row()
     coefficients = config.moe_aux_loss_coeff
@@ -47,7 +48,7 @@ def _ranks_of_a_row() -> int:
 
 
 def clear(chunks: Sequence[torch.nn.Module]) -> None:
-    clear_aux_losses_tracker()
+    get_moe_layer_wise_logging_tracker().clear()
     for chunk in chunks:
         unwrapped(chunk).prediction_sums = None
 
@@ -77,8 +78,8 @@ def _of_this_rank(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     sums = [getattr(model, "prediction_sums", None) for model in models]
     for both in sums:
         if both is not None and first_of_tensor:
-            loss, tokens = both.tolist()
-            numbers["mtp"], numbers["mtp tokens"] = numbers.get("mtp", 0.0) + loss, numbers.get("mtp tokens", 0) + tokens
+            for name, value in zip(("mtp", "mtp tokens"), both.tolist(), strict=True):
+                numbers[name] = numbers.get(name, 0.0) + value
     if first_of_tensor and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         numbers["routers"] = float(sum(isinstance(m, MoELayer) for model in models for m in model.modules()))
     for name, entry in get_moe_layer_wise_logging_tracker().items():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slime.trainer.algorithms.logprobs import token_log_probs
 from slime.trainer.backends.megatron.vocabulary import Scoring, real_columns
+from slime.types.errors import PluginError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PolicyModel(GPTModel):
     """
 
     head: Head | None = None
-    # [2] float32: the sum of losses of multi-token prediction, and of how many tokens; in training, until it is cleared.
+    # [2] float32, in training: the sum of losses of multi-token prediction, and of how many tokens; None after a clear.
     prediction_sums: Tensor | None = None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,3 +116,21 @@ class PolicyModel(GPTModel):
     def _record(self, loss: Tensor, has_label: Tensor) -> None:
         both = torch.stack([loss.sum(), has_label.sum()])
         self.prediction_sums = both if self.prediction_sums is None else self.prediction_sums + both
+
+
+def adopted(model: torch.nn.Module) -> PolicyModel:
+    """`model` itself, which someone else's function made, with this head. Raises PluginError for no GPTModel."""
+    if isinstance(model, PolicyModel):
+        return model
+    if not isinstance(model, GPTModel):
+        raise PluginError(
+            f"--custom-model-provider-path: it made a {type(model).__name__}, expected megatron-core's GPTModel",
+            field="--custom-model-provider-path",
+            value=type(model).__name__,
+            expected="a GPTModel of megatron-core",
+        )
+    cls = type(model)
+    # No constructor runs: the head has no parameters.
+    model.__class__ = PolicyModel if cls is GPTModel else type(cls.__name__, (PolicyModel, cls), {})
+    assert isinstance(model, PolicyModel)
+    return model

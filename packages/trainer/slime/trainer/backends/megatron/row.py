@@ -21,8 +21,8 @@ from slime.trainer.batching.packing import PackedBatch
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """tokens, positions, labels: [1, L] int64. A label is the next token of the sequence; has_label [1, L] float32 whether
-    there is one.
+    """tokens, positions, labels: [1, L] int64; has_label: [1, L] float32. A label is the next token of the sequence,
+    where there is one.
 
     predicting: [j] int64 into L, at least one; trained: [j] int64 into J, or None where this rank predicts nothing that
     is trained.

@@ -1,7 +1,7 @@
 """What a rank has of a torch_dist checkpoint: its parts of the model and of the optimizer, by key and place.
 
-Keys, shapes and places are megatron-core's (`sharded_state_dict`), so that every layout of ranks can load what any layout
-saved, and Megatron-LM can too.
+Keys, shapes and places are megatron-core's (`sharded_state_dict`), so that every layout of ranks can load what any
+layout saved, and Megatron-LM can too.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _allocate(optimizer: Any, updates: int) -> None:
-    """Megatron's optimizers make no room for their state before the first update, and lay out what they load after it."""
+    """Megatron's optimizers make no room for state before the first update, and lay out what they load after it."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue

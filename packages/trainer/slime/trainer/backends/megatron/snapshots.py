@@ -1,4 +1,4 @@
-"""Sets of weights kept in host memory that take the model's place for a while: the reference model, and others like it."""
+"""Sets of weights in host memory that take the model's place for a while: the reference model, and others like it."""
 
 from __future__ import annotations
 

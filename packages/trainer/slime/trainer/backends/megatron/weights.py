@@ -44,7 +44,8 @@ def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str
     rows = padded_vocab_size(args)
     source = HfSource(hf_dir, config)
     try:
-        source.check(parameters.values(), [*find_family(config).ignored(config), *_left_out(parameters, config)])
+        left_out = [re.escape(name) for name in hf_names_left_out(args, config)]
+        source.check(parameters.values(), [*find_family(config).ignored(config), *left_out])
         for name, tensor in parameter_names(chunks):
             parameter = _described(parameters, name)
             rank, size = _place(parameter, tensor)
@@ -58,10 +59,11 @@ def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str
         source.close()
 
 
-def _left_out(parameters: Mapping[str, Parameter], config: Config) -> list[str]:
-    """Patterns of tensors of the family that `args` leave out of the model: layers that predict ahead."""
-    others = (parameter for parameter in find_family(config).parameters(config) if parameter.name not in parameters)
-    return [re.escape(block.name) for parameter in others for block in parameter.blocks]
+def hf_names_left_out(args: Mapping[str, Any], config: Config) -> list[str]:
+    """Of tensors of the family that `args` leave out of the model: layers that predict ahead."""
+    held = table(args, config)
+    others = (parameter for parameter in find_family(config).parameters(config) if parameter.name not in held)
+    return [block.name for parameter in others for block in parameter.blocks]
 
 
 def _read(source: HfSource, piece: Slice, target: Tensor) -> None:

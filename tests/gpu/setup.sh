@@ -1,0 +1,17 @@
+# Sourced on a machine with GPUs and without a network: `source tests/gpu/setup.sh`. Packages come from the kit that was
+# unpacked under $KIT (default /tmp) and from wheels in .whl; ours from the checkout.
+KIT="${KIT:-/tmp}"
+if compgen -G ".whl/*.whl" > /dev/null && [ ! -e "$KIT/extra/.done" ]; then
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$KIT/extra" .whl/*.whl
+  touch "$KIT/extra/.done"
+fi
+export PYTHONPATH="$KIT/site:$KIT/extra"
+for package in types buffer rollout converters trainer launcher; do
+  export PYTHONPATH="$PWD/packages/$package:$PYTHONPATH"
+done
+# No network, and a cuDNN that SGLang would not choose.
+export HF_HUB_OFFLINE=1 SGLANG_DISABLE_CUDNN_CHECK=1 FLASHINFER_DISABLE_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+if [ -d "$KIT/model" ] && [ ! -e "$KIT/hf/config.json" ]; then
+  python3 -m slime.converters.cli gguf-to-hf --gguf "$(find "$KIT/model" -name '*.gguf')" --output-dir "$KIT/hf" --dtype bfloat16
+fi
