@@ -17,7 +17,9 @@ from slime.converters.hf_to_torch_dist import convert
 from slime.converters.verify import compare
 from tiny_families import NAMES, write_tiny
 
-SECONDS = 240.0
+SECONDS = 400.0
+# Of several ranks, one of every kind of layer: megatron-core takes seconds to save even the smallest model.
+ONE_OF_A_KIND = ("glm4", "glm4_moe_mtp", "deepseek_v3", "qwen3_moe_dense_first", "mimo")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ SECONDS = 240.0
 )
 def test_what_either_writes_the_other_reads_bit_for_bit(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
     families = {}
-    for name in NAMES:
+    for name in NAMES if layout == "one" else ONE_OF_A_KIND:
         source = write_tiny(name, tmp_path / "hf" / name, dtype=dtype, layers=4 if layout == "vpp" else None)
         config = read_config(source)
         if applies(layout, find_family(config).arguments(config) | LAYOUTS[layout]):
