@@ -69,3 +69,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     run(parts, "--num-rollout", "4", *keep, "--load", str(parts / "checkpoints"))
     kept = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(whole))]
     assert kept == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(parts))]
+
+
+def test_engines_that_release_their_memory_serve_again_with_the_next_weights(tmp_path: Path) -> None:
+    plain, released = tmp_path / "plain", tmp_path / "released"
+    run(plain, "--num-rollout", "2")
+    run(released, "--num-rollout", "2", "--offload")
+    assert timeless(metrics(plain)) == timeless(metrics(released))
+    for row in metrics(released):
+        assert row["perf/offload_time"] > 0 and row["perf/onload_time"] > 0

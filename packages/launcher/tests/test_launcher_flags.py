@@ -107,7 +107,6 @@ def test_unknown_flag_names_the_nearest(base: list[str]) -> None:
     "flag",
     [
         "--use-wandb",
-        "--sglang-mem-fraction-static=0.8",
         "--router-policy",
         "--fp8-format",
         "--tokenizer-model=x",

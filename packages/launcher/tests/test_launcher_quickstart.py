@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from slime.launcher import flags
+from slime.launcher.placement import plan_placement
 from slime.launcher.quickstart import __main__ as quickstart
 from slime.launcher.quickstart import arithmetic, reverse
+from slime.launcher.quickstart.__main__ import COMMON
 from slime.types import Sample
 
 
@@ -58,6 +61,12 @@ def test_the_tiny_tokenizer_reads_one_character_a_token(tmp_path: Path) -> None:
 def test_reward_gives_half_credit_for_right_positions(response: str, status: Sample.Status, expected: float) -> None:
     sample = Sample(response=response, label="321", status=status)
     assert asyncio.run(reverse.reward(None, sample)) == expected
+
+
+def test_the_quickstart_is_the_same_where_there_is_a_gpu() -> None:
+    config = flags.parse(["--hf-checkpoint", "m", "--num-rollout", "1", "--prompt-data", "p", *COMMON], check=False)
+    assert config.rollout.rollout_engine == "embedded"
+    assert plan_placement(config.launcher, config.rollout, gpus=1).shares_gpus, "one GPU is enough"
 
 
 def test_flags_that_quickstart_does_not_know_go_to_training() -> None:

@@ -79,6 +79,21 @@ def test_evaluation_repeats_itself_and_stores_nothing(engine, serve):
         client.evaluate(0, names=["nope"], timeout=20)
 
 
+def test_each_evaluation_set_is_sampled_as_it_says(engine, serve):
+    buffer = FakeBuffer([], evaluation={"greedy": prompt_groups(3, 1), "sampled": prompt_groups(2, 1)})
+    client = serve(
+        buffer,
+        engine,
+        eval_temperature=0.5,
+        log_passrate=True,
+        eval_overrides={"greedy": {"temperature": 0}, "sampled": {"n_samples_per_eval_prompt": 4, "top_k": 5}},
+    )
+    metrics = client.evaluate(0, timeout=20).metrics
+    seen = [(p["temperature"], p["top_k"]) for r in engine.requests for p in r["sampling_params"]]
+    assert sorted(seen) == [(0.0, -1)] * 3 + [(0.5, 5)] * 8
+    assert "eval/sampled-pass@4" in metrics and "eval/greedy-pass@4" not in metrics
+
+
 def test_a_weight_update_is_a_transaction(engine, serve):
     client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
     (member,) = client.begin_weight_update(1)

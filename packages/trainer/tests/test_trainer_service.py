@@ -67,6 +67,9 @@ class StandInRollout:
         self.calls.append(("begin", weight_version))
         return []
 
+    def onload(self, timeout: float | None = None) -> None:
+        assert timeout is not None and self.calls[-1][0] == "begin"
+
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
         self.calls.append(("commit", weight_version))
 

@@ -29,6 +29,12 @@ def settings(**values: Any) -> TrainerSettings:
         ({"use_dynamic_batch_size": True}, ("--use-dynamic-batch-size=True", "--max-tokens-per-gpu=None")),
         ({"lr_decay_style": "cosine"}, ("--lr-decay-style=cosine", "--lr-decay-iters=None")),
         ({"update_weight_transport": "disk"}, ("--update-weight-transport=disk", "--update-weight-disk-dir=None")),
+        ({"update_weight_transport": "ipc"}, ("--update-weight-transport=ipc", "--colocate=False")),
+        ({"update_weight_transport": "nccl", "colocate": True}, ("--update-weight-transport=nccl", "--colocate=True")),
+        (
+            {"update_weight_transport": "ipc", "colocate": True, "rollout_external_engine_addrs": ["h:1"]},
+            ("--update-weight-transport=ipc", "--rollout-external-engine-addrs"),
+        ),
         (
             {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 8, "num_steps_per_rollout": 2},
             ("--global-batch-size=8", "--num-steps-per-rollout=2"),
@@ -47,9 +53,7 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
     "values",
     [
         {"advantage_estimator": "ppo"},
-        {"update_weight_transport": "nccl"},
         {"update_weight_mode": "delta"},
-        {"check_weight_update_equal": True},
         {"loss_type": "custom_loss"},
     ],
 )

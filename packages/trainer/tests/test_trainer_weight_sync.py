@@ -11,13 +11,13 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from trainer_tiny import Runner, make_settings
+from trainer_tiny import Runner, alone, make_settings
 
 from slime.trainer import checkpoint
-from slime.trainer.weight_sync.base import as_dtype, buckets
+from slime.trainer.weight_sync.base import Weights, WeightTransport, as_dtype, buckets
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.tensor import TensorTransport
-from slime.trainer.weight_sync.transaction import push
+from slime.trainer.weight_sync.transaction import push as push_together
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, NotAvailable, WrongState
 
@@ -64,11 +64,18 @@ class StandInRollout:
         self.calls.append(("begin", weight_version))
         return self.engines
 
+    def onload(self, timeout: float | None = None) -> None:
+        assert timeout is not None and self.calls[-1][0] == "begin"
+
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
         self.calls.append(("commit", weight_version))
 
     def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
         self.calls.append(("abort", weight_version, reason))
+
+
+def push(rollout: Any, transport: WeightTransport, version: int, weights: Weights, timeout_seconds: float) -> int:
+    return push_together(rollout, alone(), version, lambda e: transport.send(e, version, weights), timeout_seconds)
 
 
 @pytest.fixture
@@ -126,7 +133,11 @@ def test_a_directory_is_written_read_and_removed(model: str, engines: list[Stand
         assert (tmp_path / "weight_v000012").is_dir() is keep
     path, _, content_type, body = engines[0].requests[0]
     assert (path, content_type) == ("/update_weights_from_disk", "application/json")
-    assert json.loads(body) == {"model_path": str(tmp_path / "weight_v000012"), "weight_version": "12"}
+    assert json.loads(body) == {
+        "model_path": str(tmp_path / "weight_v000012"),
+        "weight_version": "12",
+        "flush_cache": False,
+    }
     assert seen[0].keys() == dict(backend.policy.named_parameters()).keys()
 
 
@@ -162,9 +173,9 @@ def test_an_engine_that_is_gone_or_silent(model: str, engines: list[StandInEngin
     assert len(engines[0].requests) == 1
 
 
-def test_pickles_are_not_sent_to_sglang(model: str, engines: list[StandInEngine]):
+def test_safetensors_are_not_sent_to_sglang(model: str, engines: list[StandInEngine]):
     rollout = StandInRollout([engines[0].describe("engine-0", kind="sglang")])
-    with pytest.raises(NotAvailable, match="use disk"):
+    with pytest.raises(NotAvailable, match="use auto or disk"):
         push(rollout, TensorTransport(10**9, 5), 1, iter(()), 10)
     assert engines[0].requests == []
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.engines.gpus import visible_gpus
 from slime.types.rpc import RpcSettings, RunningService
 
 
@@ -30,6 +31,10 @@ class ServiceActor:
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
+
+    def devices(self) -> list[str]:
+        """The GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES."""
+        return visible_gpus()
 
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any]) -> str:
         """Calls `module.serve(settings, rpc, **options)`; returns "host:port"."""

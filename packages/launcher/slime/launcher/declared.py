@@ -11,9 +11,10 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import MegatronSettings
 from slime.launcher.settings import LauncherSettings
+from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings import RolloutSettings
 from slime.trainer.settings import TrainerSettings
-from slime.types.settings import Parser, add_flags, flag_names
+from slime.types.settings import FlagFamily, Parser, add_flags, flag_names
 
 SETTINGS: dict[str, type] = {
     "launcher": LauncherSettings,
@@ -22,6 +23,9 @@ SETTINGS: dict[str, type] = {
     "trainer": TrainerSettings,
     "megatron": MegatronSettings,
 }
+
+# Flags that other programs define, under a prefix.
+FAMILIES: tuple[FlagFamily, ...] = (SGLANG_FLAGS,)
 
 # The launcher gives these to the services itself, from the addresses that it gets when it starts them.
 WIRED = frozenset({"buffer_address", "rollout_address"})
@@ -127,7 +131,10 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
 
 def training_parser() -> Parser:
     """Of every flag of a run, for a tool that is given a training command line (entry point `slime.training_flags`)."""
-    return build_parser(declared())
+    parser = build_parser(declared())
+    for family in FAMILIES:
+        family.add_flags(parser)
+    return parser
 
 
 def type_name(hint: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.converters.megatron_flags import Row, committed, why_refused
 from slime.launcher.declared import Flag, declared, type_name
+from slime.rollout.engines.sglang.reserved import RESERVED
 from slime.types.settings import flag_names
 
 # Reason -> names. A name that a package declares as a setting is available, whatever stands here.
@@ -50,8 +51,8 @@ PLANNED: dict[str, str] = {
     "samples that span weight versions": "partial-rollout mask-offpolicy-in-partial-rollout",
     "engines and routers that someone else started": """rollout-external-engine-addrs sglang-router-ip
         sglang-router-port use-distributed-post http-proxy""",
-    "SGLang engines; this version generates with the embedded engine": """sglang-router-request-timeout-secs
-        sglang-server-concurrency prefill-num-servers sglang-config""",
+    "SGLang engines": "sglang-router-request-timeout-secs sglang-server-concurrency",
+    "engines that are not all alike": "prefill-num-servers sglang-config",
     "watching engines and restarting them": """use-fault-tolerance rollout-health-check-interval
         rollout-health-check-timeout rollout-health-check-first-wait""",
     "prompts": """disable-rollout-global-dataset data-source-path prompt-data apply-chat-template
@@ -88,7 +89,6 @@ PLANNED: dict[str, str] = {
 # Older names of flags -> the ones they have here.
 RENAMED = {"tis-threshold": "tis-clip"}
 
-SGLANG = "a setting of SGLang; this version generates with the embedded engine"
 ROUTER = "a setting of SGLang's router; this version sends to its own engines directly"
 
 KNOWN: dict[str, str] = {name: reason for reason, names in PLANNED.items() for name in names.split()}
@@ -101,8 +101,6 @@ def why_not(name: str) -> str | None:
     """
     if name in KNOWN:
         return KNOWN[name]
-    if name.startswith("sglang-"):
-        return SGLANG
     if name.startswith("router-"):
         return ROUTER
     return why_refused(f"--{name}")
@@ -132,13 +130,13 @@ def page() -> str:
                 _range(flag.field.metadata), "available", flag.field.metadata["help"],
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += _megatron()
     available = available_names(flags)
+    lines += _sglang(available) + _megatron()
     lines += [
         "",
         "## Known, not available yet",
         "",
-        "Giving one of these is an error that says so. So is any other `--sglang-*` or `--router-*`.",
+        "Giving one of these is an error that says so. So is any other `--router-*`.",
         "",
         "| reason | flags |",
         "|---|---|",
@@ -148,6 +146,26 @@ def page() -> str:
         if missing:
             lines.append(f"| {reason} | {' '.join(missing)} |")
     return "\n".join(lines) + "\n"
+
+
+def _sglang(taken: set[str]) -> list[str]:
+    """The section of SGLang's flags: those that cannot be given, but names that are flags of ours (`taken`)."""
+    lines = [
+        "", "## SGLang", "",
+        "`--sglang-NAME [VALUE]` gives `--NAME [VALUE]` to every engine, for any flag of the installed SGLang:",
+        "`--sglang-mem-fraction-static 0.7 --sglang-disable-cuda-graph`. An unknown one is an error with the nearest",
+        "name; `python -m sglang.launch_server --help` lists them. These are set here and refused:", "",
+        "| instead of it | flags |", "|---|---|",
+    ]  # fmt: skip
+    refused: dict[str, list[str]] = {}
+    for name, instead in RESERVED.items():
+        if f"sglang-{name}" in taken or f"sglang-{name}" in KNOWN:
+            continue
+        refused.setdefault(instead, []).append(name)
+    return lines + [
+        f"| {instead} | {' '.join(f'`--sglang-{name}`' for name in sorted(names))} |"
+        for instead, names in refused.items()
+    ]
 
 
 def _megatron() -> list[str]:

@@ -7,7 +7,7 @@ that no package declares is NotAvailable where it is known (`flag_table.py`), Un
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,14 +17,15 @@ from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import defaults, given
 from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
 from slime.launcher.checks import check_files, check_plugins, check_run
-from slime.launcher.declared import SETTINGS, Flag, build_parser, declared
+from slime.launcher.declared import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
+from slime.launcher.eval_config import apply_eval_config
 from slime.launcher.flag_table import RENAMED, why_not
 from slime.launcher.megatron import check_megatron, check_model, ranks_needed
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.settings import RolloutSettings
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
-from slime.types.settings import build, flag_names, read_config, unknown_flag
+from slime.types.settings import build, flag_names, merge, read_config, unknown_flag
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,23 @@ def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
     flags = declared()
-    parser = build_parser(flags)
-    _refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], parser.flag_names())
+    parser = training_parser()
+    own = set(build_parser(flags).flag_names())
+    # A name that is known here keeps its reason, also where a family has a flag of that name.
+    available = [name for name in parser.flag_names() if name in own or why_not(name[2:]) is None]
+    _refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], available)
     typed = vars(parser.parse_strict(argv))
 
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     if "config" in typed:
-        values, _ = _from_file(typed.pop("config"), flags, parser.flag_names(), keep_unknown=False)
-    values.update(typed)
+        values, _ = _from_file(typed.pop("config"), flags, available, keep_unknown=False)
+    _merge(values, typed)
     if values.get("custom_config_path"):
-        custom, extra = _from_file(values["custom_config_path"], flags, parser.flag_names(), keep_unknown=True)
-        values.update(custom)
+        custom, extra = _from_file(values["custom_config_path"], flags, available, keep_unknown=True)
+        _merge(values, custom)
+    apply_eval_config(values)
+    _map_offload(values)
 
     if check:
         _find_weights(values)
@@ -107,6 +113,25 @@ def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
         check_model(config.launcher, config.trainer, given(config.megatron))
         check_plugins(config.flat)
     return config
+
+
+def _merge(values: dict[str, Any], newer: Mapping[str, Any]) -> None:
+    for name, value in newer.items():
+        merge(values, name, value, FAMILIES)
+
+
+def _map_offload(values: dict[str, Any]) -> None:
+    """--offload is --offload-rollout: a trainer's memory stays where it is."""
+    if values.get("offload") is not True:
+        return
+    if values.get("offload_rollout") is False:
+        raise InvalidSetting(
+            "--offload contradicts --no-offload-rollout: expected one of them",
+            field="--offload",
+            value=True,
+            expected="no --no-offload-rollout",
+        )
+    values["offload_rollout"] = True
 
 
 def _find_weights(values: dict[str, Any]) -> None:
@@ -174,18 +199,29 @@ def _from_file(
         flag = by_key.get(key)
         if flag is None:
             name = key.replace("_", "-")
-            if keep_unknown and why_not(name) is None:
+            found = next(_of_families(key, value), None) if why_not(name) is None else None
+            if found is not None:
+                _merge(values, found)
+            elif keep_unknown and why_not(name) is None:
                 other[key] = value
             else:
                 _refuse_names([name], available)
                 raise unknown_flag(f"--{name}", available)
         elif key == flag.name or not flag.turns_off:
-            values[flag.name] = value
+            _merge(values, {flag.name: value})
         elif not isinstance(value, bool):
             raise InvalidSetting(f"{path}: {key}: got {value!r}, expected true or false", field=key, value=value)
         else:
             values[flag.name] = not value
     return values, other
+
+
+def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:
+    """The settings that a key stands for, as the first family that knows it says."""
+    for family in FAMILIES:
+        read = family.read_key(key, value)
+        if read is not None:
+            yield {family.setting: read}
 
 
 def _keys(flag: Flag) -> list[str]:

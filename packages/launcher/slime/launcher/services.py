@@ -11,14 +11,14 @@ from types import TracebackType
 from slime.converters.megatron_flags import given
 from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
-from slime.launcher.placement import Placement
-from slime.launcher.supervise import Supervisor, uninterrupted
+from slime.launcher.placement import Placement, shared_devices, trainer_environment
+from slime.launcher.supervise import Process, Supervisor, uninterrupted
 from slime.types import Sample
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.rpc import RpcSettings
 
-# The engine works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
-SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Beyond what the engines may take to start: loading the service itself.
+SERVICE_START_SECONDS = 60.0
 
 Progress = Callable[[str, int, int], None]
 Metrics = dict[str, float]
@@ -36,7 +36,10 @@ class Services:
         self._settings = config.launcher
         self._supervisor = Supervisor(
             output_dir / "logs",
-            start_seconds=config.launcher.start_timeout_seconds,
+            start_seconds=max(
+                config.launcher.start_timeout_seconds,
+                config.rollout.rollout_engine_start_seconds + SERVICE_START_SECONDS,
+            ),
             stop_seconds=config.launcher.stop_grace_seconds,
         )
 
@@ -57,11 +60,13 @@ class Services:
         config, placement, supervisor, rpc = self.config, self.placement, self._supervisor, RpcSettings()
         self.progress("starting the services", 0, 0)
         buffer = supervisor.spawn("buffer", placement.buffer)
-        rollout = supervisor.spawn("rollout", placement.rollout)
-        trainer_options = placement.trainer | {
-            "runtime_env": {"env_vars": SHARED_CORES | self._settings.train_env_vars}
-        }
+        environment = trainer_environment(self._settings, placement.has_gpus)
+        trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
+        rollout_options = placement.rollout
+        if placement.shares_gpus:
+            rollout_options = shared_devices(rollout_options, self._devices(trainers))
+        rollout = supervisor.spawn("rollout", rollout_options)
 
         buffer_address = supervisor.start(buffer, "slime.buffer.service", config.buffer, rpc)
         self.buffer = BufferClient(buffer_address)
@@ -96,6 +101,12 @@ class Services:
         if self.first_step:
             self.update_weights(self.first_step)
 
+    def _devices(self, trainers: list[Process]) -> list[str]:
+        """The GPUs that Ray gave to the trainer's ranks, by rank."""
+        supervisor = self._supervisor
+        each = supervisor.call_all([partial(supervisor.get, t, t.actor.devices.remote()) for t in trainers])
+        return [device for devices in each for device in devices]
+
     def _stop(self) -> None:
         with uninterrupted():
             self._supervisor.stop()
@@ -125,6 +136,27 @@ class Services:
         return self._on_every_rank(
             lambda trainer: trainer.train_step(step, groups, timeout=self._settings.train_timeout_seconds)
         )
+
+    def offload(self) -> Metrics:
+        """Has the engines give their GPU memory to the trainer, where the run is told to."""
+        if not self.placement.offloads:
+            return {}
+        self.progress("offloading the engines", 0, 0)
+        deadline = self._settings.update_timeout_seconds
+        return self._timed("perf/offload_time", lambda: self.rollout.offload(timeout=deadline))
+
+    def onload(self) -> Metrics:
+        """Has the engines take back what the next weights need. The trainer's push has them take the rest."""
+        if not self.placement.offloads:
+            return {}
+        self.progress("onloading the engines", 0, 0)
+        deadline = self._settings.update_timeout_seconds
+        return self._timed("perf/onload_time", lambda: self.rollout.onload(["weights"], timeout=deadline))
+
+    def _timed(self, key: str, function: Callable[[], None]) -> Metrics:
+        started = time.perf_counter()
+        self._supervisor.call(function)
+        return {key: time.perf_counter() - started}
 
     def update_weights(self, version: int) -> Metrics:
         """Pushes the policy to the engines as `version`."""

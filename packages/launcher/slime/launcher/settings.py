@@ -22,6 +22,12 @@ class LauncherSettings:
     eval_interval: int | None = setting(
         None, "evaluate every N rollouts; with evaluation sets, before the first and after the last too", minimum=1
     )
+    eval_config: str | None = setting(
+        None,
+        "evaluation sets in place of --eval-prompt-data, each with settings of its own: eval: {defaults: {...}, "
+        "datasets: [{name, path, temperature, ...}]}",
+        metavar="FILE.yaml",
+    )
     skip_eval_before_train: bool = setting(False, "leave out the evaluation before the first rollout")
     save_interval: int | None = setting(None, "write a checkpoint every N rollouts and after the last", minimum=1)
     save: str | None = setting(
@@ -58,6 +64,7 @@ class LauncherSettings:
         None, "GPUs for generation (default: one; with --colocate the trainer's)", minimum=1
     )
     colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
+    offload: bool = setting(False, "the same as --offload-rollout")
     ray_address: str | None = setting(
         None, "Ray cluster to join, `auto` for the one on this machine (default: RAY_ADDRESS, else one for this run)"
     )
@@ -66,12 +73,12 @@ class LauncherSettings:
         dict, "environment variables of the trainer's processes, a JSON object", parse=json_object, metavar="JSON"
     )
 
-    start_timeout_seconds: float = setting(300.0, "how long a service may take to start", above=0)
+    start_timeout_seconds: float = setting(600.0, "how long a service may take to start", above=0)
     rollout_timeout_seconds: float = setting(3600.0, "how long one rollout or evaluation may take", above=0)
     train_timeout_seconds: float = setting(3600.0, "how long training on one rollout may take", above=0)
     update_timeout_seconds: float = setting(600.0, "how long one weight update may take", above=0)
     save_timeout_seconds: float = setting(1800.0, "how long one checkpoint or export may take", above=0)
-    stop_grace_seconds: float = setting(20.0, "how long a service may take to stop before it is killed", above=0)
+    stop_grace_seconds: float = setting(45.0, "how long a service may take to stop before it is killed", above=0)
 
     output_dir: str | None = setting(
         None, "where metrics, logs and the model go (default: runs/RUN_NAME)", metavar="DIR"

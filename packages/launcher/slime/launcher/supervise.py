@@ -131,13 +131,16 @@ class Supervisor:
         return "".join(f"\n    | {line}" for line in [f"last lines of {path}:", *lines])
 
     def stop(self) -> None:
-        """Stops the services in reverse order of their start, then their processes. Safe to call twice."""
+        """Stops the services in reverse order of their start, then their processes. Safe to call twice.
+
+        A quarter of the time is for calls that run; what is behind a service, an engine say, ends after them.
+        """
         import ray
 
         self._stopping.set()
         for process in reversed(self._processes):
             try:
-                ray.get(process.actor.stop.remote(self._stop_seconds / 2), timeout=self._stop_seconds)
+                ray.get(process.actor.stop.remote(self._stop_seconds / 4), timeout=self._stop_seconds)
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
                 log.warning("%s did not stop cleanly: %s", process.name, type(error).__name__)
             ray.kill(process.actor)

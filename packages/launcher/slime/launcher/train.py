@@ -6,7 +6,7 @@ import time
 
 from slime.launcher.flags import RunConfig
 from slime.launcher.metrics.report import Report
-from slime.launcher.placement import plan_placement, ray_cluster
+from slime.launcher.placement import cluster_gpus, plan_placement, ray_cluster
 from slime.launcher.services import Services
 
 
@@ -18,11 +18,7 @@ def train(config: RunConfig, report: Report) -> None:
     settings = config.launcher
     report.status("starting Ray")
     with ray_cluster(settings.ray_address, settings.ray_num_cpus):
-        placement = plan_placement(
-            trainer_ranks=settings.actor_num_gpus_per_node,
-            rollout_gpus=settings.rollout_num_gpus,
-            colocate=settings.colocate,
-        )
+        placement = plan_placement(settings, config.rollout, cluster_gpus())
         with Services(config, placement, report.output_dir, report.progress) as run:
             report.started(run.num_parameters, run.first_step)
             if config.evaluates and not settings.skip_eval_before_train:
@@ -31,9 +27,11 @@ def train(config: RunConfig, report: Report) -> None:
             for step in range(run.first_step, settings.num_rollout):
                 started = time.perf_counter()
                 metrics, examples = run.generate(step)
+                metrics |= run.offload()
                 metrics |= run.train_step(step)
                 if config.saves_after(step):
                     metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
+                metrics |= run.onload()
                 metrics |= run.update_weights(step + 1)
                 metrics["perf/step_time"] = time.perf_counter() - started
                 if config.evaluates_after(step):

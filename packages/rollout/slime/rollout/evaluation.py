@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.call import CALL
+from slime.rollout.eval_overrides import set_args
 from slime.rollout.generate.group import (
     finish_group,
     flatten,
@@ -33,7 +34,8 @@ async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource
 async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFnEvalOutput:
     call = CALL.get()
     sets = {
-        name: await asyncio.to_thread(source.read, name, state.args.n_samples_per_eval_prompt) for name in source.names
+        name: await asyncio.to_thread(source.read, name, set_args(state.args, name).n_samples_per_eval_prompt)
+        for name in source.names
     }
     output = RolloutFnEvalOutput(metrics={})
     for name, groups in sets.items():
@@ -45,7 +47,7 @@ async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFn
         call.total = sum(len(group) for groups in sets.values() for group in groups)
         call.advance(0)
     for name, groups in sets.items():
-        samples = await evaluate_groups(state, groups)
+        samples = await evaluate_groups(state, groups, eval_sampling_params(set_args(state.args, name)))
         key = state.args.eval_reward_key or state.args.reward_key
         output.data[name] = {
             "rewards": [sample.reward[key] if key else sample.reward for sample in samples],  # type: ignore[index]
@@ -60,9 +62,8 @@ def _fits(state: GenerateState, group: Sequence[Sample]) -> bool:
     return limit is None or len(state.prompts.encode(group[0])) <= limit
 
 
-async def evaluate_groups(state: GenerateState, groups: list[list[Sample]]) -> list[Sample]:
-    """The samples of a set, generated and scored, by index."""
-    params = eval_sampling_params(state.args)
+async def evaluate_groups(state: GenerateState, groups: list[list[Sample]], params: dict[str, Any]) -> list[Sample]:
+    """The samples of a set, generated with the sampling parameters `params` and scored, by index."""
     if needs_single_calls(state, flatten(groups)):
         done = await asyncio.gather(*(_evaluate_group(state, group, params) for group in groups))
         samples = flatten(done)

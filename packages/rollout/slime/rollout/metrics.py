@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.eval_overrides import set_args
 from slime.types import Sample
 
 
@@ -76,7 +77,7 @@ def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict
         if samples:
             metrics[f"eval/{name}-response_length"] = float(np.mean([sample.response_length for sample in samples]))
         if args.log_passrate:
-            n = args.n_samples_per_eval_prompt
+            n = set_args(args, name).n_samples_per_eval_prompt
             rates = pass_rates([rewards[i : i + n] for i in range(0, len(rewards), n)])
             metrics |= {f"eval/{name}-{key}": value for key, value in rates.items()}
     return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.eval_overrides import check_overrides
 from slime.types.errors import InvalidSetting
 from slime.types.settings import REQUIRED, json_object, setting
 
@@ -91,6 +92,9 @@ class RolloutSettings:
     eval_max_prompt_len: int | None = setting(None, "leave longer evaluation prompts out (tokens)", minimum=1)
     eval_max_context_len: int | None = setting(None, "prompt and response tokens at most", minimum=2)
     eval_min_new_tokens: int | None = setting(None, "no end of sequence before this many tokens", minimum=0)
+    eval_overrides: dict[str, Any] = setting(
+        dict, "what single evaluation sets do otherwise, by their names: {NAME: {temperature: 0}}", flag=False
+    )
     log_passrate: bool = setting(False, "log pass@k for k = 1, 2, 4, ... in rollout and evaluation")
 
     # Engines.
@@ -159,6 +163,7 @@ class RolloutSettings:
                     f"less than --rollout-max-context-len {self.rollout_max_context_len}",
                 )
 
+        self.eval_overrides = check_overrides(self.eval_overrides)
         self._check_engines()
 
     def _check_engines(self) -> None:

@@ -92,6 +92,10 @@ class Ranks:
                 raise _rebuilt(rank, fields)
         return result  # type: ignore[return-value]
 
+    def from_first(self, work: Callable[[], Any]) -> Any:
+        """The JSON value of `work()` on rank 0, on every rank; all fail if it fails."""
+        return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]
+
     def on_first(self, work: Callable[[], T], *streams: Iterator[Any]) -> T | None:
         """`work()` on rank 0, fed by collective `streams` that the other ranks run along with; all fail if it fails."""
 

@@ -130,7 +130,9 @@ class TrainerSettings:
     # Weights to the engines
     update_weight_mode: str = setting("full", "whole weights, or what changed", choices=("full", "delta"))
     update_weight_transport: str = setting(
-        "tensor", "how weights reach the engines", choices=("tensor", "disk", "nccl")
+        "auto",
+        "how weights reach the engines; auto: tensor for embedded ones, ipc for SGLang's with --colocate, else nccl",
+        choices=("auto", "tensor", "disk", "ipc", "nccl"),
     )
     update_weight_buffer_size: int = setting(512 * 1024**2, "bytes of one bucket", minimum=1)
     update_weight_dtype: str = setting(
@@ -139,11 +141,19 @@ class TrainerSettings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     update_weight_disk_dir: str | None = setting(
-        None, "directory, shared with the engines, of transport disk", metavar="DIR"
+        None, "directory, shared with the engines, of transport disk and of --check-weight-update-equal", metavar="DIR"
     )
     update_weight_disk_keep_files: bool = setting(False, "keep published versions after the engines read them")
     update_weight_timeout_seconds: float = setting(300.0, "deadline of one request to an engine", above=0)
-    check_weight_update_equal: bool = setting(False, "compare the engines' weights after an update")
+    check_weight_update_equal: bool = setting(
+        False,
+        "hold every update's weights in the engines against the same ones read from a directory (default: a temporary "
+        "one; see --update-weight-disk-dir)",
+    )
+    colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
+    rollout_external_engine_addrs: list[str] | None = setting(
+        None, "host:port of engines that run already", metavar="HOST:PORT"
+    )
 
     # Process
     seed: int = setting(1234, "seed of torch")
@@ -159,9 +169,7 @@ class TrainerSettings:
         for field, value, use in (
             ("loss_type", "custom_loss", "policy_loss or sft_loss"),
             ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
-            ("update_weight_transport", "nccl", "tensor or disk"),
             ("update_weight_mode", "delta", "full"),
-            ("check_weight_update_equal", True, "leave it off"),
         ):
             if getattr(self, field) == value:
                 flag = _flag(field)
@@ -215,11 +223,23 @@ class TrainerSettings:
             self._contradiction("lr_decay_iters", "lr_warmup_iters", "a decay that ends after the warm-up")
         if self.min_lr > self.lr:
             self._contradiction("min_lr", "lr", "--min-lr not above --lr")
-        if self.update_weight_transport == "disk" and self.update_weight_disk_dir is None:
+        self._check_transport()
+        self._check_batch_sizes()
+
+    def _check_transport(self) -> None:
+        transport = self.update_weight_transport
+        if transport == "disk" and self.update_weight_disk_dir is None:
             self._contradiction(
                 "update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set"
             )
-        self._check_batch_sizes()
+        if transport == "ipc" and not self.colocate:
+            self._contradiction("update_weight_transport", "colocate", "--colocate: only engines on the same GPUs can")
+        if transport == "ipc" and self.rollout_external_engine_addrs:
+            self._contradiction(
+                "update_weight_transport", "rollout_external_engine_addrs", "engines that this run starts"
+            )
+        if transport == "nccl" and self.colocate:
+            self._contradiction("update_weight_transport", "colocate", "auto or ipc: NCCL needs GPUs of their own")
 
     def _check_batch_sizes(self) -> None:
         if self.rollout_batch_size is None:

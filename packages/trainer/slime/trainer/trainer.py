@@ -19,10 +19,8 @@ from slime.trainer.batching.plan import FORMAT, Planner
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings, flat_args
 from slime.trainer.step import TrainStep
-from slime.trainer.weight_sync.base import WeightTransport, as_dtype
-from slime.trainer.weight_sync.disk import DiskTransport
-from slime.trainer.weight_sync.tensor import TensorTransport
-from slime.trainer.weight_sync.transaction import push
+from slime.trainer.weight_sync.group import set_nccl_environment
+from slime.trainer.weight_sync.updates import WeightUpdates
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
 from slime.types.errors import InvalidField, WrongState
 from slime.types.plugins import load_plugin
@@ -55,6 +53,7 @@ class Trainer:
             self._checkpoints.load(settings.load, self.state)
         self._step = TrainStep(settings, self.backend, ranks, extra_args)
         self._planner = Planner(settings)
+        self._weight_updates = WeightUpdates(settings, ranks, self.backend, rollout, self._source)
         self._args = flat_args(settings, extra_args)
         path = settings.custom_reward_post_process_path
         self._process_rewards = path and load_plugin(
@@ -65,8 +64,9 @@ class Trainer:
         self._acknowledged = True
 
     def close(self) -> None:
-        """Drops a checkpoint that is not complete."""
+        """Drops a checkpoint that is not complete, and what connects it to engines."""
         self._checkpoints.close()
+        self._weight_updates.close()
 
     @property
     def next_step(self) -> int:
@@ -133,37 +133,12 @@ class Trainer:
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the policy to every engine of the rollout service as `version`."""
         started = time.perf_counter()
-        dtype = getattr(torch, self.settings.wire_dtype)
-        weights = self.backend.named_weights()
-        sent = self.ranks.on_first(
-            lambda: push(
-                self.rollout,
-                self._transport(dtype),
-                version,
-                as_dtype(weights, dtype),
-                self.settings.update_weight_timeout_seconds,
-            ),
-            weights,
-        )
+        sent = self._weight_updates.push(version)
         self.state = dataclasses.replace(self.state, weight_version=version)
         return {
             "perf/update_weights_time": time.perf_counter() - started,
-            "perf/update_weights_bytes": float(sent or 0),
+            "perf/update_weights_bytes": float(sent),
         }
-
-    def _transport(self, dtype: torch.dtype) -> WeightTransport:
-        s = self.settings
-        if s.update_weight_transport == "disk":
-            assert s.update_weight_disk_dir is not None
-            sizes = self.backend.weight_sizes()
-            return DiskTransport(
-                s.update_weight_disk_dir,
-                # The stream has the wire's type already.
-                lambda path, weights: checkpoint.write_model(path, weights, sizes, dtype, self._source),
-                s.update_weight_timeout_seconds,
-                keep_files=s.update_weight_disk_keep_files,
-            )
-        return TensorTransport(s.update_weight_buffer_size, s.update_weight_timeout_seconds)
 
     def save_checkpoint(self, step: int, path: str) -> str:
         """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer."""
@@ -216,4 +191,5 @@ def prepare_process(settings: TrainerSettings) -> None:
     torch.manual_seed(settings.seed)
     device = pick_device(int(os.environ.get("RANK", 0)))
     if device.type == "cuda":
+        set_nccl_environment()
         torch.cuda.set_device(device)

@@ -206,20 +206,22 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """A flat YAML mapping, or an empty file; dashes in keys are underscores."""
+def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
+    """A YAML mapping, or an empty file; dashes in keys are underscores. flag: which names the file in errors."""
     import yaml
 
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MissingFile(f"--config: no such file {path}", field="config", value=str(path)) from None
+        raise MissingFile(f"{flag}: no such file {path}", field=flag.lstrip("-"), value=str(path)) from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise InvalidFile(f"--config {path}: {error}", field="config", value=str(path), expected="YAML") from None
+        raise InvalidFile(f"{flag} {path}: {error}", field=flag.lstrip("-"), value=str(path), expected="YAML") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise InvalidFile(f"--config {path}: got {type(data).__name__}, expected a mapping of settings", field="config")
+        raise InvalidFile(
+            f"{flag} {path}: got {type(data).__name__}, expected a mapping of settings", field=flag.lstrip("-")
+        )
     return {str(key).replace("-", "_"): value for key, value in data.items()}
 
 

@@ -86,10 +86,12 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def named_weights(self) -> NamedTensors:
+    def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         """Every weight once, whole, by its Hugging Face name, one at a time; a tied one by its first name.
 
-        float32 or the type the model keeps it in. Ranks other than the first may get an empty tensor in its place.
+        On the device of the model. Floating-point ones in `dtype`, which is also what travels between ranks; without it
+        in float32 or the type the model keeps them in. Unless `everywhere`, ranks other than the first may get an empty
+        tensor in its place.
         """
 
     def untrained_weights(self) -> list[str]:

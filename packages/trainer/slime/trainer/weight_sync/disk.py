@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slime.trainer.weight_sync.base import EngineRequests, Weights, WeightTransport
+from slime.trainer.weight_sync.base import Weights, WeightTransport
+from slime.trainer.weight_sync.requests import JSON, EngineRequests
 from slime.types.clients import Engine
 
 
 class DiskTransport(WeightTransport):
     """write_directory(path, weights) writes a whole Hugging Face directory or nothing, and returns its bytes."""
+
+    name = "disk"
 
     def __init__(
         self,
@@ -30,8 +33,11 @@ class DiskTransport(WeightTransport):
     def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
         path = (self._directory / f"weight_v{version:06d}").resolve()
         size = self._write(path, weights)
-        body = json.dumps({"model_path": str(path), "weight_version": str(version)}).encode()
-        self._requests.post(engines, "/update_weights_from_disk", body, "application/json", path.name)
+        body = json.dumps({"model_path": str(path), "weight_version": str(version), "flush_cache": False}).encode()
+        self._requests.post(engines, "/update_weights_from_disk", body, JSON, path.name)
         if not self._keep:
             shutil.rmtree(path)
         return size
+
+    def close(self) -> None:
+        self._requests.close()

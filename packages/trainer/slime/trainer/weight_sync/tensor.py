@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 from safetensors.torch import save
 
-from slime.trainer.weight_sync.base import EngineRequests, Weights, WeightTransport, buckets
+from slime.trainer.weight_sync.base import Weights, WeightTransport, buckets, describe
+from slime.trainer.weight_sync.requests import EngineRequests
 from slime.types.clients import Engine
-from slime.types.errors import NotAvailable
 
 # Larger bodies are slower: both sides would fault in fresh memory for each. 513 MiB to an embedded engine took 3.7 s in
 # buckets of 512 MiB, 1.4 s in 64, 0.9 s in 16.
@@ -23,24 +23,23 @@ LARGEST_BODY = 16 << 20
 class TensorTransport(WeightTransport):
     """bucket_bytes: bytes of a bucket at most; LARGEST_BODY where that is less."""
 
+    name = "tensor"
+
     def __init__(self, bucket_bytes: int, timeout_seconds: float) -> None:
         self._bucket_bytes = min(bucket_bytes, LARGEST_BODY)
         self._requests = EngineRequests(timeout_seconds)
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
-        for engine in engines:
-            if engine.kind != "embedded":
-                raise NotAvailable(
-                    f"transport tensor to engine {engine.name} ({engine.kind}) is not available yet; use disk",
-                    field="--update-weight-transport", value="tensor", expected="disk",
-                )  # fmt: skip
+        self.check_kind(engines, "embedded", "auto or disk")
         sent = 0
         for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
             query = urlencode({"weight_version": version, "last": str(last).lower()})
-            names = list(bucket)
-            what = f"bucket {number} ({names[0]} to {names[-1]})" if names else f"bucket {number} (empty)"
+            what = describe(number, bucket, version)
             body = save(bucket)
             bucket.clear()
             self._requests.post(engines, f"/update_weights_from_tensor?{query}", body, "application/octet-stream", what)
             sent += len(body)
         return sent
+
+    def close(self) -> None:
+        self._requests.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slime.trainer.weight_sync.base import Weights, WeightTransport
+from slime.trainer.collective import Ranks
 from slime.types.clients import Engine
 from slime.types.errors import SlimeError
 
@@ -13,26 +15,47 @@ log = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
-    """What is called of `slime.types.clients.RolloutClient`."""
+    """What is called of `slime.types.clients.RolloutClient`, on rank 0."""
 
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]: ...
+
+    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None: ...
 
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None: ...
 
     def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None: ...
 
 
-def push(rollout: Engines, transport: WeightTransport, version: int, weights: Weights, timeout_seconds: float) -> int:
-    """Pushes one version to the engines of a rollout service; bytes sent. A failure aborts the update and is raised."""
-    engines = rollout.begin_weight_update(version, timeout=timeout_seconds)
+def push(
+    rollout: Engines, ranks: Ranks, version: int, send: Callable[[list[Engine]], int], timeout_seconds: float
+) -> int:
+    """Pushes one version to the engines of a rollout service; collective, the result is what `send` gives.
+
+    send(engines) transfers the weights and fails on all ranks if it fails on one. A failure aborts the update and is
+    raised.
+    """
+    members = ranks.from_first(
+        lambda: [dataclasses.asdict(engine) for engine in rollout.begin_weight_update(version, timeout=timeout_seconds)]
+    )
     try:
-        sent = transport.send(engines, version, weights)
-        rollout.commit_weight_update(version, timeout=timeout_seconds)
+        sent = send([Engine(**member) for member in members])
+        ranks.from_first(lambda: _finish(rollout, version, timeout_seconds))
     except BaseException as failure:
-        try:
-            rollout.abort_weight_update(version, f"{type(failure).__name__}: {failure}", timeout=timeout_seconds)
-        except SlimeError as second:
-            # The first failure is the one to report; without a commit no engine serves either way.
-            log.error("weight update %d could not be aborted: %s", version, second)
+        if ranks.rank == 0:
+            _abort(rollout, version, f"{type(failure).__name__}: {failure}", timeout_seconds)
         raise
     return sent
+
+
+def _finish(rollout: Engines, version: int, timeout_seconds: float) -> None:
+    # Engines that gave their memory back have only that of the weights again; with all theirs this does nothing.
+    rollout.onload(timeout=timeout_seconds)
+    rollout.commit_weight_update(version, timeout=timeout_seconds)
+
+
+def _abort(rollout: Engines, version: int, reason: str, timeout_seconds: float) -> None:
+    try:
+        rollout.abort_weight_update(version, reason, timeout=timeout_seconds)
+    except SlimeError as second:
+        # The first failure is the one to report; without a commit no engine serves either way.
+        log.error("weight update %d could not be aborted: %s", version, second)

@@ -146,9 +146,10 @@ class FsdpBackend(Backend):
         self.updates += 1
         return float(norm), lr
 
-    def named_weights(self) -> NamedTensors:
+    def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         for name, tensor in self._weights():
-            yield name, _whole(tensor)
+            tensor = tensor.detach()
+            yield name, _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
 
     def weight_sizes(self) -> dict[str, int]:
         return {name: tensor.numel() for name, tensor in self._weights()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime.trainer.backends.base import Backend, LossFunction, MaybeBatch, NamedTensors
 from slime.trainer.backends.megatron import freezing, initial, own_losses, parallel, weights
 from slime.trainer.backends.megatron.config import transformer_config
-from slime.trainer.backends.megatron.export import Part, gather_to_first
+from slime.trainer.backends.megatron.export import Part, gather
 from slime.trainer.backends.megatron.forward import Pipeline
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import build_model
@@ -151,9 +151,10 @@ class MegatronBackend(Backend):
         self.updates += 1
         return result
 
-    def named_weights(self) -> NamedTensors:
+    def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         self.optimizer.settle()
-        yield from self._gathered(weights.export_slices(self.models, self.args, self.config))
+        parts = weights.export_slices(self.models, self.args, self.config)
+        yield from self._gathered(parts, dtype=dtype, everywhere=everywhere)
 
     def named_gradients(self) -> NamedTensors:
         """What the parameters hold now, as `named_weights` gives these; a buffer has none and counts as itself."""
@@ -163,9 +164,11 @@ class MegatronBackend(Backend):
 
         yield from self._gathered(weights.export_slices(self.models, self.args, self.config, gradient))
 
-    def _gathered(self, parts: Iterable[Part]) -> NamedTensors:
+    def _gathered(
+        self, parts: Iterable[Part], *, dtype: torch.dtype | None = None, everywhere: bool = False
+    ) -> NamedTensors:
         bucket = self.settings.update_weight_buffer_size
-        return gather_to_first(list(parts), self._shapes, self.ranks, self.device, bucket)
+        return gather(list(parts), self._shapes, self.ranks, self.device, bucket, dtype=dtype, everywhere=everywhere)
 
     def untrained_weights(self) -> list[str]:
         return weights.hf_names_left_out(self.args, self.config)

@@ -1,7 +1,7 @@
-"""Whole Hugging Face tensors on the first rank, gathered in buckets from the ranks that hold their parts.
+"""Whole Hugging Face tensors on the first rank or on all, gathered in buckets from the ranks that hold their parts.
 
-Every part travels once. No rank holds more than its own model and one bucket; the first rank, that and the bucket's
-whole tensors.
+Every part travels once to whoever needs it. No rank holds more than its own model, one bucket, and where tensors become
+whole that bucket's tensors.
 """
 
 from __future__ import annotations
@@ -35,30 +35,64 @@ class _Piece:
         return tuple(part.stop - part.start for part in self.index)
 
 
-def gather_to_first(
-    parts: Sequence[Part], order: Mapping[str, Shape], ranks: Ranks, device: torch.device, bucket_bytes: int
+def gather(
+    parts: Sequence[Part],
+    order: Mapping[str, Shape],
+    ranks: Ranks,
+    device: torch.device,
+    bucket_bytes: int,
+    *,
+    dtype: torch.dtype | None = None,
+    everywhere: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in `order`; the tensors are whole on rank 0 and empty on others. Collective.
+    """(name, tensor) of every tensor in `order`; whole on rank 0 and, unless `everywhere`, empty on others. Collective.
 
-    parts: of this rank; no element of a tensor is on two ranks. Raises InvalidField for a tensor of which a part is on
-    none, on every rank alike.
+    parts: of this rank; no element of a tensor is on two ranks. dtype: of floating-point tensors, on their way too.
+    Raises InvalidField for a tensor of which a part is on none, on every rank alike.
     """
     pieces: dict[str, list[_Piece]] = {name: [] for name in order}
     dtypes: dict[str, torch.dtype] = {}
     described = [
-        [name, str(tensor.dtype).removeprefix("torch."), [[p.start, p.stop] for p in index]]
+        [name, str(_wire_dtype(tensor, dtype)).removeprefix("torch."), [[p.start, p.stop] for p in index]]
         for name, _, index, tensor in parts
     ]
     for rank, of_rank in enumerate(ranks.gather(described)):
-        for number, (name, dtype, index) in enumerate(of_rank):
+        for number, (name, wire, index) in enumerate(of_rank):
             pieces[name].append(_Piece(rank, number, tuple(slice(a, b) for a, b in index)))
-            dtypes[name] = getattr(torch, dtype)
+            dtypes[name] = getattr(torch, wire)
     for name, shape in order.items():
         held = sum(math.prod(piece.shape) for piece in pieces[name])
         if held != math.prod(shape):
             raise InvalidField(name, held, f"{math.prod(shape)} elements, all ranks together")
     for names in _buckets(order, dtypes, bucket_bytes):
-        yield from _gather(names, pieces, parts, order, ranks, device, dtypes[names[0]])
+        by_rank: dict[int, list[tuple[str, _Piece]]] = {}
+        for name in names:
+            for piece in pieces[name]:
+                by_rank.setdefault(piece.rank, []).append((name, piece))
+        wire = dtypes[names[0]]
+        mine = [parts[piece.number][3].detach() for _, piece in by_rank.get(ranks.rank, [])]
+        flat = (
+            _all_parts(by_rank, mine, ranks, device, wire)
+            if everywhere
+            else _on_first(by_rank, mine, ranks, device, wire)
+        )
+        if flat is None:
+            yield from ((name, torch.empty(0)) for name in names)
+            continue
+        whole = {name: torch.empty(order[name], dtype=wire, device=device) for name in names}
+        for (name, piece), part in zip(by_rank.get(ranks.rank, []), mine, strict=True):
+            whole[name][piece.index] = part
+        for rank, buffer in flat.items():
+            _fill(whole, by_rank[rank], buffer)
+        del flat, mine
+        while whole:
+            # Whoever takes a tensor decides how long it stays.
+            name = next(iter(whole))
+            yield name, whole.pop(name)
+
+
+def _wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _buckets(order: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_bytes: int) -> Iterator[list[str]]:
@@ -76,40 +110,49 @@ def _buckets(order: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_
         yield bucket
 
 
-def _gather(
-    names: list[str],
-    pieces: Mapping[str, list[_Piece]],
-    parts: Sequence[Part],
-    order: Mapping[str, Shape],
-    ranks: Ranks,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Tensor]]:
-    by_rank: dict[int, list[tuple[str, _Piece]]] = {}
-    for name in names:
-        for piece in pieces[name]:
-            by_rank.setdefault(piece.rank, []).append((name, piece))
+ByRank = Mapping[int, Sequence[tuple[str, _Piece]]]
+
+
+def _on_first(
+    by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> dict[int, Tensor] | None:
+    """On rank 0 what other ranks have, flat; None on those."""
     if ranks.rank != 0:
-        mine = by_rank.get(ranks.rank, [])
         if mine:
-            dist.send(torch.cat([parts[piece.number][3].detach().flatten() for _, piece in mine]), 0)
-        yield from ((name, torch.empty(0)) for name in names)
-        return
-    flat = {
-        rank: torch.empty(sum(math.prod(piece.shape) for _, piece in of_rank), dtype=dtype, device=device)
-        for rank, of_rank in by_rank.items()
-        if rank != 0
-    }
-    arrivals = [dist.irecv(buffer, rank) for rank, buffer in flat.items()]
-    whole = {name: torch.empty(order[name], dtype=dtype, device=device) for name in names}
-    for name, piece in by_rank.get(0, []):
-        whole[name][piece.index] = parts[piece.number][3].detach()
-    for arrival in arrivals:
+            dist.send(_flat(mine, dtype), 0)
+        return None
+    flat = {rank: _room(of_rank, device, dtype) for rank, of_rank in by_rank.items() if rank != 0}
+    for arrival in [dist.irecv(buffer, rank) for rank, buffer in flat.items()]:
         arrival.wait()
-    for rank, buffer in flat.items():
-        filled = 0
-        for name, piece in by_rank[rank]:
-            size = math.prod(piece.shape)
-            whole[name][piece.index] = buffer[filled : filled + size].view(piece.shape)
-            filled += size
-    yield from whole.items()
+    return flat
+
+
+def _all_parts(
+    by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> dict[int, Tensor]:
+    """On every rank what the others have, flat."""
+    if ranks.world_size == 1:
+        return {}
+    flat = {}
+    for rank, of_rank in sorted(by_rank.items()):
+        buffer = _flat(mine, dtype) if rank == ranks.rank else _room(of_rank, device, dtype)
+        dist.broadcast(buffer, rank)
+        if rank != ranks.rank:
+            flat[rank] = buffer
+    return flat
+
+
+def _flat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([part.to(dtype).flatten() for part in parts])
+
+
+def _room(of_rank: Sequence[tuple[str, _Piece]], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty(sum(math.prod(piece.shape) for _, piece in of_rank), dtype=dtype, device=device)
+
+
+def _fill(whole: Mapping[str, Tensor], of_rank: Sequence[tuple[str, _Piece]], buffer: Tensor) -> None:
+    filled = 0
+    for name, piece in of_rank:
+        size = math.prod(piece.shape)
+        whole[name][piece.index] = buffer[filled : filled + size].view(piece.shape)
+        filled += size

@@ -1,0 +1,70 @@
+"""`--eval-config FILE.yaml`: evaluation sets, each with settings of its own.
+
+    eval:
+      defaults: {n_samples_per_eval_prompt: 8}
+      datasets:
+        - {name: sampled, path: held_out.jsonl, temperature: 1.0}
+        - {name: greedy, path: held_out.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
+
+Keys of a set, and of `defaults`, are those of `slime.rollout.eval_overrides`; what neither has comes from the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.rollout.eval_overrides import check_overrides
+from slime.types.errors import InvalidFile, InvalidSetting
+from slime.types.settings import nearest, read_config
+
+FLAG = "--eval-config"
+
+
+def apply_eval_config(values: dict[str, Any]) -> None:
+    """Puts the sets of the file `values["eval_config"]` into `eval_prompt_data` and `eval_overrides` of `values`.
+
+    Raises MissingFile, InvalidFile, or InvalidSetting naming what is wrong in it.
+    """
+    path = values.get("eval_config")
+    if path is None:
+        return
+    if values.get("eval_prompt_data"):
+        raise InvalidSetting(
+            f"{FLAG} {path}: got --eval-prompt-data beside it, expected one of them", field=FLAG, value=path
+        )
+    sets = _read(str(path))
+    values["eval_prompt_data"] = [[name, data] for name, (data, _) in sets.items()]
+    values["eval_overrides"] = {name: own for name, (_, own) in sets.items()}
+
+
+def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """(path of the prompts, its own settings) by the name of a set."""
+    content = read_config(path, flag=FLAG)
+    part = content.get("eval")
+    if set(content) != {"eval"} or not isinstance(part, Mapping):
+        raise _invalid(path, f"keys {', '.join(content) or 'none'}", "one mapping: eval")
+    for key in part:
+        if key not in ("defaults", "datasets"):
+            near = nearest(str(key), ("defaults", "datasets"))
+            raise _invalid(path, f"eval.{key}", near or "defaults and datasets")
+    defaults, datasets = part.get("defaults") or {}, part.get("datasets")
+    if not isinstance(defaults, Mapping):
+        raise _invalid(path, f"eval.defaults: {defaults!r}", "a mapping")
+    check_overrides({"defaults": defaults})
+    if not isinstance(datasets, list) or not datasets:
+        raise _invalid(path, f"eval.datasets: {datasets!r}", "a list of {name, path, ...}")
+    sets: dict[str, tuple[str, dict[str, Any]]] = {}
+    for entry in datasets:
+        if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("name", "path")):
+            raise _invalid(path, f"eval.datasets: {entry!r}", "a mapping with the texts name and path")
+        name = entry["name"]
+        if name in sets:
+            raise _invalid(path, f"eval.datasets: {name!r} twice", "a name of its own for each set")
+        own = {key: value for key, value in entry.items() if key not in ("name", "path")}
+        sets[name] = entry["path"], check_overrides({name: {**defaults, **own}})[name]
+    return sets
+
+
+def _invalid(path: str, got: str, expected: str) -> InvalidFile:
+    return InvalidFile(f"{FLAG} {path}: got {got}, expected {expected}", field=FLAG, value=got, expected=expected)

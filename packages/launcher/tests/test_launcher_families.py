@@ -1,0 +1,121 @@
+"""Flags of SGLang on the command line of a run, sets of --eval-config, and --offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.launcher import flags
+from slime.launcher.declared import training_parser
+from slime.launcher.flags import RunConfig
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
+
+BASE = ["--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl", "--num-rollout", "4"]
+
+
+def parse(*words: str) -> RunConfig:
+    return flags.parse([*BASE, *words], check=False)
+
+
+def test_flags_of_sglang_reach_the_rollout() -> None:
+    config = parse(
+        "--sglang-mem-fraction-static", "0.7", "--sglang-disable-cuda-graph", "--sglang-log-level=INFO",
+        "--sglang-server-concurrency", "64", "--sglang-tp-size", "2",
+    )  # fmt: skip
+    assert config.rollout.sglang_args == {
+        "mem_fraction_static": 0.7,
+        "disable_cuda_graph": True,
+        "log_level": "INFO",
+    }
+    assert config.rollout.sglang_server_concurrency == 64 and config.rollout.rollout_num_gpus_per_engine == 2
+    assert config.flat["sglang_args"]["mem_fraction_static"] == 0.7
+
+
+@pytest.mark.parametrize(
+    "words, error, match",
+    [
+        (["--sglang-mem-fraction-statik", "0.7"], UnknownFlag, "did you mean --sglang-mem-fraction-static"),
+        (["--sglang-mem-fraction-static", "most"], InvalidSetting, "--sglang-mem-fraction-static"),
+        (["--sglang-model-path", "x"], InvalidSetting, "--hf-checkpoint"),
+        (["--sglang-mem-fraction-static", "0.7", "--rollout-engine", "embedded"], InvalidSetting, "embedded"),
+        (["--sglang-config", "x"], NotAvailable, "--sglang-config is not available yet"),
+        (["--sglang-router-ip=x"], NotAvailable, "--sglang-router-ip is not available yet"),
+    ],
+)
+def test_what_sglang_would_not_take_is_refused(words: list[str], error: type[ConfigError], match: str) -> None:
+    with pytest.raises(error, match=match):
+        parse(*words)
+
+
+def test_files_and_flags_of_sglang_add_up(tmp_path: Path) -> None:
+    config_file, custom = tmp_path / "config.yaml", tmp_path / "custom.yaml"
+    config_file.write_text("sglang_mem_fraction_static: 0.5\nsglang-attention-backend: triton\n")
+    custom.write_text("sglang_attention_backend: fa3\nmine: 1\n")
+    config = parse("--config", str(config_file), "--sglang-mem-fraction-static", "0.6")
+    assert config.rollout.sglang_args == {"mem_fraction_static": 0.6, "attention_backend": "triton"}
+    config = parse("--config", str(config_file), "--custom-config-path", str(custom))
+    assert config.rollout.sglang_args == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
+    assert config.flat["mine"] == 1
+    for text, error in (("sglang_mem_fraction_statik: 0.7", UnknownFlag), ("sglang_config: x", NotAvailable)):
+        config_file.write_text(text)
+        with pytest.raises(error):
+            parse("--config", str(config_file))
+
+
+def test_a_training_command_line_is_known_to_tools_too() -> None:
+    assert "--sglang-mem-fraction-static" in training_parser().flag_names()
+
+
+def test_offload_is_that_of_the_engines() -> None:
+    assert parse("--offload").rollout.offload_rollout is True
+    assert parse("--colocate").rollout.offload_rollout is None and parse("--colocate").rollout.offloads
+    with pytest.raises(InvalidSetting, match="--offload contradicts --no-offload-rollout"):
+        parse("--offload", "--no-offload-rollout")
+    with pytest.raises(NotAvailable, match="--offload-train is not available yet"):
+        parse("--offload-train")
+
+
+EVAL = """
+eval:
+  defaults: {n_samples_per_eval_prompt: 8}
+  datasets:
+    - {name: sampled, path: held.jsonl, temperature: 1}
+    - {name: greedy, path: held.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
+"""
+
+
+def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(EVAL)
+    config = parse("--eval-config", str(path), "--eval-interval", "2")
+    assert config.evaluates and config.buffer.evaluation_sets() == {"sampled": "held.jsonl", "greedy": "held.jsonl"}
+    assert config.rollout.eval_overrides == {
+        "sampled": {"temperature": 1.0, "n_samples_per_eval_prompt": 8},
+        "greedy": {"temperature": 0.0, "n_samples_per_eval_prompt": 1},
+    }
+    with pytest.raises(InvalidSetting, match="--eval-prompt-data beside it"):
+        parse("--eval-config", str(path), "--eval-prompt-data", "a", "b")
+    with pytest.raises(MissingFile, match="--eval-config"):
+        parse("--eval-config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text, error, match",
+    [
+        ("sets: []", InvalidFile, "one mapping: eval"),
+        ("eval: {dataset: []}", InvalidFile, "datasets"),
+        ("eval: {datasets: []}", InvalidFile, "a list of"),
+        ("eval: {datasets: [{name: a}]}", InvalidFile, "name and path"),
+        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", InvalidFile, "'a' twice"),
+        ("eval: {datasets: [{name: a, path: p, temprature: 1}]}", InvalidSetting, "did you mean temperature"),
+        ("eval: {datasets: [{name: a, path: p, temperature: hot}]}", InvalidSetting, "a.temperature: got 'hot'"),
+        ("eval: {defaults: {top_p: 2}, datasets: [{name: a, path: p}]}", InvalidSetting, "defaults.top_p: got 2"),
+        ("eval: {datasets: [{name: a, path: p, n_samples_per_eval_prompt: 0}]}", InvalidSetting, "at least 1"),
+    ],
+)
+def test_a_wrong_eval_config_says_where(tmp_path: Path, text: str, error: type[ConfigError], match: str) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(text)
+    with pytest.raises(error, match=match):
+        parse("--eval-config", str(path))

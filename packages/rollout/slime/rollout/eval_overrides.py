@@ -1,0 +1,69 @@
+"""What single evaluation sets do otherwise: `{"greedy": {"temperature": 0}, "sampled": {"top_k": 5}}`.
+
+Each key of a set stands for a setting of `RolloutSettings`, which the other sets keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from slime.types.errors import InvalidSetting
+from slime.types.settings import nearest
+
+# Key -> (the setting that it replaces, its type, what its value must be, whether it is).
+KEYS: dict[str, tuple[str, type, str, Any]] = {
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", int, "at least 1", lambda v: v >= 1),
+    "temperature": ("eval_temperature", float, "at least 0", lambda v: v >= 0),
+    "top_p": ("eval_top_p", float, "more than 0, at most 1", lambda v: 0 < v <= 1),
+    "top_k": ("eval_top_k", int, "-1 (off) or more than 0", lambda v: v == -1 or v > 0),
+    "max_response_len": ("eval_max_response_len", int, "at least 1", lambda v: v >= 1),
+    "min_new_tokens": ("eval_min_new_tokens", int, "at least 0", lambda v: v >= 0),
+}
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`overrides` with numbers of the right types. Raises InvalidSetting naming set, key and value."""
+    checked: dict[str, dict[str, Any]] = {}
+    for name, values in overrides.items():
+        if not isinstance(values, Mapping):
+            raise _wrong(str(name), values, "a mapping of settings")
+        checked[str(name)] = {str(key): _value(str(name), str(key), value) for key, value in values.items()}
+    return checked
+
+
+def set_args(args: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The `args` that hold for the set `name`."""
+    own = copy.copy(args)
+    for key, value in (getattr(args, "eval_overrides", None) or {}).get(name, {}).items():
+        setattr(own, KEYS[key][0], value)
+    return own
+
+
+def _value(name: str, key: str, value: Any) -> int | float:
+    if key not in KEYS:
+        near = nearest(key, KEYS)
+        known = ", ".join(KEYS)
+        raise InvalidSetting(
+            f"evaluation set {name}: unknown key {key!r}"
+            + (f"; did you mean {near}?" if near else f"; known: {known}"),
+            field=f"eval_overrides.{name}.{key}",
+            value=value,
+            expected=near or known,
+        )
+    _, kind, expected, is_right = KEYS[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or (kind is int and int(value) != value) or not is_right(value):
+        raise _wrong(f"{name}.{key}", value, ("an integer, " if kind is int else "a number, ") + expected)
+    return kind(value)
+
+
+def _wrong(where: str, value: Any, expected: str) -> InvalidSetting:
+    return InvalidSetting(
+        f"evaluation set {where}: got {value!r}, expected {expected}",
+        field=f"eval_overrides.{where}",
+        value=value,
+        expected=expected,
+    )

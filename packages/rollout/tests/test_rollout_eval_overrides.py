@@ -1,0 +1,23 @@
+"""Evaluation sets with settings of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.rollout.eval_overrides import check_overrides
+from slime.types.errors import InvalidSetting
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ({"a": {"temprature": 0}}, "did you mean temperature"),
+        ({"a": {"temperature": -1}}, "a.temperature: got -1, expected a number, at least 0"),
+        ({"a": {"top_k": 1.5}}, "a.top_k: got 1.5, expected an integer"),
+        ({"a": {"max_response_len": True}}, "a.max_response_len: got True"),
+        ({"a": 3}, "a: got 3, expected a mapping"),
+    ],
+)
+def test_wrong_overrides_name_set_and_key(overrides, words):
+    with pytest.raises(InvalidSetting, match=words):
+        check_overrides(overrides)

@@ -1,0 +1,155 @@
+"""Transport `nccl`: rank 0 broadcasts flattened buckets to SGLang engines on GPUs of their own.
+
+POST {engine}/init_weights_update_group once, while rank 0 joins the same group; then for each bucket
+/update_weights_from_distributed, load_format "flattened_bucket", while rank 0 broadcasts its bytes. The group stays
+until the engines are others, an update fails, or the trainer ends (/destroy_weights_update_group).
+
+Every rank gives its parts to rank 0, which sends: one sender whatever the trainer's layout. One for each pipeline stage
+would spare the way to rank 0; that is not there yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+import torch
+
+from slime.trainer.weight_sync.base import Weights, WeightTransport, buckets, describe, flatten
+from slime.trainer.weight_sync.group import UpdateGroup, own_address
+from slime.trainer.weight_sync.requests import EngineRequests, in_background
+from slime.types.clients import Engine
+from slime.types.errors import DeadlineExceeded, EngineError
+
+log = logging.getLogger(__name__)
+
+# How long an engine's own account of a failure is waited for, and its leave of a group at the end.
+AFTERMATH_SECONDS = 5.0
+_numbers = itertools.count()
+
+
+class NcclTransport(WeightTransport):
+    """device: where tensors are; on the CPU the group is one of gloo."""
+
+    name = "nccl"
+    on_device = True
+
+    def __init__(self, device: torch.device, bucket_bytes: int, timeout_seconds: float) -> None:
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout_seconds
+        self._requests = EngineRequests(timeout_seconds)
+        self._group: UpdateGroup | None = None
+        self._members: list[Engine] = []
+
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+        self.check_kind(engines, "sglang", "auto or disk")
+        if not engines:
+            return 0
+        try:
+            group = self._join(engines)
+            return sum(
+                self._send(group, number, bucket, version, last=last)
+                for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes))
+            )
+        except BaseException:
+            # Its members may be anywhere in the sequence of broadcasts.
+            if self._group is not None:
+                self._group.abort()
+            self._group = None
+            raise
+
+    def _join(self, engines: Sequence[Engine]) -> UpdateGroup:
+        if self._group is not None and _who(engines) == _who(self._members):
+            return self._group
+        self._leave()
+        size = 1 + sum(engine.tp_size for engine in engines)
+        name = f"slime-weights-{next(_numbers)}"
+        group = UpdateGroup(name, own_address(engines), size, self._device, self._timeout)
+        self._group, self._members = group, list(engines)
+        what = f"group of {size} ranks at {group.address}:{group.port}"
+        requests, offset = [], 1
+        for engine in engines:
+            body = {
+                "master_address": group.address, "master_port": group.port, "rank_offset": offset, "world_size": size,
+                "group_name": group.name, "backend": group.backend,
+            }  # fmt: skip
+            requests.append(self._requests.start(engine, "/init_weights_update_group", body, what))
+            offset += engine.tp_size
+        self._supervise(group.join, requests, what)
+        return group
+
+    def _send(
+        self, group: UpdateGroup, number: int, bucket: dict[str, torch.Tensor], version: int, *, last: bool
+    ) -> int:
+        if not bucket:
+            return 0
+        what = describe(number, bucket, version)
+        body: dict[str, Any] = {
+            "names": list(bucket),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        if last:
+            # Engines say that they hold the version that they were told last: not before all of it is there.
+            body["weight_version"] = str(version)
+        flat = flatten(bucket)
+        requests = [
+            self._requests.start(engine, "/update_weights_from_distributed", body, what) for engine in self._members
+        ]
+        self._supervise(lambda: group.broadcast(flat), requests, what)
+        return flat.nbytes
+
+    def _supervise(self, own: Callable[[], None], requests: list[Future[Any]], what: str) -> None:
+        """Returns when `own` and all requests are done; gives up on all of them when one fails or time is up."""
+        ours = in_background(own)
+        done, waiting = wait([ours, *requests], timeout=self._timeout, return_when=FIRST_EXCEPTION)
+        if not waiting and not any(future.exception() for future in done):
+            return
+        if ours in done and ours.exception():
+            # The engine that is to blame can be named by its request, which fails a little later.
+            wait(requests, timeout=AFTERMATH_SECONDS, return_when=FIRST_EXCEPTION)
+        for request in requests:
+            if request.done():
+                request.result()
+        names = ", ".join(engine.name for engine in self._members)
+        if ours.done() and (failure := ours.exception()):
+            raise EngineError(f"rank 0 to engines {names}, {what}: {failure}", field=names) from failure
+        late = [e.name for e, request in zip(self._members, requests, strict=True) if not request.done()]
+        raise DeadlineExceeded(
+            f"rank 0 to engines {names}, {what}: not done within {self._timeout:g} s; still waiting for "
+            + ("engine " + ", ".join(late) if late else "the broadcast on rank 0"),
+            field=", ".join(late) or names,
+            value=self._timeout,
+        )
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        body = {"group_name": group.name}
+        leaving = [
+            self._requests.start(engine, "/destroy_weights_update_group", body, f"group {group.name}")
+            for engine in self._members
+        ]
+        group.abort()
+        wait(leaving, timeout=min(AFTERMATH_SECONDS, self._timeout))
+        for engine, future in zip(self._members, leaving, strict=True):
+            failure = future.exception() if future.done() else "no answer"
+            if failure is not None:
+                # An engine that has ended has left, too.
+                log.info("engine %s did not leave group %s: %s", engine.name, group.name, failure)
+
+    def close(self) -> None:
+        self._leave()
+        self._requests.close()
+
+
+def _who(engines: Sequence[Engine]) -> list[tuple[str, str, int]]:
+    return [(engine.name, engine.url, engine.tp_size) for engine in engines]

@@ -1,0 +1,86 @@
+"""POST requests of rank 0 to engines: with a deadline, without retries, since a bucket must not arrive twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import urllib3
+
+from slime.types.clients import Engine
+from slime.types.errors import DeadlineExceeded, EngineError
+
+T = TypeVar("T")
+JSON = "application/json"
+
+
+class EngineRequests:
+    """`what` names the content of a request in errors, which are EngineError and DeadlineExceeded."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(timeout_seconds))
+
+    def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
+        """The same to all of them at once; raises the error of the first, in their order, that failed."""
+        for answer in [
+            in_background(lambda engine=engine: self._post(engine, path, body, content_type, what))
+            for engine in engines
+        ]:
+            answer.result()
+
+    def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
+        """The answer to come, a JSON value. Nobody has to wait for it: its thread does not keep the process alive."""
+        data = json.dumps(body).encode()
+        return in_background(lambda: self._post(engine, path, data, JSON, what))
+
+    def _post(self, engine: Engine, path: str, body: bytes, content_type: str, what: str) -> Any:
+        where = f"rank 0 to engine {engine.name} at {engine.url}{path.split('?')[0]}, {what}"
+        try:
+            answer = self._http.request(
+                "POST", engine.url.rstrip("/") + path, body=body, headers={"Content-Type": content_type}
+            )
+        except urllib3.exceptions.NewConnectionError as error:
+            # urllib3 counts a refused connection among the time-outs.
+            raise EngineError(f"{where}: {error}", field=engine.name) from error
+        except urllib3.exceptions.TimeoutError as error:
+            seconds = self.timeout_seconds
+            raise DeadlineExceeded(f"{where}: no answer within {seconds:g} s", field=engine.name) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise EngineError(f"{where}: {error}", field=engine.name) from error
+        text = answer.data.decode(errors="replace")
+        content = _parsed(text)
+        # SGLang answers 200 with success=false where it could not load what it was given.
+        failed = isinstance(content, dict) and content.get("success") is False
+        if answer.status != 200 or failed:
+            raise EngineError(
+                f"{where}: status {answer.status}: {text[:500]}", field=engine.name, value=answer.status, expected="200"
+            )
+        return content
+
+    def close(self) -> None:
+        self._http.clear()
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """`work()` on a thread of its own that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return future
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

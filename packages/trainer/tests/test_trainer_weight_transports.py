@@ -1,0 +1,230 @@
+"""Transports ipc and nccl to a process that speaks SGLang's protocol; shared memory and gloo stand for theirs."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_fake_sglang import digest
+from trainer_processes import results_of
+from trainer_tiny import Runner, alone, make_settings, write_model
+
+from slime.trainer.settings import TrainerSettings
+from slime.trainer.weight_sync.updates import WeightUpdates, transport_for
+from slime.types.clients import Engine
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidSetting, NotAvailable, SlimeError
+
+SCRIPT = Path(__file__).with_name("trainer_fake_sglang.py")
+BUCKET = 6_000
+
+
+class FakeEngine:
+    """A process of `trainer_fake_sglang`."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+
+    def describe(self, name: str, tp_size: int = 1) -> Engine:
+        return Engine(name, self.url, "sglang", True, 0, tp_size)
+
+    def told(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url, timeout=10) as answer:
+            return json.load(answer)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+class StandInRollout:
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.calls: list[str] = []
+
+    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        self.calls.append(f"begin {weight_version}")
+        return self.engines
+
+    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
+        self.calls.append("onload")
+
+    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        self.calls.append(f"commit {weight_version}")
+
+    def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
+        self.calls.append(f"abort {weight_version}: {reason}")
+
+
+Start = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    engines: list[FakeEngine] = []
+
+    def one(fault: str = "") -> FakeEngine:
+        engines.append(FakeEngine(fault))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def shared_files() -> Iterator[None]:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def updates_of(model: str, rollout: StandInRollout, **values: Any) -> tuple[WeightUpdates, Runner]:
+    values = {"update_weight_buffer_size": BUCKET, "update_weight_timeout_seconds": 20.0} | values
+    runner = Runner(make_settings(model, **values))
+    return WeightUpdates(runner.settings, alone(), runner.backend, rollout, Path(model)), runner
+
+
+def expected(runner: Runner, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    return {name: digest(tensor.to(dtype)) for name, tensor in runner.weights().items()}
+
+
+@pytest.mark.parametrize("colocate", [True, False], ids=["ipc", "nccl"])
+def test_engines_hold_what_was_sent(model: str, start: Start, colocate: bool):
+    fakes = [start()] if colocate else [start(), start()]
+    rollout = StandInRollout([fake.describe(f"engine-{i}") for i, fake in enumerate(fakes)])
+    updates, runner = updates_of(model, rollout, colocate=colocate, update_weight_dtype="bfloat16")
+    sent = updates.push(3)
+    runner.run()
+    assert updates.push(4) == sent == 2 * runner.backend.num_parameters
+    updates.close()
+    assert rollout.calls == ["begin 3", "onload", "commit 3", "begin 4", "onload", "commit 4"]
+    for fake in fakes:
+        told = fake.told()
+        assert (told["version"], told["held"]) == ("4", expected(runner, torch.bfloat16))
+        calls = [path for path, _ in told["calls"]]
+        update = "/update_weights_from_tensor" if colocate else "/update_weights_from_distributed"
+        assert calls.count(update) > 4
+        # One group for both updates.
+        assert [path for path in calls if path != update] == (
+            [] if colocate else ["/init_weights_update_group", "/destroy_weights_update_group"]
+        )
+        bodies = [body for path, body in told["calls"] if path == update]
+        # A version is named by the bucket that completes it, and no other.
+        versions = [body["weight_version"] for body in bodies if "weight_version" in body]
+        assert versions == ["3", "4"] and bodies[-1]["weight_version"] == "4"
+
+
+def test_the_group_is_made_anew_for_other_engines(model: str, start: Start):
+    first, second = start(), start()
+    rollout = StandInRollout([first.describe("engine-0")])
+    updates, runner = updates_of(model, rollout)
+    updates.push(1)
+    rollout.engines = [first.describe("engine-0"), second.describe("engine-1")]
+    updates.push(2)
+    updates.close()
+    groups = [body["group_name"] for path, body in first.told()["calls"] if path == "/init_weights_update_group"]
+    assert len(set(groups)) == 2
+    assert all(fake.told()["held"] == expected(runner) for fake in (first, second))
+
+
+@pytest.mark.parametrize("colocate", [True, False], ids=["ipc", "nccl"])
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("die:1", EngineError, ""),
+        ("refuse:1", EngineError, "status 400.*no memory"),
+        ("silent:1", DeadlineExceeded, ""),
+    ],
+)
+def test_a_failing_engine_is_named_and_nothing_hangs(
+    model: str, start: Start, colocate: bool, fault: str, error: type[SlimeError], words: str
+):
+    engines = [start(fault).describe("engine-0")]
+    if not colocate:
+        engines.insert(0, start().describe("engine-9"))
+    rollout = StandInRollout(engines)
+    updates, _ = updates_of(model, rollout, colocate=colocate, update_weight_timeout_seconds=4.0)
+    with pytest.raises(error, match=f"rank 0 to engine.*engine-0.*bucket 1 .*model.*of weight version 8.*{words}"):
+        updates.push(8)
+    assert rollout.calls[0] == "begin 8" and rollout.calls[1].startswith(f"abort 8: {error.__name__}: rank 0 to engine")
+    updates.close()
+
+
+def test_an_engine_that_is_gone_before_the_group_is_made(model: str, start: Start):
+    gone = start()
+    gone.stop()
+    updates, _ = updates_of(model, StandInRollout([gone.describe("engine-0")]), update_weight_timeout_seconds=4.0)
+    with pytest.raises(EngineError, match="rank 0 to engine engine-0 .*init_weights_update_group, group of 2 ranks at"):
+        updates.push(1)
+
+
+def test_after_a_failure_the_next_update_works(model: str, start: Start):
+    fake = start("refuse:0")
+    updates, runner = updates_of(model, StandInRollout([fake.describe("engine-0")]), update_weight_timeout_seconds=4.0)
+    with pytest.raises(EngineError):
+        updates.push(1)
+    updates.push(2)
+    assert (fake.told()["version"], fake.told()["held"]) == ("2", expected(runner))
+    updates.close()
+
+
+def test_every_rank_shares_the_bucket_on_its_own_gpu(start: Start, tmp_path: Path):
+    """Two ranks, an engine over both: FSDP and tensor-parallel Megatron give the weights of one rank."""
+    fake = start()
+    model = write_model(tmp_path / "models" / "dense")
+    (tmp_path / "models" / "engine.json").write_text(json.dumps(dataclasses.asdict(fake.describe("engine-0", 2))))
+    (tmp_path / "run").mkdir()
+    results = results_of("trainer_weight_ranks.py", 2, tmp_path / "run", tmp_path / "models")
+    runner = Runner(make_settings(model))
+    for case in ("fsdp", "megatron"):
+        first, second = results[case]
+        assert first == {"sent": 2 * runner.backend.num_parameters, "error": "", "calls": ["begin", "onload", "commit"]}
+        assert second == {**first, "calls": []}
+    told = fake.told()
+    assert (told["version"], told["held"]) == ("6", expected(runner, torch.bfloat16))
+
+
+def test_an_engine_over_more_gpus_than_the_trainer_has(model: str, start: Start):
+    updates, _ = updates_of(model, StandInRollout([start().describe("engine-0", 2)]), colocate=True)
+    with pytest.raises(InvalidSetting, match="engines on 2 GPUs, a trainer on 1"):
+        updates.push(1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "values", "transport"),
+    [
+        (["embedded"], {}, "tensor"),
+        (["embedded"], {"colocate": True}, "tensor"),
+        (["sglang", "sglang"], {"colocate": True}, "ipc"),
+        (["sglang"], {}, "nccl"),
+        (["sglang"], {"colocate": True, "rollout_external_engine_addrs": ["h:1"]}, "nccl"),
+        (["sglang"], {"update_weight_transport": "disk", "update_weight_disk_dir": "d"}, "disk"),
+    ],
+)
+def test_what_auto_chooses(kinds: list[str], values: dict[str, Any], transport: str):
+    engines = [Engine(f"engine-{i}", "http://h:1", kind, True, 0) for i, kind in enumerate(kinds)]
+    assert transport_for(engines, TrainerSettings(hf_checkpoint="m", **values)) == transport
+
+
+def test_mixed_engines_and_engines_of_another_kind_are_refused(model: str):
+    engines = [
+        Engine("engine-0", "http://h:1", "embedded", True, 0),
+        Engine("engine-1", "http://h:2", "sglang", True, 0),
+    ]
+    updates, _ = updates_of(model, StandInRollout(engines))
+    with pytest.raises(NotAvailable, match="embedded, sglang"):
+        updates.push(1)
+    updates, _ = updates_of(model, StandInRollout(engines), update_weight_transport="nccl")
+    with pytest.raises(NotAvailable, match=r"transport nccl to engine engine-0 \(embedded\)"):
+        updates.push(1)

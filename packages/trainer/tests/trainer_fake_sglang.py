@@ -1,0 +1,174 @@
+"""The weight-update calls of SGLang 0.5.17's server, on the CPU: `trainer_fake_sglang.py [FAULT:BUCKET]`.
+
+Paths, bodies, status codes and answers are those of `entrypoints/http_server.py`, the group is made as
+`srt/utils/common.py` makes it, payloads are read through the allow-list of its unpickler. gloo stands for NCCL, shared
+memory for CUDA IPC. GET /held tells what was loaded and asked. Prints its port, and ends with its standard input.
+
+FAULT at the BUCKET-th request for an update, from 0: `die`, `refuse` (status 400), or `silent` (no answer, no receive).
+"""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import pickle
+import sys
+import tempfile
+import threading
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ALLOWED = (
+    "builtins.",
+    "collections.",
+    "copyreg.",
+    "functools.",
+    "itertools.",
+    "operator.",
+    "types.",
+    "weakref.",
+    "torch.",
+)
+TIMEOUT = timedelta(seconds=20)
+
+
+class SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if any((module + ".").startswith(prefix) for prefix in ALLOWED):
+            return super().find_class(module, name)
+        raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+
+
+def new_group(body: dict[str, Any]) -> dist.ProcessGroup:
+    from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
+
+    rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]
+    url = f"tcp://{body['master_address']}:{body['master_port']}"
+    store, rank, size = next(rendezvous(url, rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    store = dist.PrefixStore(name, store)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Backend(body["backend"]), store, group_name=name, backend_options=None, timeout=TIMEOUT
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+class Fake:
+    def __init__(self, fault: str) -> None:
+        self.fault, _, bucket = fault.partition(":")
+        self.faulty = int(bucket or -1)
+        self.updates = 0
+        self.version = "0"
+        self.held: dict[str, str] = {}
+        self.calls: list[list[Any]] = []
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.calls.append([path, {k: v for k, v in body.items() if k != "serialized_named_tensors"}])
+        if path.startswith("/update_weights_from"):
+            number, self.updates = self.updates, self.updates + 1
+            if number == self.faulty:
+                if self.fault == "die":
+                    os._exit(9)
+                if self.fault == "silent":
+                    threading.Event().wait(60)
+                return 400, {"success": False, "message": "no memory"}
+        return {
+            "/init_weights_update_group": self.init,
+            "/destroy_weights_update_group": self.destroy,
+            "/update_weights_from_distributed": self.receive,
+            "/update_weights_from_tensor": self.open,
+        }[path](body)
+
+    def init(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            self.groups[body["group_name"]] = new_group(body)
+        except Exception as error:
+            return 400, {"success": False, "message": f"Failed to initialize custom process group: {error}."}
+        return 200, {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    def destroy(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        dist.destroy_process_group(self.groups.pop(body["group_name"]))
+        return 200, {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    def receive(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        assert body["load_format"] == "flattened_bucket"
+        empty = [
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+        ]
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in empty])
+        dist.broadcast(flat, src=0, group=self.groups[body["group_name"]])
+        start = 0
+        for name, tensor in zip(body["names"], empty, strict=True):
+            self.load(name, flat[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
+            start += tensor.nbytes
+        return self.done(body)
+
+    def open(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        assert body["load_format"] == "flattened_bucket"
+        loaded: list[dict[str, str]] = []
+        for payload in body["serialized_named_tensors"]:
+            got = SafeUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+            flat, rank = got["flattened_tensor"], {}
+            for meta in got["metadata"]:
+                tensor = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+                assert meta.numel == meta.end_idx - meta.start_idx
+                rank[meta.name] = digest(tensor)
+            loaded.append(rank)
+        assert all(rank == loaded[0] for rank in loaded)
+        self.held |= loaded[0]
+        return self.done(body)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.held[name] = digest(tensor)
+
+    def done(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body.get("weight_version") is not None:
+            self.version = body["weight_version"]
+        return 200, {"success": True, "message": "Success"}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+
+
+def serve(fake: Fake) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.tell(200, {"version": fake.version, "held": fake.held, "calls": fake.calls})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.tell(*fake.answer(self.path, body))
+
+        def tell(self, status: int, content: dict[str, Any]) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        # SGLang's processes have a group of their own before they join another.
+        dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+        server = serve(Fake(sys.argv[1] if len(sys.argv) > 1 else ""))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(server.server_address[1], flush=True)
+        sys.stdin.read()
+        os._exit(0)
