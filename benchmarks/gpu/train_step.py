@@ -15,6 +15,7 @@ embedding) x tokens plus causal attention, over the rate of a large bf16 matrix 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -122,9 +123,9 @@ def measure(
     rows: list[dict[str, Any]] = []
     subjects: dict[str, Callable[[], tuple[Callable[[], None], int]]] = {}
     for name in options.backends:
-        subjects[f"step, {name}"] = lambda name=name: step_of(options, name, directory, samples, device)
+        subjects[f"step, {name}"] = functools.partial(step_of, options, name, directory, samples, device)
     for name in options.peers:
-        subjects[f"transformers, {name}"] = lambda name=name: peer(options, name, directory, samples, device)
+        subjects[f"transformers, {name}"] = functools.partial(peer, options, name, directory, samples, device)
     tokens = options.samples * options.length
     for name, make in subjects.items():
         run, parameters = make()
@@ -152,17 +153,21 @@ def step_of(
     model = build_backend(settings, ranks, device)
     step = TrainStep(settings, model, ranks)
     plan = Planner(settings).plan(0, [summary(sample) for sample in samples])
-    return lambda: step.run(plan, lambda positions: (samples[p] for p in positions)) and None, model.num_parameters
+
+    def run() -> None:
+        step.run(plan, lambda positions: (samples[p] for p in positions))
+
+    return run, model.num_parameters
 
 
 def summary(sample: Sample) -> SampleSummary:
-    known = dict(
+    known: dict[str, Any] = dict(
         index=sample.index, group_index=sample.group_index, rollout_id=None, total_length=len(sample.tokens),
         response_length=sample.response_length, loss_mask_sum=sample.response_length, reward=sample.reward,
         remove_sample=False,
     )  # fmt: skip
-    names = SampleSummary.__dataclass_fields__
-    return SampleSummary(**{name: known.get(name) for name in names})
+    fields: dict[str, Any] = {name: known.get(name) for name in SampleSummary.__dataclass_fields__}
+    return SampleSummary(**fields)
 
 
 def peer(

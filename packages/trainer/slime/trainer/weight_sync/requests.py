@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,8 @@ class EngineRequests:
 
     def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
         """The same to all of them at once; raises the error of the first, in their order, that failed."""
-        for answer in [
-            in_background(lambda engine=engine: self._post(engine, path, body, content_type, what))
-            for engine in engines
-        ]:
+        posts = [functools.partial(self._post, engine, path, body, content_type, what) for engine in engines]
+        for answer in [in_background(post) for post in posts]:
             answer.result()
 
     def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
