@@ -76,10 +76,21 @@ def test_too_few_gpus_are_an_error_with_the_sum(gpus: int, ranks: int, rollout: 
 def test_megatron_gets_the_one_queue_that_it_needs_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)
-    megatron = LauncherSettings(num_rollout=1, train_backend="megatron")
+    megatron = LauncherSettings(num_rollout=1, train_backend="megatron", colocate=True)
     assert trainer_environment(megatron, gpus=True) == {name: "1"}
-    own = LauncherSettings(num_rollout=1, train_backend="megatron", train_env_vars={name: "8"})
+    own = LauncherSettings(num_rollout=1, train_backend="megatron", colocate=True, train_env_vars={name: "8"})
     assert trainer_environment(own, gpus=True) == {name: "8"}
     assert name not in trainer_environment(LauncherSettings(num_rollout=1), gpus=True)
     monkeypatch.setenv(name, "32")
     assert name not in trainer_environment(megatron, gpus=True)
+
+
+def test_both_sides_of_a_broadcast_allocate_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "NCCL_CUMEM_ENABLE"
+    monkeypatch.delenv(name, raising=False)
+    apart, together = LauncherSettings(num_rollout=1), LauncherSettings(num_rollout=1, colocate=True)
+    assert trainer_environment(apart, gpus=True)[name] == "0"
+    assert name not in trainer_environment(together, gpus=True)
+    assert name not in trainer_environment(apart, gpus=False)
+    monkeypatch.setenv(name, "1")
+    assert name not in trainer_environment(apart, gpus=True)
