@@ -116,8 +116,9 @@ def test_a_bad_prompt_is_named_and_nothing_is_added(serving, prompt, field):
 
 def test_evaluation_sets(connected, write_jsonl):
     first = write_jsonl([{"q": f"e{i}", "a": str(i)} for i in range(3)], "one.jsonl")
-    second = write_jsonl([{"q": "x", "a": "y"}], "two.jsonl")
+    second = write_jsonl([{"q": "x", "answer": "y"}], "two.jsonl")
     client = connected(
+        eval_columns={"two": {"label_key": "answer"}},
         eval_prompt_data=[["one", f"{first}@[1:3]", "two", second]],
         eval_input_key="q",
         eval_label_key="a",
@@ -131,6 +132,7 @@ def test_evaluation_sets(connected, write_jsonl):
     assert client.add_prompts(["more"], dataset="two").first_group_index == 1
     client.add_prompts(["other"], dataset="three")
     assert [g.samples[0].prompt for g in client.read_evaluation_set("two")] == ["x", "more"]
+    assert client.read_evaluation_set("two")[0].samples[0].label == "y"
     assert client.stats().evaluation_sets == ("one", "two", "three")
     assert client.lease_groups(1) == []
     with pytest.raises(NotFound, match="'four'; there is one, two, three"):

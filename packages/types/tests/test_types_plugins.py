@@ -81,3 +81,25 @@ def test_what_is_wrong_with_a_path_is_said(
         assert caught.value.field == "--custom-rm-path" and caught.value.value.startswith(given[:100])
         for word in ["--custom-rm-path", *words]:
             assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "names", "found"),
+    [
+        ("custom_rm", "--custom-rm-path", (), "reward_func"),
+        ("custom_rm", "--custom-rm-path", ("batched_custom_rm",), "batched_custom_rm"),
+        ("parse", "--custom-rm-path", (), "parse"),
+    ],
+)
+def test_of_several_functions_of_a_file_the_usual_one_is_meant(
+    tmp_path: Path, name: str, flag: str, names: tuple[str, ...], found: str
+) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("".join(f"def {each}(): ...\n" for each in ("parse", "reward_func", "batched_custom_rm")))
+    assert load_plugin(str(file), flag=flag, names=names).__name__ == found
+
+
+def test_keywords_that_it_is_called_with(file: Path) -> None:
+    assert load_plugin(f"{file}:exact", parameters=("args", "sample"), keywords=("strict",))
+    with pytest.raises(PluginError, match=r"expected \(args, sample, evaluation=\)"):
+        load_plugin(f"{file}:exact", parameters=("args", "sample"), keywords=("evaluation",))

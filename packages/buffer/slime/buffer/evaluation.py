@@ -45,13 +45,18 @@ class EvaluationSets:
 
 def read_evaluation_files(settings: BufferSettings) -> dict[str, list[bytes]]:
     """Templates by the name of their set. Raises what `read_dataset` raises."""
-    columns = Columns(
-        input=settings.eval_input_key or settings.input_key,
-        label=settings.eval_label_key or settings.label_key,
-        metadata=settings.metadata_key,
-        tools=settings.eval_tool_key or settings.tool_key,
-    )
+    common = {
+        "input_key": settings.eval_input_key or settings.input_key,
+        "label_key": settings.eval_label_key or settings.label_key,
+        "metadata_key": settings.metadata_key,
+        "tool_key": settings.eval_tool_key or settings.tool_key,
+    }
+
+    def columns(name: str) -> Columns:
+        own = common | settings.eval_columns.get(name, {})
+        return Columns(own["input_key"], own["label_key"], own["metadata_key"], own["tool_key"])
+
     return {
-        name: [encode_sample(prompt.to_sample()) for prompt in read_dataset(path, columns).prompts]
+        name: [encode_sample(prompt.to_sample()) for prompt in read_dataset(path, columns(name)).prompts]
         for name, path in settings.evaluation_sets().items()
     }

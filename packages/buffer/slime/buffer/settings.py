@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from slime.types.errors import InvalidSetting
 from slime.types.settings import setting
+
+# What a set of its own may say of the columns of its file.
+COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key")
 
 
 @dataclass(kw_only=True)
@@ -36,6 +40,10 @@ class BufferSettings:
     eval_label_key: str | None = setting(None, "as --label-key for evaluation sets, where they differ", metavar="NAME")
     eval_tool_key: str | None = setting(None, "as --tool-key for evaluation sets, where they differ", metavar="NAME")
 
+    eval_columns: dict[str, Any] = setting(
+        dict, "columns of single evaluation sets, by their names: {NAME: {label_key: answer}}", flag=False
+    )
+
     buffer_dir: str | None = setting(
         None, "where the state lives; without it, in a temporary directory that is removed at the end", metavar="DIR"
     )
@@ -53,14 +61,26 @@ class BufferSettings:
         False, "delete the samples of committed steps; without it they can be read back after the run"
     )
 
+    def __post_init__(self) -> None:
+        for name, columns in self.eval_columns.items():
+            if not isinstance(columns, dict) or not all(
+                key in COLUMNS and isinstance(value, str) for key, value in columns.items()
+            ):
+                raise InvalidSetting(
+                    f"eval_columns: {name}: got {columns!r}, expected names of columns: {', '.join(COLUMNS)}",
+                    field=f"eval_columns.{name}",
+                    value=columns,
+                    expected=", ".join(COLUMNS),
+                )
+
     def evaluation_sets(self) -> dict[str, str]:
         """Path by name, in the order given. Raises InvalidSetting for a name without a path or a name given twice."""
         words = [w for item in self.eval_prompt_data or [] for w in ([item] if isinstance(item, str) else item)]
         if len(words) == 1:
             words = ["aime", *words]
-        if len(words) % 2:
+        if len(words) % 2 or not all(isinstance(word, str) for word in words):
             raise InvalidSetting(
-                f"--eval-prompt-data: got {' '.join(words)!r}, expected pairs of NAME PATH",
+                f"--eval-prompt-data: got {' '.join(map(str, words))!r}, expected pairs of NAME PATH",
                 field="--eval-prompt-data",
                 value=words,
                 expected="pairs of NAME PATH",

@@ -13,6 +13,7 @@ A run over services uses the buffer instead: there the state is durable, here it
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 from abc import ABC, abstractmethod
@@ -52,6 +53,22 @@ class DataSource(ABC):
 
 class RolloutDataSource(DataSource):
     """Prompts of a dataset, epoch after epoch."""
+
+    # For subclasses of the flat shape, which need not call __init__.
+    flat = True
+    sample_group_index = 0
+    sample_index = 0
+    _prompts: Dataset | None = None
+    _cursor = Cursor()
+
+    @classmethod
+    def from_args(cls, args: Any) -> RolloutDataSource:
+        """`cls(args)`; a class that wants `(dataset, args)` gets the prompts of `args.prompt_data` as its dataset."""
+        parameters = inspect.signature(cls).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len([p for p in positional if p.default is p.empty]) == 2:
+            return cls(PromptSequence(_read(args)), args)
+        return cls(args)
 
     def __init__(self, *dataset_and_args: Any) -> None:
         if len(dataset_and_args) not in (1, 2):
@@ -140,7 +157,7 @@ class RolloutDataSource(DataSource):
             "epoch_id": self._cursor.epoch,
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
-            "metadata": self.metadata,
+            "metadata": self.get_metadata(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -150,10 +167,10 @@ class RolloutDataSource(DataSource):
         self.metadata = state["metadata"]
 
     def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
+        return self.__dict__.setdefault("metadata", {})
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
+        self.get_metadata().update(metadata)
 
     def __len__(self) -> int:
         return len(self.dataset if self._prompts is None and self.flat else self._prompts or ())
@@ -224,7 +241,26 @@ def _read(args: Any) -> Dataset | None:
     return read_dataset(path, columns, shuffle=shuffle, seed=seed)
 
 
+class PromptSequence:
+    """What a source of the flat shape takes for its dataset: `sample(n)` gives the next n prompts, without labels."""
+
+    def __init__(self, prompts: Dataset | None) -> None:
+        self.prompts = prompts
+        self._cursor = Cursor()
+
+    def sample(self, num_samples: int) -> list[Any]:
+        if self.prompts is None:
+            return [""] * num_samples
+        taken, self._cursor = self.prompts.take(self._cursor, num_samples)
+        return [prompt.prompt for prompt in taken]
+
+    def __len__(self) -> int:
+        return len(self.prompts or ())
+
+
 def _sequence(dataset: Any) -> Dataset | None:
+    if isinstance(dataset, PromptSequence):
+        return dataset.prompts
     if hasattr(dataset, "sample"):
         return None
     return Dataset(list(dataset))

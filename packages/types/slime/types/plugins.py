@@ -2,7 +2,8 @@
 
     reward = load_plugin("my_rewards.py:exact", flag="--custom-rm-path", parameters=("args", "sample"))
 
-A file without `:name` must define one public function. A path is loaded once a process.
+A file without `:name` means its one public function; of several, the one that is called as the file is, or as such a
+plug-in usually is (USUAL_NAMES). A path is loaded once a process.
 """
 
 from __future__ import annotations
@@ -22,11 +23,29 @@ from slime.types.errors import PluginError
 
 _LOADING = threading.RLock()
 
+# By flag: how a function of a file is called that has others beside it.
+USUAL_NAMES = {
+    "--buffer-filter-path": ("buffer_filter",),
+    "--custom-generate-function-path": ("custom_generate", "generate"),
+    "--custom-rm-path": ("reward_func", "custom_rm", "batched_custom_rm"),
+    "--eval-function-path": ("eval_rollout", "generate_rollout"),
+    "--rollout-function-path": ("generate_rollout",),
+}
 
-def load_plugin(path: str, *, flag: str = "", parameters: Sequence[str] = ()) -> Callable[..., Any]:
+
+def load_plugin(
+    path: str,
+    *,
+    flag: str = "",
+    parameters: Sequence[str] = (),
+    keywords: Sequence[str] = (),
+    names: Sequence[str] = (),
+) -> Callable[..., Any]:
     """The callable at `path`.
 
     parameters: names of the positional arguments that it will be called with; empty: not checked.
+    keywords: those that it will be called with by keyword.
+    names: tried before USUAL_NAMES, for a file without `:name`.
     Raises PluginError naming `flag`, the path, and what is wrong with it.
     """
     module_path, name = _split(path, flag)
@@ -34,7 +53,7 @@ def load_plugin(path: str, *, flag: str = "", parameters: Sequence[str] = ()) ->
         _load_file(Path(module_path), path, flag) if module_path.endswith(".py") else _import(module_path, path, flag)
     )
     if not name:
-        name = _only_function(module, path, flag)
+        name = _function_of_file(module, path, flag, names)
     try:
         function = getattr(module, name)
     except AttributeError:
@@ -42,8 +61,8 @@ def load_plugin(path: str, *, flag: str = "", parameters: Sequence[str] = ()) ->
         raise _error(path, flag, f"{module_path} has no {name!r}", f"one of {', '.join(public[:8])}") from None
     if not callable(function):
         raise _error(path, flag, f"{name} is a {type(function).__name__}", "something callable")
-    if parameters:
-        _check_parameters(function, path, flag, parameters)
+    if parameters or keywords:
+        _check_parameters(function, path, flag, parameters, keywords)
     return function
 
 
@@ -96,26 +115,32 @@ def _load_file(file: Path, path: str, flag: str) -> ModuleType:
         return module
 
 
-def _only_function(module: ModuleType, path: str, flag: str) -> str:
+def _function_of_file(module: ModuleType, path: str, flag: str, names: Sequence[str]) -> str:
     own = [
         name for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]  # fmt: skip
     if len(own) != 1:
+        for name in (*names, Path(path).stem, *USUAL_NAMES.get(flag, ())):
+            if name in own:
+                return name
         found = ", ".join(own) or "none"
         raise _error(path, flag, f"the file defines {len(own)} public functions ({found})", f"one, or {path}:NAME")
     return own[0]
 
 
-def _check_parameters(function: Callable[..., Any], path: str, flag: str, parameters: Sequence[str]) -> None:
+def _check_parameters(
+    function: Callable[..., Any], path: str, flag: str, parameters: Sequence[str], keywords: Sequence[str]
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return
     try:
-        signature.bind(*parameters)
+        signature.bind(*parameters, **dict.fromkeys(keywords))
     except TypeError:
-        raise _error(path, flag, f"it takes {signature}", f"({', '.join(parameters)})") from None
+        expected = ", ".join([*parameters, *(f"{name}=" for name in keywords)])
+        raise _error(path, flag, f"it takes {signature}", f"({expected})") from None
 
 
 def _error(path: str, flag: str, problem: str, expected: str) -> PluginError:

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -77,13 +78,36 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+class _Store(argparse._StoreAction):
+    """Takes the last value of a flag that is repeated, and refuses two names of one setting that disagree."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        spelled: dict[str, tuple[str, Any]] = getattr(parser, "spelled", {})
+        other, value = spelled.get(self.dest, (option_string, values))
+        if other != option_string and value != values:
+            raise InvalidSetting(
+                f"{option_string} {values} contradicts {other} {value}: they are two names of one setting",
+                field=str(option_string),
+                value=values,
+                expected=f"{value}, or one of the two",
+            )
+        spelled[self.dest] = (str(option_string), values)
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are ours: unknown flags name the nearest valid one; no abbreviations."""
+    """An ArgumentParser whose errors are ours: unknown flags name the nearest valid one; no abbreviations.
+
+    spelled: setting -> (name of its flag, value), as the last command line that was parsed had them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(*args, **kwargs)
+        self.spelled: dict[str, tuple[str, Any]] = {}
+        self.register("action", None, _Store)
+        self.register("action", "store", _Store)
         # argparse takes -1e-6 and -inf for flags.
         self._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf$)")
 
@@ -94,6 +118,7 @@ class Parser(argparse.ArgumentParser):
         raise InvalidSetting(f"{named[1]}: {named[2]}", field=named[1])
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        self.spelled = {}
         namespace, unknown = self.parse_known_args(argv)
         for word in unknown:
             if word.startswith("--"):
@@ -145,8 +170,9 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     meta = field.metadata
     names = flag_names(field)
     default = _default(field)
-    text = meta["help"].replace("%", "%%") + (" (required)" if default is REQUIRED else f" (default: {default})")
-    text = text.replace("(default: None)", "").strip()
+    shown = " (required)" if default is REQUIRED else f" (default: {default})"
+    untold = default is None or isinstance(default, bool) or default in ([], {}, "")
+    text = meta["help"].replace("%", "%%") + ("" if untold else shown)
     common: dict[str, Any] = dict(
         dest=field.name,
         default=argparse.SUPPRESS,
@@ -168,7 +194,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     if meta["append"]:
         group.add_argument(*names, action="append", **(common | ({"nargs": "+"} if base is list else {})))
     elif many:
-        group.add_argument(*names, nargs="*", **common)
+        group.add_argument(*names, nargs="+", **common)
     else:
         group.add_argument(*names, **common)
 
@@ -295,6 +321,10 @@ def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
             raise InvalidSetting(
                 f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}"
             )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidSetting(
+            f"{flag}: got {value}, expected a finite number", field=flag, value=value, expected="a finite number"
+        )
 
 
 class FlagFamily(typing.Protocol):

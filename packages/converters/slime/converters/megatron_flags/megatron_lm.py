@@ -150,7 +150,7 @@ REFUSED = {
         use-nccl-ub disable-symmetric-registration create-all-gather-group""",
     "process groups other than the usual ones": """use-tp-pp-dp-mapping num-distributed-optimizer-instances
         nccl-communicator-config-path use-sharp sharp-enabled-group high-priority-stream-groups
-        disable-gloo-process-groups distributed-backend
+        disable-gloo-process-groups
         distributed-timeout-seconds-after-init lazy-mpu-init local-rank rank world-size
         fake-process-group no-align-grad-reduce disable-align-grad-reduce ddp-num-buckets ddp-average-in-collective
         no-scatter-gather-tensors-in-pipeline disable-jit-fuser""",
@@ -175,8 +175,8 @@ REFUSED = {
         log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-memory-interval log-device-memory-used
         log-num-zeros-in-grad log-world-size-to-tensorboard wandb-exp-name wandb-save-dir wandb-entity
         logging-level log-energy no-one-logger one-logger-* app-tag-run-name app-tag-run-version""",
-    "memory and time profiles": """profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler
-        pytorch-profiler-collect-* memory-snapshot-path""",
+    "memory and time profiles": """profile-ranks pytorch-profiler-collect-*
+        memory-snapshot-path""",
     "watching the trainer's ranks": """log-straggler disable-straggler-on-startup straggler-*
         run-workload-inspector-server inprocess-* enable-ft-package calc-ft-timeouts ft-num-warmup-iters
         error-injection-rate error-injection-type rerun-mode""",

@@ -23,6 +23,11 @@ _AT_LEAST_ONE = frozenset(
     q_lora_rank kv_lora_rank qk_head_dim v_head_dim ddp_bucket_size moe_shared_expert_intermediate_size""".split()
 )
 
+_NOT_NEGATIVE = frozenset(
+    """mtp_num_layers mtp_loss_scaling_factor attention_dropout hidden_dropout norm_epsilon moe_aux_loss_coeff
+    moe_z_loss_coeff""".split()
+)
+
 
 def make_settings(rows: Iterable[Row]) -> type:
     """A dataclass of settings with a field, None by default, for each of `rows` that is taken."""
@@ -56,7 +61,7 @@ def _field(row: Row) -> tuple[str, Any, Any]:
             row.help,
             choices=row.choices or None,
             parse=_PARSERS.get(name),
-            minimum=1 if row.dest in _AT_LEAST_ONE else None,
+            minimum=1 if row.dest in _AT_LEAST_ONE else 0 if row.dest in _NOT_NEGATIVE else None,
             **common,
         ),
     )
