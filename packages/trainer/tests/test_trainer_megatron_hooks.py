@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tiny import Runner, alone, make_samples, make_settings, write_biased_model
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_ahead_model, write_biased_model
 
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.backends.build import build_backend
@@ -191,6 +191,37 @@ def test_flags_that_do_not_fit_show_both_values(model: str, given: dict[str, Any
         build_backend(megatron(model), alone(), pick_device(0), megatron=given)
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather takes rows of one length"),
+        ({"mtp_loss_scaling_factor": 0.3}, "--mtp-loss-scaling-factor .* without --enable-mtp-training"),
+    ],
+)
+def test_arguments_that_would_be_dropped_are_refused(model: str, given: dict[str, Any], words: str):
+    with pytest.raises(InvalidSetting, match=words):
+        build_backend(megatron(model), alone(), pick_device(0), megatron=given)
+
+
+def test_layers_that_predict_ahead_and_do_not_train_are_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write_ahead_model(tmp_path / "ahead")
+    backend = build_backend(megatron(path), alone(), pick_device(0), megatron={"mtp_num_layers": 1})
+    assert "--mtp-num-layers 1 without --enable-mtp-training" in caplog.text
+    assert backend.untrained_weights()
+
+
+def test_groups_of_experts_are_chosen_as_the_model_was_made_or_not_at_all():
+    from slime.trainer.backends.build import _check_groups
+
+    chosen = {"moe_router_topk": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    _check_groups(chosen)
+    _check_groups(chosen | {"moe_router_group_topk": 8})
+    _check_groups({"moe_router_topk": 8})
+    with pytest.raises(InvalidSetting, match="--moe-router-topk 8 with --moe-router-group-topk 2") as raised:
+        _check_groups(chosen | {"moe_router_group_topk": 2})
+    assert raised.value.field == "--moe-router-group-topk"
 
 
 def test_there_must_be_layers_that_predict_ahead_to_train_them(model: str):

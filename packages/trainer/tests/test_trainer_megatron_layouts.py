@@ -81,7 +81,8 @@ def test_a_layout_equals_one_rank_of_fsdp(results: dict[int, Path], expected: An
             assert got[position] == pytest.approx(values_, abs=1e-5), position
     if not CASES[world_size][case][1].get("use_distributed_optimizer"):
         _assert_gradients(gradients, load_file(directory / f"{case}-gradients.safetensors"))
-    for name in ("train/loss", "train/grad_norm", "train/pg_loss", "train/entropy_loss"):
+    where_asked = [name for name in ("train/kl_loss", "rollout/entropy") if name in found["step"]]
+    for name in ("train/loss", "train/grad_norm", "train/pg_loss", "train/entropy_loss", *where_asked):
         assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-4, abs=2e-6), name
     got_weights = load_file(directory / f"{case}.safetensors")
     for name, weight in weights.items():

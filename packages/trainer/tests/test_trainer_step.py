@@ -5,23 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from trainer_float64 import load64, reference_log_probs
 from trainer_tiny import Runner, make_samples, make_settings
-from transformers import AutoModelForCausalLM
 
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.batching.packing import pack
 from slime.types.errors import InvalidField, InvalidFile, MissingFile
-
-
-def load64(path: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
-
-
-def reference_log_probs(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
-    tokens = torch.tensor(sample.tokens, dtype=torch.int64)
-    logits = model(input_ids=tokens[None]).logits[0] / temperature
-    log_probs = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
-    return log_probs[len(tokens) - 1 - sample.response_length :]
 
 
 def grpo_rewards(samples: list[Any]) -> list[float]:

@@ -9,7 +9,10 @@ from safetensors.torch import save_file
 from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer import checkpoint
+from slime.trainer.backends.base import REFERENCE
 from slime.trainer.collective import Ranks
+from slime.trainer.device_memory import PARTS, DeviceMemory
+from slime.trainer.old_policies import OldPolicies
 from slime.trainer.trainer import pick_device
 from slime.types.errors import InvalidField, SlimeError
 
@@ -19,17 +22,47 @@ CASES = {
     "whitened": {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
     # Fewer samples with a gradient than ranks could want: one rank has nothing to do.
     "idle": {"max_tokens_per_gpu": 1000},
-}
+    "passes": {
+        "num_steps_per_rollout": 2, "log_probs_max_tokens_per_gpu": 14, "balance_by_flops": True,
+        "data_pad_size_multiplier": 8, "recompute_loss_function": True, "use_rollout_entropy": True,
+    },
+    # Seven samples.
+    "dynamic": {"use_dynamic_global_batch_size": True},
+    "moving": {"use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True, "reset_optimizer_states": True},
+}  # fmt: skip
+
+
+def drive(name: str, runner: Runner) -> dict[str, float]:
+    """What a case does; its metrics."""
+    if name == "idle":
+        samples = make_samples(groups=2, size=3)
+        for sample in samples[1:]:
+            sample.reward, sample.remove_sample = 0.0, True
+        return runner.run(0, samples)
+    if name == "dynamic":
+        return runner.run(0, make_samples()[:7])
+    if name != "moving":
+        return runner.run(0)
+    # Between rollouts all memory is away, the reference becomes the policy, and old tokens come from the first weights.
+    policies = runner._step.preparation.old_policies = OldPolicies(runner.backend, 0)
+    memory = DeviceMemory(runner.backend, enabled=True, device_types=("cpu",))
+    memory.release(*PARTS)
+    memory.need(*PARTS)
+    runner.run(0)
+    runner.backend.keep(REFERENCE)
+    policies.keep(1)
+    memory.release(*PARTS)
+    memory.need(*PARTS)
+    samples = make_samples(1)
+    for number, sample in enumerate(samples):
+        sample.weight_versions = [str(number % 2)]
+    return runner.run(1, samples)
 
 
 def run(ranks: Ranks, directory: Path, model: str, reference: str) -> None:
     for name, values in CASES.items():
         runner = Runner(make_settings(model, ref_load=reference, **values), ranks)
-        samples = make_samples(groups=2, size=3) if name == "idle" else None
-        if name == "idle":
-            for sample in samples[1:]:
-                sample.reward, sample.remove_sample = 0.0, True
-        metrics = runner.run(0, samples)
+        metrics = drive(name, runner)
         weights = runner.weights()
         if ranks.rank == 0:
             (directory / f"{name}.json").write_text(json.dumps(metrics))

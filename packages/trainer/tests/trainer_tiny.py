@@ -96,6 +96,21 @@ def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
     return samples
 
 
+def train_data(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What a function of --custom-convert-samples-to-train-data-path may make of them."""
+    return {
+        "tokens": [s.tokens for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": [float(i % 3) - 1.0 for i in range(len(samples))],
+        "raw_reward": [s.reward for s in samples],
+        "truncated": [0 for _ in samples],
+        "sample_indices": [s.index for s in samples],
+        "loss_masks": [s.loss_mask for s in samples],
+        "rollout_ids": list(range(len(samples))),
+        "rollout_mask_sums": [int(s.loss_mask.sum()) for s in samples],  # type: ignore[union-attr]
+    }
+
+
 @dataclasses.dataclass
 class Summary:
     index: int

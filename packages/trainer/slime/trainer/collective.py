@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.types.errors import RemoteError, SlimeError, error_classes
+from slime.types.errors import InvalidSetting, RemoteError, SlimeError, error_classes
 
 T = TypeVar("T")
 
@@ -23,18 +23,24 @@ class Ranks:
     """The process group of a trainer; with a world size of 1 there is none and every call is local."""
 
     def __init__(
-        self, rank: int, world_size: int, master_address: str, timeout_minutes: float, device_type: str = "cpu"
+        self,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        timeout_minutes: float,
+        device_type: str = "cpu",
+        backend: str | None = None,
     ) -> None:
         """master_address: "host:port" where rank 0 listens, or "file:///path" for one machine. Blocks until all
-        joined.
+        joined. backend: "nccl" or "gloo", by `device_type` where it is None; raises InvalidSetting.
         """
+        backend = _process_groups(backend, device_type, world_size)
         self.rank = rank
         self.world_size = world_size
         self.control: dist.ProcessGroup | None = None
         if world_size == 1:
             return
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         url = master_address if "://" in master_address else f"tcp://{master_address}"
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
@@ -109,6 +115,27 @@ class Ranks:
                         pass
 
         return self.together(run)
+
+
+def _process_groups(name: str | None, device_type: str, world_size: int) -> str:
+    """What torch calls the backends for `--distributed-backend`."""
+    if device_type != "cuda":
+        if name not in (None, "gloo"):
+            raise InvalidSetting(
+                f"--distributed-backend {name} works between GPUs, and there is none here",
+                field="--distributed-backend",
+                value=name,
+                expected="gloo, or none",
+            )
+        return "gloo"
+    if name == "gloo" and world_size > 1:
+        raise InvalidSetting(
+            f"--distributed-backend gloo cannot add up gradients of {world_size} ranks in GPU memory",
+            field="--distributed-backend",
+            value=name,
+            expected="nccl, or none",
+        )
+    return "cpu:gloo,cuda:nccl"
 
 
 def _described(error: Exception | None) -> dict[str, str]:

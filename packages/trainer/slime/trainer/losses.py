@@ -32,6 +32,11 @@ class Targets:
     # None: the policy itself, which is exact where an update is the first since the samples were made.
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
+    # Advantages before whitening.
+    returns: Tensor
+    # The policy's before the update, where `old_log_probs` are the engine's and it is not the policy itself.
+    train_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class Loss:
@@ -101,9 +106,14 @@ class Loss:
             pg_loss = pg_loss * kept
             tokens["opsm_clipfrac"] = 1 - kept
         weights = batch.weights
-        if s.use_tis:
-            pg_loss, weights, metrics = self._correct_mismatch(batch, pg_loss, old)
+        if s.use_tis or s.get_mismatch_metrics:
+            trained = old
+            if s.use_rollout_logprobs:
+                trained = log_probs.detach() if targets.train_log_probs is None else targets.train_log_probs
+            corrected, corrected_weights, metrics = self._correct_mismatch(batch, pg_loss, trained)
             tokens |= metrics
+            if s.use_tis:
+                pg_loss, weights = corrected, corrected_weights
         if self._reducer is None:
             pg = weighted_sum(pg_loss, weights)
         else:

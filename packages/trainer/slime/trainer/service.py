@@ -123,12 +123,13 @@ def serve(
     world_size: int,
     master_address: str,
     buffer_address: str,
-    rollout_address: str,
+    rollout_address: str | None,
     extra_args: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
+    rollout_address: None where there are no engines to push weights to.
     extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute.
     """
     if not 0 <= rank < world_size:
@@ -138,7 +139,7 @@ def serve(
     stack.callback(worker.stop)
     try:
         buffer = stack.enter_context(BufferClient(buffer_address, settings=rpc))
-        rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc))
+        rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc)) if rollout_address else None
 
         def load() -> Any:
             # Heavy, and torch has to be used on one thread from the start.
@@ -147,7 +148,8 @@ def serve(
 
             prepare_process(settings)
             device = pick_device(rank).type
-            ranks = Ranks(rank, world_size, master_address, settings.distributed_timeout_minutes, device)
+            minutes, backend = settings.distributed_timeout_minutes, settings.distributed_backend
+            ranks = Ranks(rank, world_size, master_address, minutes, device, backend)
             stack.callback(ranks.close)
             trainer = Trainer(settings, ranks, buffer, rollout, extra_args, megatron)
             stack.callback(trainer.close)

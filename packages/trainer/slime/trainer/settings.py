@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+from slime.trainer.debug_settings import DebugSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.settings import REQUIRED, setting
 
@@ -23,7 +24,7 @@ MEGATRON_ONLY = (
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainerSettings:
+class TrainerSettings(DebugSettings):
     """Trainer."""
 
     # Model, checkpoints
@@ -32,6 +33,9 @@ class TrainerSettings:
     )
     load: str | None = setting(None, "checkpoint to resume from; its weights, optimizer and step", metavar="DIR")
     save: str | None = setting(None, "directory for checkpoints", metavar="DIR")
+    start_rollout_id: int | None = setting(
+        None, "number of the first rollout (default: the one after the checkpoint's, else 0)", minimum=0
+    )
     ref_load: str | None = setting(
         None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR"
     )
@@ -41,6 +45,9 @@ class TrainerSettings:
     )
     bf16: bool = setting(False, "compute in bfloat16; weights and optimizer stay float32")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    recompute_loss_function: bool = setting(
+        False, "keep no float32 copy of the logits for the backward pass: make it again there"
+    )
     no_save_optim: bool = setting(False, "leave the optimizer out of checkpoints")
     async_save: bool = setting(False, "go on training while a checkpoint is written (megatron)")
     only_train_params_name_list: list[str] | None = setting(
@@ -73,6 +80,9 @@ class TrainerSettings:
     adam_beta1: float = setting(0.9, "AdamW beta1", minimum=0, maximum=1)
     adam_beta2: float = setting(0.999, "AdamW beta2", minimum=0, maximum=1)
     adam_eps: float = setting(1e-8, "AdamW epsilon", above=0)
+    reset_optimizer_states: bool = setting(
+        False, "forget AdamW's moments and their step count before each rollout's training"
+    )
     clip_grad: float = setting(1.0, "largest gradient norm; 0 turns clipping off", minimum=0)
 
     # Loss
@@ -98,11 +108,23 @@ class TrainerSettings:
     kl_loss_type: str = setting("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
     use_unbiased_kl: bool = setting(False, "multiply the KL estimate by the importance ratio")
     kl_coef: float = setting(0.0, "KL penalty inside the reward (reinforce_plus_plus, ..._baseline)", minimum=0)
+    use_rollout_entropy: bool = setting(
+        False, "entropy of the policy before a rollout's updates: metric rollout/entropy, and for plug-ins"
+    )
+    ref_update_interval: int | None = setting(
+        None, "the policy becomes the reference model after every N-th rollout's training", minimum=1
+    )
+    keep_old_actor: bool = setting(
+        False, "old log-probs are those of the weights that made each token, of which copies stay in host memory"
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus")
     calculate_per_token_loss: bool = setting(False, "average over tokens, not over rollouts")
     use_rollout_logprobs: bool = setting(False, "the engine's log-probs are the old policy")
     use_tis: bool = setting(False, "truncated importance sampling against the engine's log-probs")
-    tis_clip: float = setting(2.0, "upper bound of its weight", above=0)
+    get_mismatch_metrics: bool = setting(
+        False, "report what --use-tis would do, by its function or --custom-tis-function-path, and leave the loss alone"
+    )
+    tis_clip: float = setting(2.0, "upper bound of its weight", above=0, aliases=("tis-threshold",))
     tis_clip_low: float = setting(0.0, "lower bound of its weight", minimum=0)
     use_opsm: bool = setting(False, "drop off-policy sequences with a negative advantage")
     opsm_delta: float = setting(1e-4, "sequence KL above which --use-opsm drops", minimum=0)
@@ -110,6 +132,12 @@ class TrainerSettings:
     reward_key: str | None = setting(None, "key of the reward where rewards are objects")
     custom_reward_post_process_path: str | None = setting(None, "replaces reward normalisation", metavar="PATH")
     custom_advantage_function_path: str | None = setting(None, "replaces the advantages", metavar="PATH")
+    custom_convert_samples_to_train_data_path: str | None = setting(
+        None, "makes what is trained on from all samples of a rollout", metavar="PATH"
+    )
+    rollout_data_postprocess_path: str | None = setting(
+        None, "called with a rollout's log-probs and advantages before it is trained on", metavar="PATH"
+    )
     custom_tis_function_path: str | None = setting(None, "replaces the weights of --use-tis", metavar="PATH")
     custom_pg_loss_reducer_function_path: str | None = setting(
         None, "replaces the reduction of the policy loss", metavar="PATH"
@@ -123,7 +151,21 @@ class TrainerSettings:
     micro_batch_size: int = setting(1, "samples of one forward pass", minimum=1)
     use_dynamic_batch_size: bool = setting(False, "fill forward passes up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = setting(None, "tokens of one forward pass", minimum=1)
+    log_probs_max_tokens_per_gpu: int | None = setting(
+        None, "the same of passes that only compute log-probs; default --max-tokens-per-gpu", minimum=1
+    )
     balance_data: bool = setting(False, "give ranks micro-batches of equal work")
+    balance_by_flops: bool = setting(
+        False,
+        "form forward passes of equal FLOPs too, as many as --max-tokens-per-gpu needs at least, which some of them "
+        "then exceed; turns on --balance-data",
+    )
+    use_dynamic_global_batch_size: bool = setting(
+        False, "one optimizer update for each rollout, of all rollouts that there are"
+    )
+    data_pad_size_multiplier: int = setting(
+        1, "tokens of a forward pass are padded to a multiple of it, and of tensor parallel ranks", minimum=1
+    )
     log_probs_chunk_size: int = setting(-1, "positions whose logits become log-probs at once; all when 0 or less")
     step_wait_seconds: float = setting(600.0, "how long to wait for a step's groups and for its plan", above=0)
 
@@ -151,6 +193,11 @@ class TrainerSettings:
         "one; see --update-weight-disk-dir)",
     )
     colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
+    offload_train: bool | None = setting(
+        None,
+        "weights, gradients and optimizer leave the GPU while the trainer is idle (default: they stay); changes "
+        "nothing where there is no GPU",
+    )
     rollout_external_engine_addrs: list[str] | None = setting(
         None, "host:port of engines that run already", metavar="HOST:PORT"
     )
@@ -159,10 +206,18 @@ class TrainerSettings:
     seed: int = setting(1234, "seed of torch")
     deterministic: bool = setting(False, "the same numbers bit for bit on the same machine")
     trainer_num_threads: int | None = setting(None, "threads of torch in a trainer process", minimum=1)
+    distributed_backend: str | None = setting(
+        None,
+        "library of the trainer's collective operations (default: nccl on GPUs, else gloo)",
+        choices=("nccl", "gloo"),
+    )
     distributed_timeout_minutes: float = setting(10, "deadline of a collective operation", above=0)
 
     def __post_init__(self) -> None:
+        if self.balance_by_flops:
+            self.balance_data = True
         self._refuse_unavailable()
+        self.check_debugging()
         self._refuse_contradictions()
 
     def _refuse_unavailable(self) -> None:
@@ -213,6 +268,10 @@ class TrainerSettings:
             )
         if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
             self._contradiction("use_dynamic_batch_size", "max_tokens_per_gpu", "--max-tokens-per-gpu to be set")
+        for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
+            if getattr(self, name) and not self.use_dynamic_batch_size:
+                self._contradiction(name, "use_dynamic_batch_size", "--use-dynamic-batch-size")
+        self._check_old_policies()
         if self.custom_loss_function_path is not None:
             self._contradiction("custom_loss_function_path", "loss_type", "--loss-type custom_loss")
         if self.loss_type == "policy_loss" and not self.compute_advantages_and_returns:
@@ -225,6 +284,24 @@ class TrainerSettings:
             self._contradiction("min_lr", "lr", "--min-lr not above --lr")
         self._check_transport()
         self._check_batch_sizes()
+
+    def _check_old_policies(self) -> None:
+        if self.loss_type != "policy_loss":
+            for name in ("keep_old_actor", "get_mismatch_metrics", "use_rollout_entropy"):
+                if getattr(self, name):
+                    self._contradiction(name, "loss_type", "policy_loss, the loss that has a policy of before")
+        if self.keep_old_actor and self.use_rollout_logprobs:
+            self._contradiction(
+                "keep_old_actor", "use_rollout_logprobs", "one of them: both say what the old policy is"
+            )
+        if self.custom_convert_samples_to_train_data_path and self.custom_reward_post_process_path:
+            self._contradiction(
+                "custom_convert_samples_to_train_data_path",
+                "custom_reward_post_process_path",
+                "one of them: what is converted has its rewards",
+            )
+        if self.ref_update_interval and not self.needs_reference:
+            self._contradiction("ref_update_interval", "use_kl_loss", "a reference model: --use-kl-loss or --kl-coef")
 
     def _check_transport(self) -> None:
         transport = self.update_weight_transport
@@ -242,6 +319,13 @@ class TrainerSettings:
             self._contradiction("update_weight_transport", "colocate", "auto or ipc: NCCL needs GPUs of their own")
 
     def _check_batch_sizes(self) -> None:
+        if self.use_dynamic_global_batch_size:
+            if self.global_batch_size is not None:
+                self._contradiction("use_dynamic_global_batch_size", "global_batch_size", "at most one of them")
+            if (self.num_steps_per_rollout or 1) > 1:
+                self._contradiction(
+                    "use_dynamic_global_batch_size", "num_steps_per_rollout", "1 update of each rollout"
+                )
         if self.rollout_batch_size is None:
             return
         rollouts = self.rollout_batch_size * self.n_samples_per_prompt
@@ -271,6 +355,11 @@ class TrainerSettings:
     @property
     def needs_reference(self) -> bool:
         return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the trainer's GPU memory is released while it is idle."""
+        return bool(self.offload_train)
 
     @property
     def wire_dtype(self) -> str:

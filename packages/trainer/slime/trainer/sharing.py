@@ -41,19 +41,21 @@ class ReplicaReader:
             return [sample for _, sample in zip(positions, read(positions), strict=True)]
 
         samples = self._ranks.together(fetch)
-        return samples if self._group is None else self._share(samples)
+        return samples if self._group is None else share(samples, self._ranks.rank, self._source, self._group)
 
-    def _share(self, samples: list[Sample]) -> list[Sample]:
-        encoded = [encode_sample(sample) for sample in samples]
-        count = torch.tensor([len(encoded)])
-        dist.broadcast(count, self._source, group=self._group)
-        sizes = torch.tensor([len(e) for e in encoded]) if encoded else torch.zeros(int(count), dtype=torch.int64)
-        dist.broadcast(sizes, self._source, group=self._group)
-        data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        if encoded:
-            data = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
-        if len(data):
-            dist.broadcast(data, self._source, group=self._group)
-        if self._source == self._ranks.rank:
-            return samples
-        return [decode_sample(part.numpy().tobytes()) for part in data.split(sizes.tolist())] if len(sizes) else []
+
+def share(samples: list[Sample], rank: int, source: int, group: dist.ProcessGroup) -> list[Sample]:
+    """The samples of rank `source`, on every rank of `group`, a group on the CPU."""
+    encoded = [encode_sample(sample) for sample in samples] if rank == source else []
+    count = torch.tensor([len(encoded)])
+    dist.broadcast(count, source, group=group)
+    sizes = torch.tensor([len(e) for e in encoded]) if encoded else torch.zeros(int(count), dtype=torch.int64)
+    dist.broadcast(sizes, source, group=group)
+    data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    if encoded:
+        data = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
+    if len(data):
+        dist.broadcast(data, source, group=group)
+    if rank == source:
+        return samples
+    return [decode_sample(part.numpy().tobytes()) for part in data.split(sizes.tolist())] if len(sizes) else []

@@ -14,16 +14,24 @@ import numpy as np
 import torch
 
 from slime.trainer import checkpoint
+from slime.trainer.backends.base import REFERENCE, TRAINING, WEIGHTS
 from slime.trainer.backends.build import build_backend, open_checkpoints
 from slime.trainer.batching.plan import FORMAT, Planner
 from slime.trainer.collective import Ranks
+from slime.trainer.debug_settings import check_template
+from slime.trainer.device_memory import PARTS, DeviceMemory
+from slime.trainer.memory_records import MemoryRecord
+from slime.trainer.old_policies import OldPolicies
 from slime.trainer.settings import TrainerSettings, flat_args
+from slime.trainer.sharing import ReadSamples, share
 from slime.trainer.step import TrainStep
+from slime.trainer.train_data import converted
 from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.updates import WeightUpdates
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
-from slime.types.errors import InvalidField, WrongState
+from slime.types.errors import InvalidField, InvalidSetting, WrongState
 from slime.types.plugins import load_plugin
+from slime.types.sample import Sample
 
 
 class Trainer:
@@ -34,7 +42,7 @@ class Trainer:
         settings: TrainerSettings,
         ranks: Ranks,
         buffer: BufferClient,
-        rollout: RolloutClient,
+        rollout: RolloutClient | None,
         extra_args: dict[str, Any] | None = None,
         megatron: Mapping[str, Any] | None = None,
     ) -> None:
@@ -43,6 +51,9 @@ class Trainer:
         self.ranks = ranks
         self.buffer = buffer
         self.rollout = rollout
+        self._args = flat_args(settings, extra_args)
+        check_template(settings.save_debug_train_data, ranks.world_size)
+        self._memory_record = MemoryRecord(settings, self._args, ranks.rank)
         self.state = checkpoint.read_state(settings.load) if settings.load else checkpoint.TrainerState()
         self.backend = build_backend(
             settings, ranks, pick_device(ranks.rank), weights=settings.load, megatron=megatron, extra_args=extra_args
@@ -51,22 +62,51 @@ class Trainer:
         self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source)
         if settings.load:
             self._checkpoints.load(settings.load, self.state)
+            self._resume_reference()
+        if settings.start_rollout_id is not None:
+            self.state = dataclasses.replace(self.state, step=settings.start_rollout_id - 1)
         self._step = TrainStep(settings, self.backend, ranks, extra_args)
         self._planner = Planner(settings)
-        self._weight_updates = WeightUpdates(settings, ranks, self.backend, rollout, self._source)
-        self._args = flat_args(settings, extra_args)
+        self._weight_updates = (
+            None if rollout is None else WeightUpdates(settings, ranks, self.backend, rollout, self._source)
+        )
         path = settings.custom_reward_post_process_path
         self._process_rewards = path and load_plugin(
             path, flag="--custom-reward-post-process-path", parameters=("args", "samples")
         )
+        path = settings.custom_convert_samples_to_train_data_path
+        self._convert = path and load_plugin(
+            path, flag="--custom-convert-samples-to-train-data-path", parameters=("args", "samples")
+        )
+        if settings.keep_old_actor:
+            self._step.preparation.old_policies = OldPolicies(self.backend, self.state.weight_version)
         # Of the last step that was trained, for a call that is made again.
         self._last_metrics: dict[str, float] = {}
         self._acknowledged = True
+        self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train, shared=settings.colocate)
+        self._memory.release(*PARTS)
+
+    def _resume_reference(self) -> None:
+        """The policy of the checkpoint is the reference model too, where it became that in the run that goes on."""
+        interval, done = self.settings.ref_update_interval, self.state.step + 1
+        if interval is None or done < interval:
+            return
+        if done % interval:
+            raise InvalidSetting(
+                f"--load: the checkpoint was written after {done} rollouts, and the reference model that "
+                f"--ref-update-interval {interval} made after {done - done % interval} of them is not in it",
+                field="--ref-update-interval",
+                value=interval,
+                expected=f"a checkpoint after a multiple of {interval} rollouts (--save-interval)",
+            )
+        self.backend.keep(REFERENCE)
 
     def close(self) -> None:
         """Drops a checkpoint that is not complete, and what connects it to engines."""
+        self._memory_record.close()
         self._checkpoints.close()
-        self._weight_updates.close()
+        if self._weight_updates is not None:
+            self._weight_updates.close()
 
     @property
     def next_step(self) -> int:
@@ -76,7 +116,8 @@ class Trainer:
         """Calls go out in the name of `writer`; without one, of the run that the buffer has now."""
         writer = writer or self.buffer.get_run()
         self.buffer.writer = writer
-        self.rollout.writer = writer
+        if self.rollout is not None:
+            self.rollout.writer = writer
 
     def train_step(self, step: int, num_groups: int) -> dict[str, float]:
         """Seals, plans, trains and acknowledges `step`. Asking again for the last step gives its metrics again."""
@@ -92,9 +133,16 @@ class Trainer:
             )
         self._commit(wait=False)
         started = time.perf_counter()
-        plan = self._plan(step, num_groups)
+        plan, read = self._plan(step, num_groups)
         planned = time.perf_counter()
-        metrics = self._step.run(plan, lambda positions: self.buffer.read_step(step, positions))
+        self._memory.need(*PARTS)
+        metrics = self._step.run(plan, read)
+        interval = self.settings.ref_update_interval
+        if interval is not None and (step + 1) % interval == 0:
+            self.backend.keep(REFERENCE)
+        # The weights stay, for the engines to be given.
+        self._memory.release(TRAINING)
+        self._memory_record.trained()
         self._last_metrics = metrics | {"perf/plan_time": planned - started}
         self._acknowledged = False
         self.state = dataclasses.replace(self.state, step=step, updates=self.backend.updates)
@@ -104,20 +152,30 @@ class Trainer:
             self.buffer.acknowledge_step(step)
         self._acknowledged = True
 
-    def _plan(self, step: int, num_groups: int) -> dict[str, Any]:
-        wait = self.settings.step_wait_seconds
+    def _plan(self, step: int, num_groups: int) -> tuple[dict[str, Any], ReadSamples]:
+        """The plan of the step, and what reads the samples that it is about."""
+        wait, samples = self.settings.step_wait_seconds, list[Sample]()
 
         def store() -> dict[str, Any]:
             summaries = self.buffer.seal_step(step, num_groups, wait_seconds=wait)
-            return self.buffer.store_plan(
-                step, self._planner.plan(step, summaries, self._custom_rewards(step, summaries))
-            )
+            if self._convert:
+                sources = list(self.buffer.read_step(step, range(len(summaries))))
+                data = converted(self._convert(self._args, sources), sources)
+                samples.extend(data.samples)
+                rewards = (data.raw_rewards, data.rewards)
+                made = self._planner.plan(step, data.summaries(), rewards, data.rollout_mask_sums)
+            else:
+                made = self._planner.plan(step, summaries, self._custom_rewards(step, summaries))
+            return self.buffer.store_plan(step, made)
 
         stored = self.ranks.together(lambda: store() if self.ranks.rank == 0 else None)
         plan = self.ranks.together(lambda: stored or self.buffer.get_plan(step, wait_seconds=wait))
         if plan.get("format") != FORMAT:
             raise InvalidField("plan_json", plan.get("format"), f"a plan of format {FORMAT} (step {step})")
-        return plan
+        if not self._convert:
+            return plan, lambda positions: self.buffer.read_step(step, positions)
+        everywhere = share(samples, self.ranks.rank, 0, self.ranks.control) if self.ranks.control else samples
+        return plan, lambda positions: (everywhere[position] for position in positions)
 
     def _custom_rewards(self, step: int, summaries: Sequence[SampleSummary]) -> tuple[list[float], list[float]] | None:
         if not self._process_rewards:
@@ -132,8 +190,13 @@ class Trainer:
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the policy to every engine of the rollout service as `version`."""
+        if self._weight_updates is None:
+            raise WrongState("this trainer was started without engines", field="weight_version", value=version)
         started = time.perf_counter()
-        sent = self._weight_updates.push(version)
+        self._memory.need(WEIGHTS)
+        if self._step.preparation.old_policies is not None:
+            self._step.preparation.old_policies.keep(version)
+        sent = self._weight_updates.push(version, release=lambda: self._memory.release(WEIGHTS))
         self.state = dataclasses.replace(self.state, weight_version=version)
         return {
             "perf/update_weights_time": time.perf_counter() - started,
@@ -147,7 +210,8 @@ class Trainer:
                 f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step)
             )
         self._commit(wait=True)
-        self._checkpoints.save(Path(path), self.state, optimizer=not self.settings.no_save_optim)
+        with self._memory.held(*PARTS):
+            self._checkpoints.save(Path(path), self.state, optimizer=not self.settings.no_save_optim)
         self._commit(wait=not self.settings.async_save)
         return path
 
@@ -163,9 +227,10 @@ class Trainer:
         dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
         weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
         untrained = self.backend.untrained_weights()
-        self.ranks.on_first(
-            lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained), weights
-        )
+        with self._memory.held(WEIGHTS):
+            self.ranks.on_first(
+                lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained), weights
+            )
         return path
 
 

@@ -19,6 +19,15 @@ class NonFiniteGradient(SlimeError):
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
+# Names of weights: those that train, and those of the reference model.
+POLICY = ""
+REFERENCE = "ref"
+
+
+# Parts of a rank's memory: what engines are given and a step begins with, and what only training needs besides.
+WEIGHTS = "weights"
+TRAINING = "training"
+
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
@@ -54,12 +63,38 @@ class Backend(abc.ABC):
     leads_replica: bool
     # A replica's number of micro-batches has to be a multiple of this.
     micro_batch_multiple: int = 1
+    # Rows have to be packed to a multiple of this.
+    row_multiple: int = 1
 
     @abc.abstractmethod
-    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
-        """[K] each, without gradient, of the policy or the reference model, on every rank of the replica.
+    def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
+        """Without gradient, on every rank of the replica; None in, None out.
 
-        None in, None out.
+        of: POLICY, REFERENCE or a name given to `keep`. Raises WrongState where there are no such weights.
+        """
+
+    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
+        """[K] each, without gradient, of the policy or the reference model, on every rank of the replica."""
+        found = self.scores(batches, of=REFERENCE if reference else POLICY)
+        return [None if outputs is None else outputs.log_probs for outputs in found]
+
+    @abc.abstractmethod
+    def keep(self, name: str) -> None:
+        """Remembers the policy in host memory as `name`, for `scores`; REFERENCE replaces the reference model."""
+
+    @abc.abstractmethod
+    def drop(self, name: str) -> None:
+        """Forgets what `keep` remembered."""
+
+    @abc.abstractmethod
+    def reset_optimizer(self) -> None:
+        """Moments and their step count are those of an optimizer that has made no update; `updates` stays."""
+
+    @abc.abstractmethod
+    def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
+        """Tensors of the part WEIGHTS or TRAINING of this rank's memory, each with whether its values matter now.
+
+        Called between steps only. A tensor may be in both, and several may share their memory.
         """
 
     def begin_update(self, step: int, update: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from slime.trainer.checkpoint import Checkpoints, HuggingFaceCheckpoints
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings, flat_args
 from slime.types.errors import InvalidSetting
+
+log = logging.getLogger(__name__)
 
 
 def build_backend(
@@ -44,6 +47,8 @@ def build_backend(
     config = read_model_config(settings.hf_checkpoint, settings.model_name)
     check_model_args(given, config)
     args = model_args(config, given)
+    _refuse_dropped(settings, given)
+    _check_groups(args)
     if not settings.enable_mtp_training:
         args.pop("mtp_num_layers", None)
     elif not args.get("mtp_num_layers"):
@@ -59,6 +64,52 @@ def build_backend(
         args = _recomputed(args)
     hooks = Hooks(settings, flat_args(settings, {**(extra_args or {}), **args}))
     return MegatronBackend(settings, ranks, device, args, config, weights, hooks)
+
+
+def _refuse_dropped(settings: TrainerSettings, given: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting where megatron-core would compute something other than what the arguments say."""
+    if given.get("moe_token_dispatcher_type") == "allgather":
+        raise InvalidSetting(
+            "--moe-token-dispatcher-type allgather takes rows of one length only, and packed rows have many",
+            field="--moe-token-dispatcher-type",
+            value="allgather",
+            expected="alltoall, the default here, or flex",
+        )
+    if settings.enable_mtp_training:
+        return
+    if given.get("mtp_loss_scaling_factor") is not None:
+        raise InvalidSetting(
+            "--mtp-loss-scaling-factor weighs a loss that there is not without --enable-mtp-training",
+            field="--mtp-loss-scaling-factor",
+            value=given["mtp_loss_scaling_factor"],
+            expected="--enable-mtp-training",
+        )
+    if given.get("mtp_num_layers"):
+        # Scripts of models name these layers as a part of the model, whether they are to train or not.
+        log.warning(
+            "--mtp-num-layers %s without --enable-mtp-training: those layers stay as they are, and are exported"
+            " as --hf-checkpoint has them",
+            given["mtp_num_layers"],
+        )
+
+
+def _check_groups(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for routers that choose groups of experts by another rule than the models were made with.
+
+    Those add up a group's two best experts; megatron-core as many as each group that is chosen has of the chosen ones.
+    """
+    groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    if not groups or not chosen or chosen >= groups:
+        return
+    experts = args.get("moe_router_topk") or 2
+    if experts // chosen != 2:
+        raise InvalidSetting(
+            f"--moe-router-topk {experts} with --moe-router-group-topk {chosen}: megatron-core weighs a group of "
+            f"experts by its best {experts // chosen}, and the model by its best 2",
+            field="--moe-router-group-topk",
+            value=chosen,
+            expected=f"{max(1, experts // 2)}, half of --moe-router-topk",
+        )
 
 
 def _recomputed(args: Mapping[str, Any]) -> dict[str, Any]:

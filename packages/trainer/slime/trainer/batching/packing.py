@@ -92,11 +92,12 @@ def pack(
     weights: Sequence[float],
     *,
     share_prompts: bool = True,
+    multiple: int = 1,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """One row of `samples` (each passed `check_sample`). rewards, weights: one number a sample.
 
-    rollout_log_probs is None unless every sample has them.
+    rollout_log_probs is None unless every sample has them. multiple: T is one of it, by a sequence of padding.
     """
     row: list[np.ndarray] = []
     places: list[np.ndarray] = []
@@ -129,6 +130,8 @@ def pack(
         predictors = np.arange(response_start - 1, response_start - 1 + sample.response_length)
         predictors[:1] = start + split - 1
         rows.append(predictors)
+    if filled % multiple:
+        lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(prompts), 0)
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)

@@ -64,9 +64,14 @@ class Planner:
     settings: TrainerSettings
 
     def plan(
-        self, step: int, summaries: Sequence[Summary], processed: tuple[Sequence[float], Sequence[float]] | None = None
+        self,
+        step: int,
+        summaries: Sequence[Summary],
+        processed: tuple[Sequence[float], Sequence[float]] | None = None,
+        rollout_mask_sums: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """processed: (raw rewards, training rewards) of a custom reward function, in place of the built-in ones.
+        rollout_mask_sums: of each sample, what its rollout's mean is taken over, in place of the sum of loss masks.
 
         Raises InvalidField for a reward that is no finite number, InvalidSetting where no update can be filled.
         """
@@ -76,6 +81,8 @@ class Planner:
         per_rollout: dict[Any, int] = {}
         for key, mask_sum in zip(rollouts, mask_sums, strict=True):
             per_rollout[key] = per_rollout.get(key, 0) + mask_sum
+        if rollout_mask_sums is not None:
+            per_rollout = {key: int(total) for key, total in zip(rollouts, rollout_mask_sums, strict=True)}
         weights = [0.0] * len(summaries)
         updates, used = [], set()
         for keys in self.split_rollouts(list(per_rollout)):
@@ -142,6 +149,8 @@ class Planner:
     def split_rollouts(self, keys: list[Any]) -> list[list[Any]]:
         """Rollouts in order of first occurrence, cut into updates; those that fill no update are left out."""
         size = self.settings.global_batch_size
+        if self.settings.use_dynamic_global_batch_size and keys:
+            return [keys]
         if self.settings.num_steps_per_rollout:
             fitting = len(keys) // self.settings.num_steps_per_rollout
             size = fitting if size is None else min(size, fitting)
@@ -158,7 +167,11 @@ class Planner:
     def _adds_nothing(self, reward: float, mask_sum: int) -> bool:
         """True where every term of a sample's loss has gradient exactly zero, whatever the policy is."""
         s = self.settings
-        if s.custom_advantage_function_path or s.custom_pg_loss_reducer_function_path:
+        if (
+            s.custom_advantage_function_path
+            or s.custom_pg_loss_reducer_function_path
+            or s.rollout_data_postprocess_path
+        ):
             return False
         if mask_sum == 0:
             return True
@@ -184,6 +197,7 @@ def assign(
         micro_batch_size=settings.micro_batch_size,
         max_tokens=settings.max_tokens_per_gpu if settings.use_dynamic_batch_size else None,
         balance=settings.balance_data,
+        form_by_cost=settings.balance_by_flops,
         # Matrices cost length * 12 h^2 a layer, attention length^2 * 2 h.
         cost=lambda length: length * (6 * hidden_size + length),
     )

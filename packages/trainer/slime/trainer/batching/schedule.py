@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slime.trainer.batching.balance import partition
 
@@ -19,6 +19,7 @@ def schedule(
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
     balance: bool = False,
+    form_by_cost: bool = False,
     cost: Callable[[int], float] = float,
 ) -> list[list[MicroBatch]]:
     """[replica][i] -> micro-batch; every replica gets the same number of them, a multiple of `multiple`.
@@ -26,12 +27,17 @@ def schedule(
     positions: samples to train, in order; lengths[i]: tokens of sample positions[i].
     max_tokens: None cuts into `micro_batch_size` samples; a number fills bins first-fit in order up to it, and a longer
     sample is alone. balance: replicas get micro-batches of equal total `cost(length)`, else round robin.
+    form_by_cost: micro-batches are of equal total cost themselves, as many as `max_tokens` asks for; some exceed it.
     """
     length_of = dict(zip(positions, lengths, strict=True))
     if max_tokens is None:
         bins = [list(positions[i : i + micro_batch_size]) for i in range(0, len(positions), micro_batch_size)]
     else:
         bins = first_fit(positions, length_of, max_tokens)
+    if form_by_cost:
+        number = -(-len(bins) // (replicas * multiple)) * replicas * multiple
+        parts = partition([cost(length_of[p]) for p in positions], number) if number else []
+        bins = [[positions[i] for i in part] for part in parts]
     _split_to_multiple(bins, replicas * multiple, length_of)
     if not balance:
         return [bins[replica::replicas] for replica in range(replicas)]
@@ -39,7 +45,21 @@ def schedule(
     return [[bins[i] for i in indexes] for indexes in partition(costs, replicas, equal_size=True)]
 
 
-def first_fit(positions: Sequence[int], length_of: dict[int, int], max_tokens: int) -> list[MicroBatch]:
+def regroup(
+    shares: Sequence[Sequence[MicroBatch]], length_of: Mapping[int, int], max_tokens: int, multiple: int = 1
+) -> list[list[MicroBatch]]:
+    """The positions that each replica has in `shares`, in other micro-batches: of up to `max_tokens`, first-fit.
+
+    Every replica gets the same number of them, a multiple of `multiple`.
+    """
+    cut = [first_fit([p for micro_batch in share for p in micro_batch], length_of, max_tokens) for share in shares]
+    number = -(-max(map(len, cut), default=0) // multiple) * multiple
+    for bins in cut:
+        _split_to(bins, number, length_of)
+    return cut
+
+
+def first_fit(positions: Sequence[int], length_of: Mapping[int, int], max_tokens: int) -> list[MicroBatch]:
     bins: list[MicroBatch] = []
     room: list[int] = []
     for position in positions:
@@ -55,9 +75,13 @@ def first_fit(positions: Sequence[int], length_of: dict[int, int], max_tokens: i
     return bins
 
 
-def _split_to_multiple(bins: list[MicroBatch], multiple: int, length_of: dict[int, int]) -> None:
-    """Splits the largest bins in two until `multiple` divides their number; empty ones where none can be split."""
-    while len(bins) % multiple:
+def _split_to_multiple(bins: list[MicroBatch], multiple: int, length_of: Mapping[int, int]) -> None:
+    _split_to(bins, -(-len(bins) // multiple) * multiple, length_of)
+
+
+def _split_to(bins: list[MicroBatch], number: int, length_of: Mapping[int, int]) -> None:
+    """Splits the largest bins in two until there are `number`; adds empty ones where none can be split."""
+    while len(bins) < number:
         splittable = [i for i, b in enumerate(bins) if len(b) > 1]
         if not splittable:
             bins.append([])

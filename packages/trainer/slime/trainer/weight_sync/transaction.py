@@ -27,18 +27,24 @@ class Engines(Protocol):
 
 
 def push(
-    rollout: Engines, ranks: Ranks, version: int, send: Callable[[list[Engine]], int], timeout_seconds: float
+    rollout: Engines,
+    ranks: Ranks,
+    version: int,
+    send: Callable[[list[Engine]], int],
+    timeout_seconds: float,
+    release: Callable[[], None] = lambda: None,
 ) -> int:
     """Pushes one version to the engines of a rollout service; collective, the result is what `send` gives.
 
-    send(engines) transfers the weights and fails on all ranks if it fails on one. A failure aborts the update and is
-    raised.
+    send(engines) transfers the weights and fails on all ranks if it fails on one. release() gives this rank's memory to
+    the engines, before they take back what they need to serve. A failure aborts the update and is raised.
     """
     members = ranks.from_first(
         lambda: [dataclasses.asdict(engine) for engine in rollout.begin_weight_update(version, timeout=timeout_seconds)]
     )
     try:
         sent = send([Engine(**member) for member in members])
+        ranks.together(release)
         ranks.from_first(lambda: _finish(rollout, version, timeout_seconds))
     except BaseException as failure:
         if ranks.rank == 0:

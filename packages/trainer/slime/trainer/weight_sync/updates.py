@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,10 +39,14 @@ class WeightUpdates:
         self._transports: dict[str, WeightTransport] = {}
         self._check: EqualityCheck | None = None
 
-    def push(self, version: int) -> int:
-        """Sends the policy to every engine of the rollout service as `version`; the bytes that rank 0 sent."""
+    def push(self, version: int, release: Callable[[], None] = lambda: None) -> int:
+        """Sends the policy to every engine of the rollout service as `version`; the bytes that rank 0 sent.
+
+        release: see `transaction.push`.
+        """
         timeout = self._settings.update_weight_timeout_seconds
-        return push(self._rollout, self._ranks, version, lambda engines: self._send(engines, version), timeout)
+        send = partial(self._send, version=version)
+        return push(self._rollout, self._ranks, version, send, timeout, release)
 
     def _send(self, engines: Sequence[Engine], version: int) -> int:
         name = transport_for(engines, self._settings)

@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.backends.base import (
+    POLICY,
+    REFERENCE,
+    TRAINING,
+    WEIGHTS,
     Backend,
     LossFunction,
     MaybeBatch,
@@ -20,6 +25,7 @@ from slime.trainer.backends.base import (
 )
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.optimizer import build_adamw
+from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.collective import Ranks
 from slime.trainer.learning_rate import learning_rate
@@ -49,6 +55,8 @@ class FsdpBackend(Backend):
         if settings.gradient_checkpointing:
             loading.enable_recomputation(policy)
         self.policy = self._place(policy)
+        self.snapshots = Snapshots([self.policy])
+        self.row_multiple = settings.data_pad_size_multiplier
         self.reference: nn.Module | None = None
         if settings.needs_reference:
             reference = loading.load_model(settings.ref_load or settings.hf_checkpoint, flag="--ref-load")
@@ -86,23 +94,54 @@ class FsdpBackend(Backend):
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         return model(input_ids=token, use_cache=False).logits.sum() * 0.0
 
-    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
-        return [self._log_probs(batch, reference) for batch in batches]
+    def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
+        if of == REFERENCE:
+            if self.reference is None:
+                raise WrongState("no reference model was loaded")
+            return self._scores(self.reference, batches, entropy)
+        if of == POLICY:
+            return self._scores(self.policy, batches, entropy)
+        if of not in self.snapshots:
+            raise WrongState(f"no weights were kept as {of}")
+        loading.reshard(self.policy)
+        with self.snapshots.swapped_in(of):
+            found = self._scores(self.policy, batches, entropy)
+            loading.reshard(self.policy)
+        return found
 
-    def _log_probs(self, batch: MaybeBatch, reference: bool) -> Tensor | None:
-        model = self.reference if reference else self.policy
-        if model is None:
-            raise WrongState("no reference model was loaded")
-        with torch.no_grad():
+    @torch.no_grad()
+    def _scores(self, model: nn.Module, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:
+        found: list[Outputs | None] = []
+        for batch in batches:
             if batch is None:
                 self._idle(model)
-                return None
-            logits = self._logits(model, batch)
-            return batch.scatter(
-                token_log_probs(
-                    logits, batch.targets, self.settings.rollout_temperature, self.settings.log_probs_chunk_size
-                )
-            )
+                found.append(None)
+            else:
+                found.append(self._outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
+        return found
+
+    def _outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
+        temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
+        log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
+        if entropy == "none":
+            return Outputs(log_probs, None)
+        with torch.set_grad_enabled(entropy == "gradient"):
+            return Outputs(log_probs, batch.scatter(token_entropy(logits, temperature, chunk)))
+
+    def keep(self, name: str) -> None:
+        loading.reshard(self.policy)
+        if name != REFERENCE:
+            self.snapshots.keep(name)
+            return
+        if self.reference is None:
+            raise WrongState("no reference model was loaded")
+        loading.reshard(self.reference)
+        with torch.no_grad():
+            for theirs, ours in zip(_tensors(self.reference), _tensors(self.policy), strict=True):
+                theirs.copy_(ours)
+
+    def drop(self, name: str) -> None:
+        self.snapshots.drop(name)
 
     def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
         for number, batch in enumerate(batches):
@@ -114,14 +153,12 @@ class FsdpBackend(Backend):
         if batch is None:
             self._idle(self.policy).backward()
             return
-        temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
         logits = self._logits(self.policy, batch)
-        log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
-        entropies = None
-        if entropy != "none":
-            with torch.set_grad_enabled(entropy == "gradient"):
-                entropies = batch.scatter(token_entropy(logits, temperature, chunk))
-        (loss(number, batch, Outputs(log_probs, entropies)) * scale).backward()
+        if self.settings.recompute_loss_function:
+            outputs = checkpoint(self._outputs, batch, logits, entropy, use_reentrant=False)
+        else:
+            outputs = self._outputs(batch, logits, entropy)
+        (loss(number, batch, outputs) * scale).backward()
 
     def optimizer_step(self) -> tuple[float, float]:
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
@@ -145,6 +182,28 @@ class FsdpBackend(Backend):
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         return float(norm), lr
+
+    def reset_optimizer(self) -> None:
+        # In place: a fresh state would be the same numbers in other memory.
+        with torch.no_grad():
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+
+    def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
+        if part == WEIGHTS:
+            loading.reshard(self.policy)
+            yield from ((tensor, True) for tensor in _tensors(self.policy))
+            return
+        assert part == TRAINING
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                yield local(parameter.grad), True
+        for state in self.optimizer.state.values():
+            yield from ((local(value), True) for value in state.values() if isinstance(value, Tensor))
+        if self.reference is not None:
+            loading.reshard(self.reference)
+            yield from ((tensor, True) for tensor in _tensors(self.reference))
 
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         for name, tensor in self._weights():
@@ -180,6 +239,12 @@ class FsdpBackend(Backend):
                 moments = {moment: _like(read(f"{moment}.{name}"), parameter) for moment in _MOMENTS}
                 # AdamW counts updates per parameter, in float32 beside it when fused.
                 self.optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=self.device), **moments}
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """This rank's parts of all parameters and buffers."""
+    yield from (local(parameter.detach()) for parameter in model.parameters())
+    yield from model.buffers()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -77,6 +77,15 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees parameters that the last forward pass left whole, so that the parts of ranks are what the model has."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers."""
     lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList)]

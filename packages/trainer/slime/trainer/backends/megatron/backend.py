@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.trainer.backends.base import Backend, LossFunction, MaybeBatch, NamedTensors
+from slime.trainer.backends.base import (
+    POLICY,
+    REFERENCE,
+    TRAINING,
+    WEIGHTS,
+    Backend,
+    LossFunction,
+    MaybeBatch,
+    NamedTensors,
+    Outputs,
+)
 from slime.trainer.backends.megatron import freezing, initial, own_losses, parallel, weights
 from slime.trainer.backends.megatron.config import transformer_config
 from slime.trainer.backends.megatron.export import Part, gather
@@ -19,13 +29,11 @@ from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import build_model
 from slime.trainer.backends.megatron.optimizer import Optimizer, distributed
 from slime.trainer.backends.megatron.policy_model import adopted
-from slime.trainer.backends.megatron.snapshots import Snapshots
 from slime.trainer.backends.megatron.vocabulary import Scoring
+from slime.trainer.backends.snapshots import Snapshots
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import WrongState
-
-REFERENCE = "ref"
 
 
 class MegatronBackend(Backend):
@@ -79,7 +87,10 @@ class MegatronBackend(Backend):
         self.optimizer = Optimizer(self.chunks, self.args, settings)
         self.optimizer.zero_grad()
         scoring = Scoring(int(self.args["vocab_size"]), settings.rollout_temperature, settings.log_probs_chunk_size)
-        self._pipeline = Pipeline(self.chunks, self.transformer, scoring, device)
+        self._pipeline = Pipeline(
+            self.chunks, self.transformer, scoring, device,
+            row_multiple=settings.data_pad_size_multiplier, recompute=settings.recompute_loss_function,
+        )  # fmt: skip
         self._describe()
 
     def _describe(self) -> None:
@@ -103,23 +114,45 @@ class MegatronBackend(Backend):
     def begin_update(self, step: int, update: int) -> None:
         self.hooks.before_train_step(step, update, self.chunks, self.optimizer.wrapped)
 
-    def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:
+    def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
         if not batches:
             return []
-        if not reference:
+        if of == POLICY:
             self.hooks.before_log_probs(self.chunks, "")
-            return self._log_probs(batches)
-        if REFERENCE not in self.snapshots:
-            raise WrongState("no reference model was loaded")
+            return self._scores(batches, entropy)
+        if of not in self.snapshots:
+            raise WrongState("no reference model was loaded" if of == REFERENCE else f"no weights were kept as {of}")
         self.optimizer.settle()
-        with self.snapshots.swapped_in(REFERENCE):
-            self.hooks.before_log_probs(self.chunks, "ref_")
-            return self._log_probs(batches)
+        with self.snapshots.swapped_in(of):
+            self.hooks.before_log_probs(self.chunks, "ref_" if of == REFERENCE else "")
+            return self._scores(batches, entropy)
 
-    def _log_probs(self, batches: Sequence[MaybeBatch]) -> list[Tensor | None]:
+    def _scores(self, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:
         for chunk in self.chunks:
             chunk.eval()
-        return self._pipeline.log_probs(batches)
+        return self._pipeline.scores(batches, entropy=entropy)
+
+    def keep(self, name: str) -> None:
+        self.optimizer.settle()
+        self.snapshots.keep(name)
+
+    def drop(self, name: str) -> None:
+        self.snapshots.drop(name)
+
+    def reset_optimizer(self) -> None:
+        self.optimizer.reset()
+
+    def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
+        if part == WEIGHTS:
+            self.optimizer.settle()
+            for model in self.models:
+                yield from ((tensor.detach(), True) for tensor in (*model.parameters(), *model.buffers()))
+            return
+        assert part == TRAINING
+        # Between updates gradients are zero; those of the parameters are parts of these.
+        for chunk in self.chunks:
+            yield from ((b.grad_data, False) for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        yield from ((tensor, True) for tensor in self.optimizer.tensors())
 
     def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
         if not batches:

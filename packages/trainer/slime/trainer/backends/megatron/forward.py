@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.trainer.algorithms.logprobs import replicated_sum, token_entropy, token_log_probs
 from slime.trainer.backends.base import MaybeBatch, Outputs
@@ -26,24 +27,42 @@ Chunks = list[torch.nn.Module]
 class Pipeline:
     """Runs micro-batches through `chunks`, one a virtual pipeline stage of this rank."""
 
-    def __init__(self, chunks: Chunks, config: Any, scoring: Scoring, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        config: Any,
+        scoring: Scoring,
+        device: torch.device,
+        *,
+        row_multiple: int = 1,
+        recompute: bool = False,
+    ) -> None:
+        """row_multiple: of tokens that a rank has of a row, times tensor parallel ranks where it is more than 1.
+
+        recompute: make log-probs and entropies again in the backward pass, and keep none of their float32 logits.
+        """
         self.chunks = chunks
+        self.row_multiple = row_multiple
+        self.recompute = recompute
         self.config = config
         self.scoring = scoring
         self.device = device
         self._context = parallel_state.get_context_parallel_group()
         self._vocabulary = parallel_state.get_tensor_model_parallel_group()
 
-    def log_probs(self, batches: Sequence[MaybeBatch]) -> list[Tensor | None]:
-        """[K] each without gradient, on every stage."""
+    def scores(self, batches: Sequence[MaybeBatch], *, entropy: bool = False) -> list[Outputs | None]:
+        """Without gradient, on every stage."""
 
         def collect(number: int, batch: MaybeBatch, row: Row, logits: Tensor) -> tuple[Tensor, Any]:
-            found = None if batch is None else self._log_probs(batch, row, logits)
-            return logits.new_zeros(()), found
+            if batch is None:
+                return logits.new_zeros(()), None
+            outputs = self._outputs(batch, row, logits, "value" if entropy else "none")
+            found = [outputs.log_probs, *([] if outputs.entropy is None else [outputs.entropy])]
+            return logits.new_zeros(()), torch.stack(found)
 
         with torch.no_grad():
-            results = self._run(batches, collect, forward_only=True)
-        return self._from_last_stage(batches, results)
+            results = self._from_last_stage(batches, self._run(batches, collect, forward_only=True), 1 + entropy)
+        return [None if r is None else Outputs(r[0], r[1] if entropy else None) for r in results]
 
     def train(
         self,
@@ -57,11 +76,11 @@ class Pipeline:
         def compute(number: int, batch: MaybeBatch, row: Row, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
                 return logits.sum() * 0.0, None
-            entropies = None
-            if entropy != "none":
-                with torch.set_grad_enabled(entropy == "gradient"):
-                    entropies = self._gather(batch, row, token_entropy(*self._scored(logits)))
-            value = loss(number, batch, Outputs(self._log_probs(batch, row, logits), entropies))
+            if self.recompute:
+                outputs = checkpoint(self._outputs, batch, row, logits, entropy, use_reentrant=False)
+            else:
+                outputs = self._outputs(batch, row, logits, entropy)
+            value = loss(number, batch, outputs)
             # Where a rank predicts nothing its logits still take part: all ranks make the same collective calls.
             return value * scale + logits.sum() * 0.0, None
 
@@ -69,7 +88,8 @@ class Pipeline:
 
     def _run(self, batches: Sequence[MaybeBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         rank, size = self._context.rank(), self._context.size()
-        multiple = self._vocabulary.size() if self.config.sequence_parallel else 1
+        padded = self.config.sequence_parallel or self.row_multiple > 1
+        multiple = self.row_multiple * (self._vocabulary.size() if padded else 1)
         rows = [cut(batch, rank, size, multiple, self.device) for batch in batches]
         longest = max(row.tokens.shape[1] for row in rows)
         if not self.config.variable_seq_lengths:
@@ -104,6 +124,13 @@ class Pipeline:
         columns, shard = real_columns(logits, self.scoring.vocab_size, self._vocabulary)
         return columns, self.scoring.temperature, self.scoring.chunk, shard
 
+    def _outputs(self, batch: PackedBatch, row: Row, logits: Tensor, entropy: str) -> Outputs:
+        log_probs = self._log_probs(batch, row, logits)
+        if entropy == "none":
+            return Outputs(log_probs, None)
+        with torch.set_grad_enabled(entropy == "gradient"):
+            return Outputs(log_probs, self._gather(batch, row, token_entropy(*self._scored(logits))))
+
     def _log_probs(self, batch: PackedBatch, row: Row, logits: Tensor) -> Tensor:
         targets = batch.targets[row.trained] if row.trained is not None else batch.targets[:1].new_zeros(1)
         scored, temperature, chunk, shard = self._scored(logits)
@@ -116,14 +143,15 @@ class Pipeline:
             whole = whole.index_put((batch.trained[row.trained],), values)
         return replicated_sum(whole, self._context) if self._context.size() > 1 else whole
 
-    def _from_last_stage(self, batches: Sequence[MaybeBatch], results: list[Any]) -> list[Tensor | None]:
+    def _from_last_stage(self, batches: Sequence[MaybeBatch], results: list[Any], numbers: int) -> list[Tensor | None]:
+        """[numbers, K] of each micro-batch."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return results
-        sizes = [0 if batch is None else len(batch.mask) for batch in batches]
+        sizes = [0 if batch is None else numbers * len(batch.mask) for batch in batches]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True) and sum(sizes):
-            flat = torch.cat([result for result in results if result is not None])
+            flat = torch.cat([result.flatten() for result in results if result is not None])
         dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         parts = flat.split(sizes)
-        return [None if batch is None else part for batch, part in zip(batches, parts, strict=True)]
+        return [None if b is None else part.view(numbers, -1) for b, part in zip(batches, parts, strict=True)]

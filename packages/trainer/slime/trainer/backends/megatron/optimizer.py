@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +88,35 @@ class Optimizer:
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    def _each(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's optimizers inside Megatron's."""
+        for wrapped in getattr(self.wrapped, "chained_optimizers", [self.wrapped]):
+            if getattr(wrapped, "optimizer", None) is not None:
+                yield wrapped.optimizer
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The weights that it updates, which may be the model's, and what it keeps of each."""
+        for optimizer in self._each():
+            for group in optimizer.param_groups:
+                yield from (parameter.detach() for parameter in group["params"])
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Sets moments and step counts to 0, where they are: checkpoints and sharded weights refer to them."""
+        for optimizer in self._each():
+            for group in optimizer.param_groups:
+                # Kernels that count steps of a group rather than of a parameter keep the count here.
+                if "step" in group:
+                    group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+            for state in optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq", "step"):
+                    if torch.is_tensor(state.get(name)):
+                        state[name].zero_()
+                    elif name in state:
+                        state[name] = 0
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:

@@ -135,6 +135,10 @@ def initialize(args: Mapping[str, Any], ranks: Ranks, *, seed: int = 1234) -> No
 def destroy() -> None:
     """Leaves Megatron's groups, and the process group if `initialize` made it."""
     global _own_group
+    # Megatron forgets most of its groups and torch keeps them, each of gloo's with three threads.
+    for group in dict.fromkeys(parallel_state._global_process_group_list or []):
+        if group is not None:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     if _own_group:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Chunks = list[torch.nn.Module]
 
@@ -15,11 +16,15 @@ class Snapshots:
     """Copies of what `chunks` held, by name; parameters and persistent buffers, this rank's part of them."""
 
     def __init__(self, chunks: Chunks) -> None:
+        """chunks: modules, which may be sharded as DTensors; then with whole parameters nowhere when this is used."""
         self._chunks = chunks
         self._kept: dict[str, list[Tensor]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._kept
+
+    def drop(self, name: str) -> None:
+        self._kept.pop(name, None)
 
     @torch.no_grad()
     def keep(self, name: str) -> None:
@@ -49,7 +54,12 @@ class Snapshots:
     def _tensors(self) -> Iterator[Tensor]:
         for chunk in self._chunks:
             persistent = chunk.state_dict(keep_vars=True)
-            yield from (tensor for tensor in persistent.values() if isinstance(tensor, Tensor))
+            yield from (local(tensor) for tensor in persistent.values() if isinstance(tensor, Tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""The settings of a trainer that look inside it: profiles, memory records and dumps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.types.errors import InvalidSetting
+from slime.types.settings import setting
+
+PROFILE_TARGETS = ("train_overall", "train_actor", "train_log_probs")
+
+
+@dataclasses.dataclass(kw_only=True)
+class DebugSettings:
+    """Debugging of the trainer."""
+
+    use_pytorch_profiler: bool = setting(
+        False, "trace some rollouts' training with torch's profiler; see --profile-target", aliases=("profile",)
+    )
+    profile_target: list[str] = setting(
+        lambda: ["train_overall"],
+        "what is traced, one or several: a rollout's whole training, its updates, its log-probs; a file of each",
+        choices=PROFILE_TARGETS,
+    )
+    profile_step_start: int = setting(0, "first rollout that is traced, counted from 0", minimum=0)
+    profile_step_end: int | None = setting(
+        None, "rollout before which tracing ends (default: the one after --profile-step-start)", minimum=1
+    )
+    profile_dir: str | None = setting(
+        None, "directory of the traces (default: profiles below --output-dir)", metavar="DIR"
+    )
+    record_memory_history: bool = setting(False, "record where memory is allocated; see --memory-recorder")
+    memory_recorder: str = setting(
+        "torch",
+        "what records: torch, the GPU memory, for pytorch.org/memory_viz; memray, the process memory (needs memray)",
+        choices=("torch", "memray"),
+    )
+    memory_snapshot_dir: str | None = setting(
+        None, "directory of memory records (default: memory below --output-dir)", metavar="DIR"
+    )
+    memory_snapshot_num_steps: int | None = setting(
+        None, "rollouts after which the record is written and ends (default: when the trainer stops)", minimum=1
+    )
+    save_debug_train_data: str | None = setting(
+        None,
+        "file of what each rollout trains on, safetensors; {rollout_id} and {rank} in the path are replaced",
+        metavar="PATH",
+    )
+
+    def check_debugging(self) -> None:
+        """Raises InvalidSetting where these settings contradict each other."""
+        if self.profile_step_end is not None and self.profile_step_end <= self.profile_step_start:
+            raise InvalidSetting(
+                f"--profile-step-end={self.profile_step_end} contradicts "
+                f"--profile-step-start={self.profile_step_start}: expected a later rollout",
+                field="--profile-step-end",
+                value=self.profile_step_end,
+                expected=f"more than {self.profile_step_start}",
+            )
+        for name, switch in (
+            ("profile_step_end", "use_pytorch_profiler"),
+            ("profile_dir", "use_pytorch_profiler"),
+            ("memory_snapshot_num_steps", "record_memory_history"),
+            ("memory_snapshot_dir", "record_memory_history"),
+        ):
+            if getattr(self, name) is not None and not getattr(self, switch):
+                flag, needed = ("--" + text.replace("_", "-") for text in (name, switch))
+                raise InvalidSetting(
+                    f"{flag}={getattr(self, name)} needs {needed}",
+                    field=flag,
+                    value=getattr(self, name),
+                    expected=needed,
+                )
+        check_template(self.save_debug_train_data)
+
+
+def check_template(path: str | None, ranks: int = 1) -> None:
+    """Raises InvalidSetting where --save-debug-train-data would write over its own files."""
+    if path is None:
+        return
+    wanted = ["rollout_id", *(["rank"] if ranks > 1 else [])]
+    try:
+        plain = path.format(rollout_id=0, rank=0)
+    except (KeyError, IndexError, ValueError):
+        plain = None
+    missing = [name for name in wanted if plain is None or "{" + name not in path]
+    if missing:
+        raise InvalidSetting(
+            f"--save-debug-train-data: got {path!r}, expected a path with {{{missing[0]}}} in it"
+            + (f", as there are {ranks} ranks" if missing[0] == "rank" else ""),
+            field="--save-debug-train-data",
+            value=path,
+            expected="{rollout_id} in the path, and {rank} where there are several",
+        )

@@ -1,0 +1,134 @@
+"""Moves a rank's tensors off its GPU and back, so that engines on the same GPU can have the memory.
+
+What moves is the memory itself: every tensor, view and parameter that uses it stays the object that it was, and cannot
+be used in between.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from slime.trainer.backends.base import TRAINING, WEIGHTS, Backend
+
+PARTS = (WEIGHTS, TRAINING)
+
+
+class DeviceMemory:
+    """The parts WEIGHTS and TRAINING of `backend`, each on the device or in host memory. Not collective.
+
+    enabled: False leaves everything where it is. shared: others use the device's memory too, so what is cached and not
+    used goes back to it. device_types: where memory can be released.
+    """
+
+    def __init__(
+        self, backend: Backend, *, enabled: bool, shared: bool = False, device_types: Sequence[str] = ("cuda",)
+    ) -> None:
+        self._backend = backend
+        self._enabled = enabled
+        self._shared = shared or enabled
+        self._device_types = device_types
+        self._away: dict[str, list[_Away]] = {}
+        # Of each part, by what it is a copy of: pinned memory is slow to get, so the next release has it again.
+        self._host: dict[str, dict[int, Tensor]] = {}
+
+    def need(self, *parts: str) -> None:
+        """Has `parts` on the device."""
+        for part in parts:
+            for away in self._away.pop(part, ()):
+                away.restore()
+        _synchronize()
+
+    def release(self, *parts: str) -> None:
+        """Has `parts` in host memory, and the device's memory free of them. Between steps only."""
+        if self._enabled:
+            for part in parts:
+                if part not in self._away:
+                    self._away[part] = self._move(part)
+        self.trim()
+
+    def trim(self) -> None:
+        """Gives memory back to the device that is cached and not used."""
+        if not self._shared or not torch.cuda.is_available():
+            return
+        gc.collect()
+        _synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.ipc_collect()
+
+    @contextmanager
+    def held(self, *parts: str) -> Iterator[None]:
+        """Has `parts` on the device inside the block; after it they are where they were."""
+        away = [part for part in parts if part in self._away]
+        self.need(*away)
+        try:
+            yield
+        finally:
+            self.release(*away)
+
+    def _move(self, part: str) -> list[_Away]:
+        owned = set()
+        if part != WEIGHTS and WEIGHTS not in self._away:
+            # What an optimizer updates may be the weights themselves; they go with their own part.
+            owned = {_address(tensor) for tensor, _ in self._backend.device_tensors(WEIGHTS)}
+        moved: list[_Away] = []
+        found: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+        for tensor, matters in self._backend.device_tensors(part):
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            usable = storage.device.type in self._device_types and storage.resizable() and storage.nbytes()
+            if usable and key and key not in owned:
+                found[key] = storage, matters or found.get(key, (None, False))[1]
+        before, now = self._host.get(part, {}), dict[int, Tensor]()
+        for storage, matters in found.values():
+            if matters:
+                now[storage._cdata] = _host_copy(storage, before.get(storage._cdata))
+            moved.append(_Away(storage, now.get(storage._cdata)))
+        self._host[part] = now
+        _synchronize()
+        for away in moved:
+            away.free()
+        return moved
+
+
+class _Away:
+    """One piece of memory, copied to the host where what it holds matters; zeros come back otherwise."""
+
+    def __init__(self, storage: torch.UntypedStorage, copy: Tensor | None) -> None:
+        self._storage = storage
+        self._size = storage.nbytes()
+        self._copy = copy
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+    def restore(self) -> None:
+        self._storage.resize_(self._size)
+        if self._copy is None:
+            _bytes(self._storage).zero_()
+        else:
+            _bytes(self._storage).copy_(self._copy, non_blocking=True)
+
+
+def _host_copy(storage: torch.UntypedStorage, memory: Tensor | None) -> Tensor:
+    """The bytes of `storage` in `memory`, where that fits; ready once the device has caught up."""
+    if memory is None or len(memory) != storage.nbytes():
+        memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return memory.copy_(_bytes(storage), non_blocking=True)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

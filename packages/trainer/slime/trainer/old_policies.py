@@ -1,0 +1,83 @@
+"""The policies that rollouts were made with, kept until nothing made with them is left to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from slime.trainer.backends.base import POLICY, Backend
+from slime.trainer.batching.packing import loss_mask
+from slime.types.sample import Sample
+
+log = logging.getLogger(__name__)
+
+# Copies of the model in host memory. One rollout ahead needs three.
+MOST_KEPT = 8
+# SGLang's name of the weights that it started from.
+_FIRST = "default"
+
+
+class OldPolicies:
+    """Weights of `backend` by weight version; the same on every rank, as every method is called on every rank."""
+
+    def __init__(self, backend: Backend, version: int) -> None:
+        """version: of the weights that the backend has now."""
+        self._backend = backend
+        self._kept: list[int] = []
+        self._current: int | None = None
+        self.keep(version)
+
+    def keep(self, version: int) -> None:
+        """The engines get the weights that the backend has now, as `version`."""
+        self._backend.keep(_name(version))
+        self._current = version
+        if version in self._kept:
+            self._kept.remove(version)
+        self._kept.append(version)
+        for oldest in self._kept[:-MOST_KEPT]:
+            self._drop(oldest)
+
+    def find(self, version: str) -> str | None:
+        """The name for `Backend.scores` of the weights of `version`; None where they are not there (any more)."""
+        number = _number(version)
+        if number is not None and number == self._current:
+            return POLICY
+        return _name(number) if number in self._kept and number is not None else None
+
+    def trained(self, versions: Iterable[str]) -> None:
+        """The backend's weights have changed. versions: of the tokens trained on; older ones will not come again."""
+        self._current = None
+        numbers = [number for number in map(_number, versions) if number is not None]
+        for version in [v for v in self._kept if numbers and v < min(numbers)]:
+            self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        self._backend.drop(_name(version))
+        self._kept.remove(version)
+
+
+def _name(version: int) -> str:
+    return f"version-{version}"
+
+
+def _number(version: str) -> int | None:
+    if version == _FIRST:
+        return 0
+    return int(version) if version.isdecimal() else None
+
+
+def token_versions(sample: Sample) -> np.ndarray:
+    """[R] text: the weight version that made each response token; "" where that is not known."""
+    versions = set(sample.weight_versions)
+    known = versions.pop() if len(versions) == 1 else ""
+    found = np.full(sample.response_length, known, dtype=object)
+    for span in sample.spans:
+        found[span.start : span.end] = span.weight_version
+    return found
+
+
+def trained_versions(samples: Iterable[Sample]) -> set[str]:
+    """Of the tokens whose loss mask is 1."""
+    return {str(version) for sample in samples for version in token_versions(sample)[loss_mask(sample) > 0]}

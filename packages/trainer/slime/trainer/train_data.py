@@ -1,0 +1,125 @@
+"""What `--custom-convert-samples-to-train-data-path` makes, as samples that a step is planned with and trained on.
+
+fn(args, samples) -> dict of lists of one length
+    tokens                ids of prompt and response
+    response_lengths      how many of them are the response
+    rewards               training rewards; nothing is normalised any more
+    loss_masks            a number for each response token
+    raw_reward            for metrics; default `rewards`
+    truncated             whether the response was cut off; default none was
+    sample_indices        of the sample that each was made from; default their order
+    rollout_ids           which make up one rollout together; default each is one
+    rollout_mask_sums     what the mean over a rollout's tokens divides by; default the sum of its masks
+    rollout_log_probs     the engine's, a number for each response token; default none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.trainer.batching.packing import loss_mask
+from slime.types.errors import InvalidField
+from slime.types.sample import Sample, SampleStatus
+
+REQUIRED = ("tokens", "response_lengths", "rewards", "loss_masks")
+OPTIONAL = (
+    "raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_log_probs"
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """samples: in their order; raw_rewards, rewards: of each; rollout_mask_sums: of each, or None for their own."""
+
+    samples: list[Sample]
+    raw_rewards: list[float]
+    rewards: list[float]
+    rollout_mask_sums: list[int] | None
+
+    def summaries(self) -> list[Summary]:
+        return [
+            Summary(
+                index=sample.index if sample.index is not None else position,
+                group_index=position,
+                rollout_id=sample.rollout_id,
+                total_length=len(sample.tokens),
+                response_length=sample.response_length,
+                loss_mask_sum=int(loss_mask(sample).sum()),
+                reward=self.rewards[position],
+            )
+            for position, sample in enumerate(self.samples)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """As `slime.trainer.batching.plan.Summary`."""
+
+    index: int
+    group_index: int
+    rollout_id: int | None
+    total_length: int
+    response_length: int
+    loss_mask_sum: int
+    reward: float
+    remove_sample: bool = False
+
+
+def converted(data: Any, sources: Sequence[Sample]) -> Converted:
+    """`data` of the function for the samples `sources`. Raises InvalidField naming the key that is wrong."""
+    if not isinstance(data, Mapping):
+        raise InvalidField("train data", type(data).__name__, "a dictionary of lists")
+    for name in REQUIRED:
+        if data.get(name) is None:
+            raise InvalidField(f"train data[{name!r}]", None, "a list, an entry a sample")
+    number = len(data["tokens"])
+    for name in (*REQUIRED, *OPTIONAL):
+        if data.get(name) is not None and len(data[name]) != number:
+            raise InvalidField(f"train data[{name!r}]", len(data[name]), f"{number} entries, as tokens has")
+    by_index = {sample.index: sample for sample in sources if sample.index is not None}
+    samples = [_sample(data, i, by_index) for i in range(number)]
+    rewards = [_number("rewards", value) for value in data["rewards"]]
+    raw = data.get("raw_reward")
+    sums = data.get("rollout_mask_sums")
+    return Converted(
+        samples,
+        rewards if raw is None else [_number("raw_reward", value) for value in raw],
+        rewards,
+        None if sums is None else [int(_number("rollout_mask_sums", value)) for value in sums],
+    )
+
+
+def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> Sample:
+    def entry(name: str, default: Any = None) -> Any:
+        return default if data.get(name) is None else data[name][i]
+
+    index, rollout = entry("sample_indices", i), entry("rollout_ids")
+    sample = Sample(
+        index=int(index),
+        rollout_id=None if rollout is None else int(rollout),
+        tokens=np.asarray(entry("tokens"), dtype=np.int32),
+        response_length=int(entry("response_lengths")),
+        loss_mask=np.asarray(entry("loss_masks")).astype(np.uint8),
+        rollout_log_probs=entry("rollout_log_probs"),
+        status=SampleStatus.TRUNCATED if entry("truncated", 0) else SampleStatus.COMPLETED,
+    )
+    for name, values in (("loss_masks", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
+        if values is not None and len(values) != sample.response_length:
+            raise InvalidField(
+                f"train data[{name!r}][{i}]", len(values), f"response_lengths[{i}] = {sample.response_length} numbers"
+            )
+    source = by_index.get(sample.index) if sample.index is not None else None
+    if source is not None and source.response_length == sample.response_length:
+        sample.spans, sample.weight_versions = source.spans, source.weight_versions
+    return sample
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidField(f"train data[{name!r}]", value, "numbers") from None

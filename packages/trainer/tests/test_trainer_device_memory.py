@@ -1,0 +1,119 @@
+"""Memory that goes off the device between steps: what is released, that it comes back, and when the trainer does it."""
+
+from typing import Any
+
+import pytest
+import torch
+from trainer_stack import Stack
+from trainer_tiny import Runner, make_settings
+
+from slime.trainer.backends.base import TRAINING, WEIGHTS
+from slime.trainer.device_memory import PARTS, DeviceMemory
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "fsdp": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "megatron": {"train_backend": "megatron", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "megatron-bf16": {"train_backend": "megatron", "bf16": True},
+}
+MEGATRON = {"megatron": {}, "megatron-bf16": {"use_distributed_optimizer": True}}
+
+
+def runner_of(model: str, name: str) -> Runner:
+    runner = Runner(make_settings(model, **BACKENDS[name]), megatron=MEGATRON.get(name))
+    backend: Any = runner.backend
+    models = backend.models if name != "fsdp" else [backend.policy, backend.reference]
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        # On the CPU weights may be in the memory of the file that they come from, which cannot be released.
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    return runner
+
+
+def held_bytes(runner: Runner, part: str) -> int:
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t, _ in runner.backend.device_tensors(part)}
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_steps_with_memory_away_in_between_are_the_same_steps(model: str, name: str):
+    def run(away: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        runner = runner_of(model, name)
+        memory = DeviceMemory(runner.backend, enabled=away, device_types=(runner.backend.device.type,))
+        norms = []
+        for step in range(3):
+            memory.release(*PARTS)
+            memory.need(*PARTS)
+            norms.append(runner.run(step)["train/grad_norm"])
+            memory.release(TRAINING)
+            weights = runner.weights()
+        return norms, weights
+
+    (norms, weights), (expected, expected_weights) = run(True), run(False)
+    assert norms == expected
+    assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_is_released_holds_no_memory(model: str, name: str):
+    runner = runner_of(model, name)
+    runner.run(0)
+    memory = DeviceMemory(runner.backend, enabled=True, device_types=(runner.backend.device.type,))
+    weights, training = held_bytes(runner, WEIGHTS), held_bytes(runner, TRAINING)
+    assert weights > 0 and training > 0
+    memory.release(TRAINING)
+    assert held_bytes(runner, WEIGHTS) == weights
+    shared = held_bytes(runner, TRAINING)
+    assert shared <= weights  # an optimizer of float32 weights updates the model's own
+    memory.release(WEIGHTS)
+    assert held_bytes(runner, WEIGHTS) == held_bytes(runner, TRAINING) == 0
+    with memory.held(WEIGHTS):
+        assert held_bytes(runner, WEIGHTS) == weights
+    assert held_bytes(runner, WEIGHTS) == 0
+    memory.need(*PARTS)
+    assert (held_bytes(runner, WEIGHTS), held_bytes(runner, TRAINING)) == (weights, training)
+
+
+def test_memory_that_is_not_to_move_stays(model: str):
+    runner = Runner(make_settings(model))
+    for memory in (DeviceMemory(runner.backend, enabled=False), DeviceMemory(runner.backend, enabled=True)):
+        before = held_bytes(runner, WEIGHTS)
+        memory.release(*PARTS)
+        if runner.backend.device.type == "cpu":
+            assert held_bytes(runner, WEIGHTS) == before
+        memory.need(*PARTS)
+
+
+def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    stack = Stack(model, offload_train=True)
+    seen: list[tuple[str, ...]] = []
+    try:
+        memory = stack.trainer._memory = DeviceMemory(
+            stack.trainer.backend, enabled=True, device_types=(stack.trainer.backend.device.type,)
+        )
+        memory.release(*PARTS)
+
+        def away() -> tuple[str, ...]:
+            return tuple(sorted(memory._away))
+
+        def note(*_: Any, **__: Any) -> None:
+            seen.append(away())
+
+        monkeypatch.setattr(stack.rollout, "onload", note)
+        stack.client.update_weights(0, timeout=60)
+        assert (seen, away()) == ([(TRAINING, WEIGHTS)], (TRAINING, WEIGHTS))
+        stack.client.train_step(0, 3, timeout=60)
+        assert away() == (TRAINING,)
+        stack.client.save_checkpoint(0, str(tmp_path / "step"), timeout=60)
+        assert away() == (TRAINING,)
+        stack.client.update_weights(1, timeout=60)
+        assert away() == (TRAINING, WEIGHTS)
+        stack.client.export_model(str(tmp_path / "model"), timeout=60)
+        assert away() == (TRAINING, WEIGHTS)
+        assert stack.client.train_step(1, 3, timeout=60)["train/step"] == 2
+    finally:
+        stack.close()
+
+
+def test_memory_is_released_only_where_that_is_asked_for():
+    assert [make_settings("m", colocate=c, offload_train=o).offloads_train for c in (False, True)
+            for o in (None, True, False)] == [False, True, False, False, True, False]  # fmt: skip

@@ -1,0 +1,135 @@
+"""Batches cut, padded and recomputed in other ways give the same numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from trainer_tiny import Runner, make_samples, make_settings, summarize
+
+from slime.trainer.batching.packing import pack
+from slime.trainer.batching.plan import Planner, assign
+from slime.trainer.batching.schedule import first_fit, regroup, schedule
+from slime.types import Sample
+
+BACKENDS = ("fsdp", "megatron")
+
+
+def run(model: str, samples: Sequence[Sample] | None = None, **values: Any) -> tuple[dict[str, float], Any]:
+    runner = Runner(make_settings(model, **values))
+    return runner.run(0, samples), runner
+
+
+def assert_same(one: tuple[dict[str, float], Any], other: tuple[dict[str, float], Any], tolerance: float = 1e-5):
+    for name in ("train/loss", "train/grad_norm", "train/ppo_kl", "train/entropy_loss"):
+        assert other[0][name] == pytest.approx(one[0][name], rel=tolerance, abs=1e-6), name
+    weights = other[1].weights()
+    for name, weight in one[1].weights().items():
+        # Adam turns the last bits of a gradient near 0 into a whole step.
+        assert ((weights[name] - weight).abs() > 1e-4).float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"log_probs_max_tokens_per_gpu": 12},
+        {"log_probs_max_tokens_per_gpu": 1000},
+        {"balance_by_flops": True},
+        {"data_pad_size_multiplier": 16},
+        {"recompute_loss_function": True},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_how_passes_are_made_changes_nothing(model: str, backend: str, values: dict[str, Any]):
+    common: dict[str, Any] = {"train_backend": backend, "num_steps_per_rollout": 2, "entropy_coef": 0.01}
+    assert_same(run(model, **common), run(model, **common, **values))
+
+
+def test_passes_for_log_probs_have_their_own_micro_batches(model: str, monkeypatch: pytest.MonkeyPatch):
+    runner = Runner(make_settings(model, num_steps_per_rollout=2, log_probs_max_tokens_per_gpu=1000))
+    seen: list[tuple[str, int]] = []
+    scores, train = runner.backend.scores, runner.backend.forward_backward
+
+    def counted_scores(batches: Any, **rest: Any) -> Any:
+        seen.append(("scores", len(batches)))
+        return scores(batches, **rest)
+
+    def counted_train(batches: Any, *rest: Any, **named: Any) -> Any:
+        seen.append(("train", len(batches)))
+        return train(batches, *rest, **named)
+
+    monkeypatch.setattr(runner.backend, "scores", counted_scores)
+    monkeypatch.setattr(runner.backend, "forward_backward", counted_train)
+    runner.run(0)
+    of = {kind: [number for name, number in seen if name == kind] for kind in ("scores", "train")}
+    assert of["scores"] == [1, 1] and sum(of["train"]) > 2
+
+
+def test_the_loss_is_recomputed_from_the_logits(model: str):
+    """Between the passes no float32 tensor of a row of logits is kept but the logits themselves."""
+
+    def kept(recompute: bool) -> int:
+        runner = Runner(make_settings(model, recompute_loss_function=recompute, max_tokens_per_gpu=1000))
+        found = 0
+
+        def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            found += tensor.dtype == torch.float32 and tensor.shape[-1:] == (32,) and tensor.ndim == 2
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+            runner.run(0)
+        return found
+
+    assert kept(True) < kept(False)
+
+
+def test_micro_batches_of_equal_work_may_exceed_the_tokens():
+    lengths = [30, 10, 10, 10, 10, 10]
+    by_tokens = schedule(range(6), lengths, 2, max_tokens=40, balance=True)
+    by_work = schedule(
+        range(6), lengths, 2, max_tokens=40, balance=True, form_by_cost=True, cost=lambda n: float(n * n)
+    )
+    assert sorted(p for share in by_work for b in share for p in b) == list(range(6))
+    assert [len(share) for share in by_work] == [len(share) for share in by_tokens] == [1, 1]
+    work = sorted(sum(lengths[p] ** 2 for p in share[0]) for share in by_work)
+    assert work == [500, 900]
+    assert max(sum(lengths[p] for p in share[0]) for share in by_work) == 50
+    assert schedule([], [], 2, max_tokens=40, form_by_cost=True) == [[], []]
+
+
+def test_replicas_keep_their_samples_in_other_micro_batches():
+    lengths = {i: 5 for i in range(7)}
+    shares = [[[0, 1], [2, 3]], [[4], [5, 6]]]
+    cut = regroup(shares, lengths, 100, multiple=2)
+    assert [sorted(p for b in share for p in b) for share in cut] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert [len(share) for share in cut] == [2, 2]
+    assert regroup([[[0]], [[]]], lengths, 100) == [[[0]], [[]]]
+    assert regroup([[], []], lengths, 100) == [[], []]
+    assert first_fit([0, 1, 2], lengths, 10) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_padded_rows_have_the_same_log_probs(model: str, share: bool):
+    runner, samples = Runner(make_settings(model)), make_samples()
+    arguments = (samples, range(len(samples)), [0.0] * len(samples), [1.0] * len(samples))
+    plain, padded = (pack(*arguments, share_prompts=share, multiple=multiple) for multiple in (1, 64))
+    assert padded.tokens.shape[1] % 64 == 0 and plain.tokens.shape[1] % 64
+    (expected,), (got,) = runner.backend.log_probs([plain]), runner.backend.log_probs([padded])
+    assert expected is not None and got is not None
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [12, 7])
+def test_a_dynamic_global_batch_is_one_update_of_all_rollouts(model: str, number: int):
+    samples = make_samples()[:number]
+    settings = make_settings(model, use_dynamic_global_batch_size=True)
+    plan = Planner(settings).plan(0, summarize(samples))
+    assert [update["num_rollouts"] for update in plan["updates"]] == [number] and not plan["dropped"]
+    for replicas in (2, 3):
+        shares = assign(plan, 0, replicas, settings, 32)
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(p for share in shares for b in share for p in b) == plan["updates"][0]["train"]
+    metrics, _ = run(model, samples, use_dynamic_global_batch_size=True)
+    assert metrics["train/step"] == 1
