@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
@@ -188,6 +189,7 @@ class FakeBuffer:
 
     groups: list[SampleGroup]
     evaluation: dict[str, list[SampleGroup]] = field(default_factory=dict)
+    samples_each: int = 1
 
     def __post_init__(self) -> None:
         self.waiting = list(self.groups)
@@ -243,7 +245,17 @@ class FakeBuffer:
         self.rejected.append((self._end(token).group_index, reason))
 
     def stats(self) -> Any:
-        return type("Stats", (), {"evaluation_sets": tuple(self.evaluation)})
+        return SimpleNamespace(evaluation_sets=tuple(self.evaluation), groups={"ready": len(self.waiting)})
+
+    def add_prompts(self, prompts: list[dict[str, Any]]) -> Any:
+        """Groups of `samples_each` samples."""
+        with self._lock:
+            first, n = len(self.groups), self.samples_each
+            for number, prompt in enumerate(prompts, start=first):
+                samples = [Sample(group_index=number, index=number * n + i, **copy.deepcopy(prompt)) for i in range(n)]
+                self.groups.append(SampleGroup(number, "train", samples))
+            self.waiting += self.groups[first:]
+            return SimpleNamespace(first_group_index=first)
 
     def read_evaluation_set(self, name: str) -> list[SampleGroup]:
         return copy.deepcopy(self.evaluation[name])

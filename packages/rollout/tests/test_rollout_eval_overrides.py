@@ -15,6 +15,9 @@ from slime.types.errors import InvalidSetting
         ({"a": {"temperature": -1}}, "a.temperature: got -1, expected a number, at least 0"),
         ({"a": {"top_k": 1.5}}, "a.top_k: got 1.5, expected an integer"),
         ({"a": {"max_response_len": True}}, "a.max_response_len: got True"),
+        ({"a": {"stop": "END"}}, "a.stop: got 'END', expected a list of texts"),
+        ({"a": {"stop_token_ids": [-1]}}, "a.stop_token_ids: got \\[-1\\], expected a list of token ids"),
+        ({"a": {"rm_type": 3}}, "a.rm_type: got 3, expected the name"),
         ({"a": 3}, "a: got 3, expected a mapping"),
     ],
 )

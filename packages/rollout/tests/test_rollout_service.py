@@ -94,6 +94,31 @@ def test_each_evaluation_set_is_sampled_as_it_says(engine, serve):
     assert "eval/sampled-pass@4" in metrics and "eval/greedy-pass@4" not in metrics
 
 
+def test_each_evaluation_set_is_generated_and_scored_as_it_says(engine, serve, tmp_path):
+    plugins = tmp_path / "mine.py"
+    plugins.write_text(
+        "async def half(args, sample, **kwargs):\n    return 0.5\n\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response, sample.response_length = [3, 4], 'no', 1\n"
+        "    sample.rollout_log_probs, sample.status = [-0.1], sample.Status.COMPLETED\n"
+        "    return sample\n"
+    )
+    sets = {"plain": prompt_groups(2, 1), "exact": prompt_groups(2, 1), "own": prompt_groups(2, 1)}
+    overrides = {
+        "exact": {"rm_type": "exact_partial", "stop": [">"]},
+        "own": {"custom_generate_function_path": f"{plugins}:generate", "rm_type": "exact_partial"},
+    }
+    client = serve(FakeBuffer([], evaluation=sets), engine, custom_rm_path=f"{plugins}:half", eval_overrides=overrides)
+    metrics = client.evaluate(0, timeout=20).metrics
+    assert (metrics["eval/plain"], metrics["eval/exact"], metrics["eval/own"]) == (0.5, 1.0, 0.0)
+    assert sorted(params.get("stop", []) for r in engine.requests for params in r["sampling_params"]) == [
+        [],
+        [],
+        [">"],
+        [">"],
+    ]
+
+
 def test_a_weight_update_is_a_transaction(engine, serve):
     client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
     (member,) = client.begin_weight_update(1)

@@ -21,7 +21,19 @@ KEYS: dict[str, tuple[str, type, str, Any]] = {
     "top_k": ("eval_top_k", int, "-1 (off) or more than 0", lambda v: v == -1 or v > 0),
     "max_response_len": ("eval_max_response_len", int, "at least 1", lambda v: v >= 1),
     "min_new_tokens": ("eval_min_new_tokens", int, "at least 0", lambda v: v >= 0),
+    "max_prompt_len": ("eval_max_prompt_len", int, "at least 1", lambda v: v >= 1),
+    "stop": ("rollout_stop", list, "a list of texts", lambda v: all(isinstance(item, str) for item in v)),
+    "stop_token_ids": ("rollout_stop_token_ids", list, "a list of token ids", lambda v: all(map(_is_token, v))),
+    "reward_key": ("eval_reward_key", str, "a key of the reward", bool),
+    "rm_type": ("rm_type", str, "the name of a built-in reward", bool),
+    "custom_rm_path": ("custom_rm_path", str, "the path of a reward function", bool),
+    "custom_generate_function_path": ("custom_generate_function_path", str, "the path of a function", bool),
 }
+KINDS = {int: "an integer, ", float: "a number, "}
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def check_overrides(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -37,12 +49,16 @@ def check_overrides(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def set_args(args: argparse.Namespace, name: str) -> argparse.Namespace:
     """The `args` that hold for the set `name`."""
     own = copy.copy(args)
-    for key, value in (getattr(args, "eval_overrides", None) or {}).get(name, {}).items():
+    values = (getattr(args, "eval_overrides", None) or {}).get(name, {})
+    if "rm_type" in values:
+        # A function that scores the other sets would win over it.
+        own.custom_rm_path = None
+    for key, value in values.items():
         setattr(own, KEYS[key][0], value)
     return own
 
 
-def _value(name: str, key: str, value: Any) -> int | float:
+def _value(name: str, key: str, value: Any) -> Any:
     if key not in KEYS:
         near = nearest(key, KEYS)
         known = ", ".join(KEYS)
@@ -54,9 +70,10 @@ def _value(name: str, key: str, value: Any) -> int | float:
             expected=near or known,
         )
     _, kind, expected, is_right = KEYS[key]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (kind is int and int(value) != value) or not is_right(value):
-        raise _wrong(f"{name}.{key}", value, ("an integer, " if kind is int else "a number, ") + expected)
+    wanted: Any = kind if kind in (str, list) else (int, float)
+    fitting = isinstance(value, wanted) and not isinstance(value, bool)
+    if not fitting or (kind is int and int(value) != value) or not is_right(value):
+        raise _wrong(f"{name}.{key}", value, KINDS.get(kind, "") + expected)
     return kind(value)
 
 

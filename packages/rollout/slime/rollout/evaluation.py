@@ -33,22 +33,25 @@ async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource
 
 async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFnEvalOutput:
     call = CALL.get()
+    states = {name: state.with_args(set_args(state.args, name)) for name in source.names}
     sets = {
-        name: await asyncio.to_thread(source.read, name, set_args(state.args, name).n_samples_per_eval_prompt)
+        name: await asyncio.to_thread(source.read, name, states[name].args.n_samples_per_eval_prompt)
         for name in source.names
     }
     output = RolloutFnEvalOutput(metrics={})
     for name, groups in sets.items():
-        kept = [group for group in groups if _fits(state, group)]
-        if state.args.eval_max_prompt_len is not None:
+        own = states[name]
+        kept = [group for group in groups if _fits(own, group)]
+        if own.args.eval_max_prompt_len is not None:
             output.metrics[f"eval/{name}-prompt_too_long"] = len(groups) - len(kept)  # type: ignore[index]
         sets[name] = kept
     if call is not None:
         call.total = sum(len(group) for groups in sets.values() for group in groups)
         call.advance(0)
     for name, groups in sets.items():
-        samples = await evaluate_groups(state, groups, eval_sampling_params(set_args(state.args, name)))
-        key = state.args.eval_reward_key or state.args.reward_key
+        own = states[name]
+        samples = await evaluate_groups(own, groups, eval_sampling_params(own.args))
+        key = own.args.eval_reward_key or own.args.reward_key
         output.data[name] = {
             "rewards": [sample.reward[key] if key else sample.reward for sample in samples],  # type: ignore[index]
             "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],

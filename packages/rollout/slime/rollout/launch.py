@@ -139,7 +139,7 @@ def sglang_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callab
                 memory_saver=settings.offloads,
                 deterministic=settings.deterministic,
                 random_seed=settings.rollout_seed,
-                args=settings.sglang_args,
+                args={"host": settings.rollout_engine_host} | settings.sglang_args,
             ),
             name=f"sglang-{i}",
             env={"PYTHONPATH": search_path()},
@@ -152,6 +152,7 @@ def embedded_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Call
     """How each embedded engine is started; they take the GPUs, if any, in turn."""
     options = EmbeddedOptions(
         model_path=settings.hf_checkpoint,
+        host=settings.rollout_engine_host,
         device=settings.rollout_engine_device,
         dtype=settings.rollout_engine_dtype,
         threads=settings.rollout_engine_threads,

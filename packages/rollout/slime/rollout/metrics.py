@@ -25,13 +25,13 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, 
     samples = [sample for group in groups for sample in group]
     if not samples:
         return {}
-    rewards = [_rewards(group, args) for group in groups]
-    flat = np.concatenate([np.asarray(values, np.float64) for values in rewards])
+    rewards = [values for values in (_rewards(group, args) for group in groups) if values]
+    flat = np.asarray([value for values in rewards for value in values], np.float64)
     lengths = np.asarray([sample.response_length for sample in samples])
     several = [values for values in rewards if len(values) > 1]
     metrics = {
-        "rollout/raw_reward": float(flat.mean()),
-        "rollout/reward_std": float(np.mean([np.std(values) for values in rewards])),
+        "rollout/raw_reward": float(flat.mean()) if rewards else 0.0,
+        "rollout/reward_std": float(np.mean([np.std(values) for values in rewards])) if rewards else 0.0,
         "rollout/zero_std_ratio": sum(max(v) - min(v) <= 1e-6 for v in several) / len(several) if several else 0.0,
         "rollout/response_lengths": float(lengths.mean()),
         "rollout/response_lengths/max": float(lengths.max()),
@@ -108,6 +108,9 @@ def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
         raw = sample.metadata.get("raw_reward")
+        if raw is None and sample.reward is None and sample.status is Sample.Status.FAILED:
+            # What failed before it could be scored tells nothing of the others.
+            continue
         values.setdefault(key, float(sample.get_reward_value(args) if raw is None else raw))
     return list(values.values())
 

@@ -11,6 +11,8 @@ from slime.types import Sample
 from slime.types.errors import PluginError
 from slime.types.plugins import load_plugin
 
+HOOK_KEYWORDS = ("rollout_id", "evaluation")
+
 
 class RolloutPlugins:
     """One attribute a flag; None where it was not given. args: settings, or a namespace with their names.
@@ -32,10 +34,7 @@ class RolloutPlugins:
             "custom_rollout_log_function_path", "rollout_id", "args", "samples", "metrics", "seconds"
         )
         self.eval_log = load("custom_eval_rollout_log_function_path", "rollout_id", "args", "data", "metrics")
-        self.sample_hooks = [
-            load_plugin(path, flag="--rollout-sample-hook-path", parameters=("args", "sample"))
-            for path in getattr(args, "rollout_sample_hook_path", [])
-        ]
+        self.sample_hooks = [_load_hook(path) for path in getattr(args, "rollout_sample_hook_path", [])]
 
 
 class CustomGenerate:
@@ -47,7 +46,7 @@ class CustomGenerate:
         self.path = path
         parameters = list(inspect.signature(function).parameters.values())
         names = [parameter.name for parameter in parameters]
-        self.takes_evaluation = "evaluation" in names or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.takes_evaluation = "evaluation" in names
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "evaluation"
         ]
@@ -89,6 +88,13 @@ class CustomGenerate:
                 value=type(answer).__name__,
                 expected="a Sample or a list of them",
             )
+
+
+def _load_hook(path: str) -> Callable[..., Any]:
+    """Contract: `fn(args, sample[, rollout_id=][, evaluation=])`."""
+    flag = "--rollout-sample-hook-path"
+    keywords = accepted(load_plugin(path, flag=flag), dict.fromkeys(HOOK_KEYWORDS))
+    return load_plugin(path, flag=flag, parameters=("args", "sample"), keywords=tuple(keywords))
 
 
 def _load_generate(path: str | None) -> CustomGenerate | None:

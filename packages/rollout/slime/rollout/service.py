@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.answers import evaluation_output, load_rollout_function, train_output
+from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.collector import spare_long_lived
 from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import GenerateState
@@ -19,14 +20,15 @@ from slime.rollout.jobs import Job, Progress, Result
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.member import Member
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics
-from slime.rollout.settings import RolloutSettings
+from slime.rollout.recordings import record_evaluation, record_rollout
+from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
+from slime.rollout.sources.own import OwnLeases, OwnSource
 from slime.rollout.weight_update import WeightUpdates
 from slime.types import Sample
 from slime.types.clients import BufferClient, Writer
 from slime.types.codec import sample_to_proto
-from slime.types.errors import InvalidField, PluginError, StaleWriter
-from slime.types.plugins import load_plugin
+from slime.types.errors import InvalidField, StaleWriter
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, rollout_pb2, rollout_pb2_grpc
 
@@ -46,12 +48,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.rpc = rpc
         self.updates = WeightUpdates(self.fleet, settings.rollout_weight_update_wait_seconds)
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}"
-        self._rollout_function = _load_rollout_function(settings.rollout_function_path, "--rollout-function-path")
+        self._rollout_function = load_rollout_function(settings.rollout_function_path, "--rollout-function-path")
         self._eval_function = (
-            _load_rollout_function(settings.eval_function_path, "--eval-function-path")
+            load_rollout_function(settings.eval_function_path, "--eval-function-path")
             if settings.eval_function_path
             else self._rollout_function
         )
+        self._own_source: OwnSource | None = None
+        if settings.data_source_path != DEFAULT_DATA_SOURCE:
+            self._own_source = OwnSource.open(settings.data_source_path, state.args)
         self._running = 0
         self._lock = threading.Lock()
         self._newest_writer: Writer | None = None
@@ -75,6 +80,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         args = copy.copy(self.state.args)
         args.rollout_batch_size = request.num_groups
         args.over_sampling_batch_size = max(args.over_sampling_batch_size, request.num_groups)
+        if self._own_source is not None:
+            self._own_source.begin(request.rollout_id)
         with self._buffer(request.writer) as buffer, self._lease(buffer) as source:
             job = Job(
                 self.fleet,
@@ -87,6 +94,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, num_groups=event.total)
                     continue
                 groups, metrics = event.value
+                record_rollout(self.settings.save_debug_rollout_data, request.rollout_id, groups)
+                if self._own_source is not None:
+                    self._own_source.end(request.rollout_id)
                 metrics = metrics | self._metrics(
                     args, request.rollout_id, groups, metrics, event.seconds, event.call.reward_seconds
                 )
@@ -122,6 +132,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, args: Any, rollout_id: int, event: Result[RolloutFnEvalOutput]
     ) -> rollout_pb2.EvaluateResponse:
         output = event.value
+        record_evaluation(self.settings.save_debug_rollout_data, rollout_id, output.data)
         metrics = dict(output.metrics or {})
         log = self.state.plugins.eval_log
         if log is None or not log(rollout_id, args, output.data, output.metrics):
@@ -170,12 +181,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.OnloadResponse()
 
     def _lease(self, buffer: BufferClient) -> LeasedDataSource:
-        return LeasedDataSource(
-            buffer,
+        options: dict[str, Any] = dict(
             worker_id=self.worker_id,
             ttl_seconds=self.settings.rollout_lease_seconds,
             wait_seconds=self.settings.rollout_prompt_wait_seconds,
         )
+        if self._own_source is None:
+            return LeasedDataSource(buffer, **options)
+        return OwnLeases(buffer, self._own_source, group_size=self.settings.n_samples_per_prompt, **options)
 
     def _run(self, job: Job[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         if not context.add_callback(job.cancel):  # the call has ended already
@@ -191,23 +204,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def _rollout(
         self, args: Any, rollout_id: int, source: LeasedDataSource
     ) -> tuple[list[list[Sample]], dict[str, Any]]:
-        output = self._rollout_function(args, rollout_id, source, evaluation=False)
-        if not isinstance(output, RolloutFnTrainOutput):
-            output = RolloutFnTrainOutput(samples=output)
-        if not isinstance(output.samples, list) or not all(isinstance(group, list) for group in output.samples):
-            raise PluginError(
-                f"--rollout-function-path {self.settings.rollout_function_path}: "
-                f"answered {type(output.samples).__name__}, "
-                "expected RolloutFnTrainOutput(samples=[[Sample, ...], ...])",
-                field="--rollout-function-path",
-            )
-        groups = [flatten(group) for group in output.samples]
+        answer = self._rollout_function(args, rollout_id, source, evaluation=False)
+        groups, metrics = train_output(answer, self.settings.rollout_function_path)
         source.complete_rest(groups)
-        return groups, dict(output.metrics or {})
+        return groups, metrics
 
     def _evaluation(self, args: Any, rollout_id: int, source: EvaluationSource) -> RolloutFnEvalOutput:
-        output = self._eval_function(args, rollout_id, source, evaluation=True)
-        return output if isinstance(output, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=output)
+        answer = self._eval_function(args, rollout_id, source, evaluation=True)
+        return evaluation_output(answer, self.settings.eval_function_path or self.settings.rollout_function_path)
 
     def _metrics(
         self,
@@ -260,10 +264,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             name=member.name, url=member.url, kind=member.kind, weight_version=member.weight_version,
             healthy=member.healthy and self.updates.stopped is None, tp_size=member.abilities.tp_size,
         )  # fmt: skip
-
-
-def _load_rollout_function(path: str, flag: str) -> Any:
-    return load_plugin(path, flag=flag, parameters=("args", "rollout_id", "data_source"))
 
 
 def _first_of_prompts(samples: Sequence[Sample]) -> list[Sample]:

@@ -10,6 +10,8 @@ from slime.types.errors import InvalidSetting
 from slime.types.settings import REQUIRED, json_object, setting
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
+DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,21 @@ class RolloutSettings:
     custom_eval_rollout_log_function_path: str | None = setting(
         None, "logs an evaluation; a true answer skips the default metrics"
     )
+    max_turns: int | None = setting(
+        None, "turns of a conversation at most: `args.max_turns` of the function that leads it", minimum=1
+    )
+    data_source_path: str = setting(
+        DEFAULT_DATA_SOURCE, "class that gives the prompts, in place of the buffer's own: CLASS(args)", metavar="PATH"
+    )
+    load_forge_rollout_data: str | None = setting(
+        None, "samples to take in place of generated ones: a dump, {rollout_id} in it is replaced", metavar="PATH"
+    )
+    save_debug_rollout_data: str | None = setting(
+        None,
+        "file of the samples of each rollout and evaluation; {rollout_id} in the path is replaced, of an evaluation by "
+        "eval_N (python -m slime.rollout.recordings FILE prints it)",
+        metavar="PATH",
+    )
     rollout_prompt_wait_seconds: float = setting(
         600.0, "how long a rollout waits for prompts when the buffer has none", above=0
     )
@@ -63,7 +80,7 @@ class RolloutSettings:
         None, "prompt and response tokens at most; default: the model's", minimum=2
     )
     rollout_stop: list[str] | None = setting(None, "stop strings")
-    rollout_stop_token_ids: list[int] | None = setting(None, "stop token ids")
+    rollout_stop_token_ids: list[int] | None = setting(None, "stop token ids", minimum=0)
     rollout_skip_special_tokens: bool = setting(False, "leave special tokens out of the text of a response")
     rollout_seed: int = setting(42, "seed of shuffling and of sampling")
     deterministic: bool = setting(False, "fixed batches in index order and keyed sampling: same seed, same result")
@@ -106,7 +123,12 @@ class RolloutSettings:
         "what generates: sglang, or embedded (transformers, also on a CPU); auto: sglang where there is a GPU for it",
         choices=("auto", "sglang", "embedded"),
     )
-    rollout_num_gpus: int | None = setting(None, "GPUs for generation (default: all that are visible)", minimum=1)
+    rollout_engine_host: str = setting(
+        "127.0.0.1", "address that the engines listen on (default: on a cluster of several nodes, that of their node)"
+    )
+    rollout_num_gpus: int | None = setting(
+        None, "GPUs for generation (default: all that are visible); 0: the engines are somewhere else", minimum=0
+    )
     rollout_num_gpus_per_engine: int = setting(
         1, "GPUs that one SGLang engine is spread over", minimum=1, aliases=("sglang-tp-size",)
     )
@@ -164,9 +186,39 @@ class RolloutSettings:
                 )
 
         self.eval_overrides = check_overrides(self.eval_overrides)
+        if self.save_debug_rollout_data is not None:
+            from slime.rollout.recordings import check_template
+
+            check_template("--save-debug-rollout-data", self.save_debug_rollout_data, required=True)
+        self._check_functions()
         self._check_engines()
 
+    def _check_functions(self) -> None:
+        if self.load_forge_rollout_data is not None:
+            if self.rollout_function_path not in (DEFAULT_ROLLOUT_FUNCTION, REPLAY_FUNCTION):
+                raise _contradiction(
+                    "--load-forge-rollout-data",
+                    self.load_forge_rollout_data,
+                    f"no --rollout-function-path {self.rollout_function_path}: the samples are those of the dump",
+                )
+            self.rollout_function_path = REPLAY_FUNCTION
+        elif self.rollout_function_path == REPLAY_FUNCTION:
+            raise _contradiction("--rollout-function-path", REPLAY_FUNCTION, "--load-forge-rollout-data beside it")
+        own = self.custom_generate_function_path or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        if self.max_turns is not None and not own:
+            raise _contradiction(
+                "--max-turns",
+                self.max_turns,
+                "--custom-generate-function-path or --rollout-function-path beside it: the default has one turn",
+            )
+
     def _check_engines(self) -> None:
+        for address in self.rollout_external_engine_addrs or ():
+            port = address.rstrip("/").rpartition(":")[2]
+            if not port.isdigit() or not 0 < int(port) < 65536:
+                raise _contradiction("--rollout-external-engine-addrs", address, "HOST:PORT")
+        if self.rollout_num_gpus == 0 and not self.rollout_external_engine_addrs:
+            raise _contradiction("--rollout-num-gpus", 0, "--rollout-external-engine-addrs: somebody must generate")
         if self.sglang_args:
             # Reading the flags of SGLang takes time that most runs need not spend.
             from slime.rollout.engines.sglang.flags import check

@@ -84,7 +84,8 @@ class _Rollout:
             for task in [*self.pending, *self.writes, *([self.fetching] if self.fetching else [])]:
                 task.cancel()
             raise
-        return self._output()
+        # In a thread: a function of the user may ask the data source for more, or run something on this loop.
+        return await _in_thread(self._output)
 
     async def _next_done(self) -> set[asyncio.Task[Any]]:
         done = {await self.done.get()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet import Fleet, FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
 from slime.rollout.loop import LoopThread
-from slime.rollout.plugins import RolloutPlugins
+from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings import RolloutSettings
 
 ATTRIBUTE = "slime_generate_state"
@@ -46,6 +47,17 @@ class GenerateState:
         """The state of a service, made once; copies of `args` share it."""
         state = object.__new__(cls)
         state._build(args, fleet, tokenizer, plugins)
+        return state
+
+    def with_args(self, args: argparse.Namespace) -> GenerateState:
+        """The same with other settings and, where they name one, another function that generates a sample."""
+        state = object.__new__(type(self))
+        state.__dict__.update(self.__dict__)
+        state.args = args
+        if args.custom_generate_function_path != self.args.custom_generate_function_path:
+            state.plugins = copy.copy(self.plugins)
+            state.plugins.generate = load_generate(args.custom_generate_function_path)
+        setattr(args, ATTRIBUTE, state)
         return state
 
     def _build(self, args: argparse.Namespace, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:

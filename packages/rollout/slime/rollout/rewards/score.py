@@ -15,6 +15,9 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 from slime.types.plugins import load_plugin
 
+# The function of a file that scores several samples, where the file has one for a single sample as well.
+BATCHED = ("batched_custom_rm",)
+
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """The reward of one sample: a number, or a dict."""
@@ -25,7 +28,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of several samples, in order; `--custom-rm-path` gets them all at once."""
     if args.custom_rm_path:
-        return await maybe_await(_load(args.custom_rm_path), args, samples, **kwargs)
+        return await maybe_await(_load(args.custom_rm_path, BATCHED), args, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
@@ -96,5 +99,5 @@ def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
 
 
 @functools.cache
-def _load(path: str) -> Callable[..., Any]:
-    return load_plugin(path, flag="--custom-rm-path", parameters=("args", "sample"))
+def _load(path: str, names: tuple[str, ...] = ()) -> Callable[..., Any]:
+    return load_plugin(path, flag="--custom-rm-path", parameters=("args", "sample"), names=names)

@@ -1,0 +1,104 @@
+"""Agents on AWS Bedrock AgentCore."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from slime.rollout.agents.results import S3Results, aws_client
+from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_key
+from slime.types.errors import RemoteError
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 15.0
+
+
+class AgentCore:
+    """Invokes the runtime of an ARN, waits for results in S3, and ends the session afterwards, whatever became of it.
+
+    Raises NotAvailable where boto3 is not installed.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.settings = settings
+        self._client = aws_client("bedrock-agentcore", settings, read_seconds=settings.acr_timeout)
+        self._client.meta.events.register(
+            "before-send.bedrock-agentcore.InvokeAgentRuntime", self._refuse_when_over, unique_id="slime-over"
+        )
+        self._running: set[str] = set()
+        self._results = S3Results(settings)
+        self._pace = Pace(settings.acr_tps_limit)
+        self._threads = ThreadPoolExecutor(settings.max_concurrent, "agent-calls")
+        self._stops = ThreadPoolExecutor(settings.max_pool_connections, "agent-stops")
+
+    async def run(self, session_id: str, payload: JSON) -> JSON:
+        await self._pace.wait()
+        self._running.add(session_id)
+        try:
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._threads, self._invoke, session_id, payload)
+            if not is_pending(answer):
+                return answer
+            bucket = str(answer.get("s3_bucket") or self.settings.s3_bucket)
+            return await self._results.wait(bucket, str(answer.get("result_key") or result_key(payload, session_id)))
+        finally:
+            self._running.discard(session_id)
+            await self._stop(session_id)
+
+    def _refuse_when_over(self, request: Any, **kwargs: Any) -> None:
+        """boto3 tries again by itself, in a thread that outlives the episode's deadline: such a call would start the
+        agent once more, for nobody."""
+        session = request.headers.get(SESSION_HEADER)
+        session_id = session.decode() if isinstance(session, bytes) else session
+        if session_id not in self._running:
+            raise RemoteError(f"session {session_id} is over", field="runtimeSessionId", value=str(session_id))
+
+    def _invoke(self, session_id: str, payload: JSON) -> JSON:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        arn = self.settings.agent_runtime_arn
+        try:
+            answer = self._client.invoke_agent_runtime(
+                agentRuntimeArn=arn,
+                runtimeSessionId=session_id,
+                contentType="application/json",
+                accept="application/json",
+                payload=json.dumps(payload).encode(),
+            )
+            body = answer["response"].read()
+        except (BotoCoreError, ClientError) as error:
+            raise RemoteError(f"agent {arn}: {error}", field="agent_runtime_arn", value=arn) from error
+        status = int(answer.get("statusCode") or 200)
+        if status >= 400:
+            text = body[:500].decode(errors="replace")
+            raise RemoteError(f"agent {arn} answered {status}: {text}", field="status_code", value=status)
+        return parse_result(body, f"agent {arn}")
+
+    async def _stop(self, session_id: str) -> None:
+        """A session that stays only costs money until AWS ends it: that it could not be ended fails nothing."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(
+                loop.run_in_executor(self._stops, self._stop_session, session_id), timeout=STOP_SECONDS
+            )
+        except (RemoteError, TimeoutError) as error:
+            log.warning("session %s may still run: %s", session_id, str(error) or f"no answer in {STOP_SECONDS:g} s")
+
+    def _stop_session(self, session_id: str) -> Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        arn = self.settings.agent_runtime_arn
+        try:
+            return self._client.stop_runtime_session(agentRuntimeArn=arn, runtimeSessionId=session_id)
+        except (BotoCoreError, ClientError) as error:
+            raise RemoteError(f"agent {arn}: {error}", field="agent_runtime_arn", value=arn) from error
+
+    async def close(self) -> None:
+        self._results.close()
+        for threads in (self._threads, self._stops):
+            threads.shutdown(wait=False, cancel_futures=True)

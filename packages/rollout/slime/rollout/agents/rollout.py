@@ -1,0 +1,206 @@
+"""The rollout function for remote agents:
+`--rollout-function-path slime.rollout.agents.rollout.generate_rollout`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from slime.rollout.agents.episodes import Episodes
+from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.call import CALL
+from slime.rollout.eval_overrides import set_args
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.generate.group import flatten, run_hooks
+from slime.rollout.generate.state import GenerateState, eval_sampling_params, rollout_sampling_params
+from slime.types import Sample
+from slime.types.errors import InvalidField
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Shared:
+    """Episodes that several calls use at once: opened with the first of them, closed with the last."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    episodes: Episodes | None = None
+    users: int = 0
+
+
+_SHARED: WeakKeyDictionary[GenerateState, _Shared] = WeakKeyDictionary()
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The contract of `--rollout-function-path`: `args.rollout_batch_size` groups of episodes from `data_source`, or,
+    for an evaluation, the results of its sets. Settings: see `AgentSettings`. Blocks.
+
+    Raises ConfigError and its kin for settings that cannot work, EngineError where an engine dies; an episode that
+    fails becomes a FAILED sample.
+    """
+    settings = AgentSettings.from_args(args)
+    state = GenerateState(args)
+    work = _evaluate(state, args, settings, data_source) if evaluation else _train(state, args, settings, data_source)
+    return state.loop.run(state.fleet.guard(work))  # type: ignore[arg-type, return-value]
+
+
+@asynccontextmanager
+async def _episodes(state: GenerateState, settings: AgentSettings) -> AsyncIterator[Episodes]:
+    """Settings are those of the first of the calls that share them."""
+    shared = _SHARED.setdefault(state, _Shared())
+    async with shared.lock:
+        if shared.episodes is None:
+            episodes = Episodes(state, settings)
+            await episodes.start()
+            shared.episodes = episodes
+        shared.users += 1
+    try:
+        yield shared.episodes
+    finally:
+        async with shared.lock:
+            shared.users -= 1
+            if not shared.users:
+                closing, shared.episodes = shared.episodes, None
+                await closing.stop()
+
+
+async def _train(state: GenerateState, args: Any, settings: AgentSettings, source: Any) -> RolloutFnTrainOutput:
+    target: int = args.rollout_batch_size
+    accepted: list[list[list[Sample]]] = []
+    dropped: dict[str, int] = {}
+    params = rollout_sampling_params(args)
+
+    async def one(episodes: Episodes, group: list[Sample]) -> None:
+        done = await _all([episodes.run(sample, params) for sample in group])
+        await run_hooks(state, flatten(done), False)
+        reason = _verdict(state, args, done)
+        if reason is None:
+            accepted.append(done)
+            await _complete(state, source, done, group)
+        else:
+            dropped[reason] = dropped.get(reason, 0) + 1
+            await asyncio.to_thread(source.reject, group, reason)
+
+    async with _episodes(state, settings) as episodes:
+        while len(accepted) < target:
+            leased = await asyncio.to_thread(source.get_samples, target - len(accepted))
+            await _all([one(episodes, group) for group in leased])
+    accepted.sort(key=lambda group: group[0][0].group_index or 0)
+    if state.plugins.sample_filter is not None:
+        await asyncio.to_thread(state.plugins.sample_filter, args, accepted)
+    metrics = _metrics([episode for group in accepted for episode in group])
+    metrics |= {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
+    return RolloutFnTrainOutput(samples=accepted, metrics=metrics)  # type: ignore[arg-type]
+
+
+async def _all(work: Sequence[Any]) -> list[Any]:
+    """Results in order; where one raises, the others are ended before it is passed on."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _verdict(state: GenerateState, args: Any, group: list[list[Sample]]) -> str | None:
+    """Why the dynamic filter drops a group; it sees the episodes that did not fail."""
+    judge = state.plugins.dynamic_filter
+    scored = [episode for episode in group if not _failed(episode)]
+    if judge is None or not scored:
+        return None
+    verdict = DynamicFilterOutput.of(judge(args, flatten(scored)))
+    return None if verdict.keep else verdict.reason or "filtered"
+
+
+async def _complete(state: GenerateState, source: Any, done: list[list[Sample]], group: list[Sample]) -> None:
+    # A filter of whole rollouts sees a group before it is handed in; then, and where the source cannot take single
+    # groups, the service hands them in.
+    if state.plugins.sample_filter is not None or not hasattr(source, "complete"):
+        return
+    await asyncio.to_thread(source.complete, flatten(done), group)
+    call = CALL.get()
+    if call is not None:
+        call.advance()
+
+
+async def _evaluate(state: GenerateState, args: Any, settings: AgentSettings, source: Any) -> RolloutFnEvalOutput:
+    names = _names(args, source)
+    sets: dict[str, list[Sample]] = {}
+    for name in names:
+        count = set_args(args, name).n_samples_per_eval_prompt
+        sets[name] = flatten(await asyncio.to_thread(source.read, name, count))
+    call = CALL.get()
+    if call is not None:
+        call.total = sum(len(samples) for samples in sets.values())
+    output = RolloutFnEvalOutput(metrics={})
+    async with _episodes(state, settings) as episodes:
+        for name, samples in sets.items():
+            params = eval_sampling_params(set_args(args, name))
+            done = await _all([_counted(episodes, sample, params) for sample in samples])
+            rewards = [_reward(args, episode) for episode in done]
+            output.data[name] = {
+                "rewards": rewards,
+                "truncated": [episode[-1].status is Sample.Status.TRUNCATED for episode in done],
+                "samples": [episode[-1] for episode in done],
+            }
+            assert output.metrics is not None
+            output.metrics |= {
+                f"eval/{name}": sum(rewards) / max(len(rewards), 1),
+                f"eval/{name}-accuracy": sum(reward > 0 for reward in rewards) / max(len(rewards), 1),
+                f"eval/{name}-n_samples": len(rewards),
+                f"eval/{name}-failed": sum(_failed(episode) for episode in done),
+            }
+    return output
+
+
+async def _counted(episodes: Episodes, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+    done = await episodes.run(sample, params)
+    await run_hooks(episodes.state, done, True)
+    call = CALL.get()
+    if call is not None:
+        call.advance()
+    return done
+
+
+def _names(args: Any, source: Any) -> list[str]:
+    """The sets of `source`; where `args.eval_datasets` names some, those. Raises InvalidField."""
+    known = list(getattr(source, "names", ()))
+    wanted = [str(getattr(each, "name", each)) for each in getattr(args, "eval_datasets", None) or known]
+    for name in wanted:
+        if name not in known:
+            raise InvalidField("eval_datasets", name, f"one of the evaluation sets: {', '.join(known) or 'none'}")
+    return wanted
+
+
+def _reward(args: Any, episode: list[Sample]) -> float:
+    """An episode that failed has solved nothing."""
+    return 0.0 if _failed(episode) else float(episode[-1].get_reward_value(args))
+
+
+def _failed(episode: list[Sample]) -> bool:
+    return episode[0].status is Sample.Status.FAILED
+
+
+def _metrics(episodes: Sequence[list[Sample]]) -> dict[str, Any]:
+    """rollout/agents/episodes, /failed; of those that did not fail, the mean of /segments and /turns an episode."""
+    good = [episode for episode in episodes if not _failed(episode)]
+    metrics: dict[str, Any] = {
+        "rollout/agents/episodes": len(episodes),
+        "rollout/agents/failed": len(episodes) - len(good),
+    }
+    if good:
+        metrics["rollout/agents/segments"] = sum(len(episode) for episode in good) / len(good)
+        turns = sum(sample.metadata["num_turns"] for episode in good for sample in episode)
+        metrics["rollout/agents/turns"] = turns / len(good)
+    return metrics

@@ -1,0 +1,55 @@
+"""What an agent did in a session: its turns, as the engines made them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+JSON = dict[str, Any]
+
+
+@dataclass
+class Turn:
+    """One request and its answer.
+
+    prompt_ids, completion_ids, log_probs (of the completion): those that the engine got and gave. meta: its
+    `meta_info`. text: the completion, decoded. messages: the conversation with the answer as last message; empty for a
+    turn of /v1/completions.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    log_probs: list[float]
+    meta: Mapping[str, Any]
+    text: str = ""
+    messages: list[JSON] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str:
+        reason = self.meta.get("finish_reason")
+        return str(reason.get("type") if isinstance(reason, Mapping) else reason or "stop")
+
+    @property
+    def weight_version(self) -> str:
+        return str(self.meta.get("weight_version", ""))
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.prompt_ids, *self.completion_ids]
+
+
+@dataclass
+class Session:
+    """sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the seeds of its requests, None
+    where they carry none."""
+
+    id: str
+    sampling_params: JSON
+    sample_index: int | None = None
+    turns: list[Turn] = field(default_factory=list)
+    requests: int = 0
+    generation_seconds: float = 0.0
+    open_requests: set[str] = field(default_factory=set)
+    running: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -1,0 +1,151 @@
+"""Settings of remote agents: keys of the file of `--custom-config-path`, or variables of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.types.errors import InvalidSetting, NotAvailable
+
+RENDERERS = ("auto", "qwen")
+STRATEGIES = ("grpo", "identity")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+# Parsers of SGLang whose format is `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+TOOL_CALL_PARSERS = ("qwen", "qwen25", "hermes")
+# Those whose format is `<think>...</think>` before the answer.
+REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1")
+ARN = re.compile(r"arn:[\w-]+:bedrock-agentcore:([a-z0-9-]+):\d*:runtime/\S+")
+
+ENVIRONMENT = {
+    "agent_runtime_arn": "ACR_AGENT_RUNTIME_ARN",
+    "s3_bucket": "ACR_S3_BUCKET",
+}
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """agent_runtime_arn: of AgentCore, or `http://host:port/invocations` of an agent that is called directly.
+    s3_bucket: where agents leave results; needed with an ARN.
+    exp_id: first part of the keys of results. model_id: what the model is called before agents.
+    acr_timeout: seconds an episode may take. acr_tps_limit: calls of agents a second. max_concurrent: episodes at once.
+    cumulative_token_mode: the next prompt of a session is what was generated so far, and its new messages rendered.
+    gateway_port: 0 lets the system choose. gateway_host: the address to listen on; gateway_url: how agents reach it,
+    where that is not http://gateway_host:port.
+    """
+
+    agent_runtime_arn: str
+    s3_bucket: str | None = None
+    exp_id: str = "slime"
+    gateway_host: str = "127.0.0.1"
+    gateway_url: str | None = None
+    gateway_port: int = 0
+    acr_timeout: float = 900.0
+    model_id: str = "default"
+    acr_tps_limit: float = 25.0
+    max_concurrent: int = 100
+    max_pool_connections: int = 10
+    reward_postprocessing: str = "grpo"
+    cumulative_token_mode: bool = False
+    renderer_family: str = "auto"
+    gateway_log_level: str = "warning"
+    sglang_tool_call_parser: str | None = None
+    sglang_reasoning_parser: str | None = None
+
+    @property
+    def region(self) -> str | None:
+        """The AWS region of the ARN; None for an agent that is called directly."""
+        match = ARN.fullmatch(self.agent_runtime_arn)
+        return match.group(1) if match else None
+
+    @classmethod
+    def from_args(cls, args: Any) -> AgentSettings:
+        """Each from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN, ACR_S3_BUCKET, the
+        others by their names in capitals), else its default. Raises InvalidSetting."""
+        values = {}
+        for field in dataclasses.fields(cls):
+            value = given(args, field.name)
+            if value is not None:
+                values[field.name] = _typed(field.name, field.type, value)
+        if "agent_runtime_arn" not in values:
+            raise _wrong("agent_runtime_arn", None, "an ARN of bedrock-agentcore, or http://host:port/invocations")
+        if "exp_id" not in values and getattr(args, "run_name", None):
+            values["exp_id"] = str(args.run_name)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        url = urlsplit(self.agent_runtime_arn)
+        if self.region is None and not (url.scheme in ("http", "https") and url.hostname):
+            expected = "arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME, or http://host:port/invocations"
+            raise _wrong("agent_runtime_arn", self.agent_runtime_arn, expected)
+        if self.region is not None and not self.s3_bucket:
+            raise _wrong("s3_bucket", self.s3_bucket, "a bucket, beside an ARN: agents leave their results there")
+        for name in ("acr_timeout", "acr_tps_limit"):
+            if not getattr(self, name) > 0:
+                raise _wrong(name, getattr(self, name), "more than 0")
+        for name in ("max_concurrent", "max_pool_connections"):
+            if getattr(self, name) < 1:
+                raise _wrong(name, getattr(self, name), "at least 1")
+        if not 0 <= self.gateway_port <= 65535:
+            raise _wrong("gateway_port", self.gateway_port, "a port, or 0 for one that the system chooses")
+        if self.gateway_host in ("0.0.0.0", "::") and not self.gateway_url:
+            raise _wrong("gateway_url", None, f"how agents reach the gateway, beside gateway_host {self.gateway_host}")
+        _one_of("renderer_family", self.renderer_family, RENDERERS)
+        _one_of("reward_postprocessing", self.reward_postprocessing, STRATEGIES)
+        _one_of("gateway_log_level", self.gateway_log_level, LOG_LEVELS)
+        for name, known in (
+            ("sglang_tool_call_parser", TOOL_CALL_PARSERS),
+            ("sglang_reasoning_parser", REASONING_PARSERS),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                flag = "--" + name.replace("_", "-")
+                raise NotAvailable(
+                    f"{flag} {value}: remote agents have no such parser yet; there are {', '.join(known)}",
+                    field=flag, value=value, expected=", ".join(known),
+                )  # fmt: skip
+
+    def set_log_level(self) -> None:
+        logging.getLogger("slime.rollout.agents").setLevel(self.gateway_log_level.upper())
+
+
+def given(args: Any, name: str, environ: Mapping[str, str] | None = None) -> Any:
+    """The attribute of `args`, else the variable of the environment; None where there is neither."""
+    value = getattr(args, name, None)
+    if value is not None:
+        return value
+    return (os.environ if environ is None else environ).get(ENVIRONMENT.get(name, name.upper())) or None
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    text = str(value).strip()
+    if kind == "bool":
+        if text.lower() not in (*TRUE, *FALSE):
+            raise _wrong(name, value, "true or false")
+        return text.lower() in TRUE
+    if kind in ("int", "float"):
+        try:
+            number = float(text)
+        except ValueError:
+            raise _wrong(name, value, "a number") from None
+        if kind == "int" and number != int(number):
+            raise _wrong(name, value, "a whole number")
+        return int(number) if kind == "int" else number
+    return text
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise _wrong(name, value, "one of " + ", ".join(known))
+
+
+def _wrong(name: str, value: Any, expected: str) -> InvalidSetting:
+    return InvalidSetting(f"{name}: got {value!r}, expected {expected}", field=name, value=value, expected=expected)

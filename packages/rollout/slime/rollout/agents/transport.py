@@ -1,0 +1,88 @@
+"""How an agent is called, and what its result says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from slime.types.errors import InvalidField, RemoteError
+
+JSON = dict[str, Any]
+
+# AgentCore tells agents their session by this header; those that run elsewhere read it too.
+SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
+
+
+class Transport(Protocol):
+    async def run(self, session_id: str, payload: JSON) -> JSON:
+        """Calls the agent and waits for its result, however long it takes: the caller keeps the deadline.
+
+        Raises Unavailable for an agent that is gone, RemoteError for one that refuses, ConfigError and its kin for what
+        no other call can heal.
+        """
+
+    async def close(self) -> None: ...
+
+
+class Pace:
+    """At most `per_second` calls a second, evenly, for all that share it."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap = 1.0 / per_second
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        now = time.monotonic()
+        at = max(now, self._next)
+        self._next = at + self._gap
+        if at > now:
+            await asyncio.sleep(at - now)
+
+
+def result_key(payload: Mapping[str, Any], session_id: str) -> str:
+    """Where the agent leaves its result, where it does not say."""
+    own = payload["_rollout"]
+    return f"{own['exp_id']}/{own['input_id']}/{session_id}.json"
+
+
+def parse_result(body: bytes, where: str) -> JSON:
+    """Raises RemoteError for what is no JSON object."""
+    try:
+        result = json.loads(body)
+    except ValueError:
+        result = None
+    if not isinstance(result, dict):
+        text = body[:200].decode(errors="replace")
+        raise RemoteError(f"{where}: got {text!r}, expected a JSON object", field="result", value=text)
+    return result
+
+
+def is_pending(result: Mapping[str, Any]) -> bool:
+    """Whether an answer only says that the agent has started and will leave its result in S3."""
+    return result.get("status") == "processing"
+
+
+def extract_reward(result: Mapping[str, Any]) -> float:
+    """`rewards` of a result: a number, or the last of a list.
+
+    Raises RemoteError where the agent says that it failed (status_code of 400 or more), InvalidField where it gives no
+    reward.
+    """
+    status = result.get("status_code", 200)
+    if not str(status).isdigit() or int(status) >= 400:
+        reason = result.get("stop_reason") or result.get("error") or "no reason given"
+        raise RemoteError(f"the agent failed with {status}: {reason}", field="status_code", value=status)
+    value = result.get("rewards")
+    if isinstance(value, list):
+        value = value[-1] if value else None
+    try:
+        reward = math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise InvalidField("rewards", result.get("rewards"), "a finite number, or a list that ends with one")
+    return reward

@@ -1,0 +1,178 @@
+"""`--data-source-path`: prompts from a class of the user's, work on them through a buffer.
+
+    own = OwnSource.open(path, args)            # CLASS(args), once for a service
+    with OwnLeases(buffer, own, worker_id=...) as source:
+        source.get_samples(4)                   # 4 groups of CLASS.get_samples, leased
+        source.add_samples(unfinished)          # CLASS.add_samples
+
+A group that the class gave is a group of the buffer from then on: what a rollout did not finish is leased again before
+the class is asked for more, also by another process. What a rollout gives to `add_samples` is the class's alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import Any, Protocol
+
+from slime.rollout.sources.leased import BufferCalls, LeasedDataSource
+from slime.types import Sample
+from slime.types.errors import PluginError, SlimeError
+from slime.types.plugins import load_plugin
+
+FLAG = "--data-source-path"
+RETURNED = "returned to the data source"
+
+log = logging.getLogger(__name__)
+
+
+class OwnSource:
+    """The user's object, and the groups of it that the buffer has, as it gave them."""
+
+    def __init__(self, source: Any, path: str, args: Any) -> None:
+        self.source = source
+        self.path = path
+        self.args = args
+        self.given: dict[int, list[Sample]] = {}
+        self.lock = threading.RLock()
+        # Whether it gives, and takes back, single samples.
+        self.flat = False
+        self._loaded = False
+
+    @classmethod
+    def open(cls, path: str, args: Any) -> OwnSource:
+        """args: every setting of the run. The class gets them with the directories of checkpoints as `save` and `load`.
+
+        Raises PluginError for a path that does not lead to a data source, and what the class raises of ours.
+        """
+        own_args = copy.copy(args)
+        own_args.save = getattr(args, "checkpoint_dir", None) or getattr(args, "save", None)
+        own_args.load = getattr(args, "load_root", None) or getattr(args, "load", None)
+        make = load_plugin(path, flag=FLAG)
+        # Classes on top of slime's own are made by it, whichever arguments they take.
+        make = getattr(make, "from_args", None) or load_plugin(path, flag=FLAG, parameters=("args",))
+        try:
+            source = make(own_args)
+        except SlimeError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{FLAG} {path}: making it raised {type(error).__name__}: {error}", field=FLAG, value=path
+            ) from error
+        missing = [name for name in ("get_samples", "add_samples", "save", "load") if not hasattr(source, name)]
+        if missing:
+            raise PluginError(
+                f"{FLAG} {path}: a {type(source).__name__} has no {missing[0]}, expected get_samples(n), "
+                "add_samples(groups), save(rollout_id) and load(rollout_id)",
+                field=FLAG,
+                value=path,
+                expected=missing[0],
+            )
+        return cls(source, path, own_args)
+
+    def begin(self, rollout_id: int) -> None:
+        """Before the first rollout of this process: has the class load what it saved after the one before."""
+        with self.lock:
+            if not self._loaded and rollout_id > 0:
+                self.source.load(rollout_id - 1)
+            self._loaded = True
+
+    def end(self, rollout_id: int) -> None:
+        """After a rollout of a run that writes checkpoints: has the class save, for one may be written after it."""
+        if getattr(self.args, "save_interval", None) is not None:
+            with self.lock:
+                self.source.save(rollout_id)
+
+    def take(self, count: int, group_size: int) -> list[list[Sample]]:
+        """`count` new groups; of a source of single samples, each sample makes one. Raises PluginError for an answer of
+        another shape."""
+        groups = self.source.get_samples(count)
+        if isinstance(groups, list) and groups and all(isinstance(sample, Sample) for sample in groups):
+            self.flat = True
+            groups = [[copy.deepcopy(sample) for _ in range(group_size)] for sample in groups]
+        if not isinstance(groups, list) or len(groups) > count:
+            got = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
+            raise self._wrong(got, f"a list of at most {count} groups")
+        for group in groups:
+            if not isinstance(group, list) or not all(isinstance(sample, Sample) for sample in group):
+                raise self._wrong(f"a {type(group).__name__} in it", "groups: lists of Samples")
+            if len(group) != group_size:
+                raise self._wrong(f"a group of {len(group)}", f"--n-samples-per-prompt {group_size} Samples")
+        return groups
+
+    def _wrong(self, got: str, expected: str) -> PluginError:
+        return PluginError(
+            f"{FLAG} {self.path}: get_samples answered {got}, expected {expected}",
+            field=FLAG, value=got, expected=expected,
+        )  # fmt: skip
+
+
+class OwnBufferCalls(BufferCalls, Protocol):
+    """What is needed of `slime.types.clients.BufferClient`."""
+
+    def stats(self) -> Any: ...
+    def add_prompts(self, prompts: list[dict[str, Any]]) -> Any: ...
+
+
+class OwnLeases(LeasedDataSource):
+    """What a rollout function gets: the methods of a leased source, and any other attribute of the user's object."""
+
+    buffer: OwnBufferCalls
+
+    def __init__(self, buffer: OwnBufferCalls, own: OwnSource, *, group_size: int, **options: Any) -> None:
+        super().__init__(buffer, **options)
+        self.own = own
+        self.group_size = group_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "own" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.own.source, name)
+
+    def __len__(self) -> int:
+        return len(self.own.source)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Groups that wait in the buffer, then new ones. Raises DeadlineExceeded where the class has none in time."""
+        with self.own.lock:
+            missing = num_samples - self.buffer.stats().groups.get("ready", 0)
+            groups = self.own.take(missing, self.group_size) if missing > 0 else []
+            if groups:
+                prompts = [
+                    {"prompt": group[0].prompt, "label": group[0].label, "metadata": group[0].metadata}
+                    for group in groups
+                ]
+                first = self.buffer.add_prompts(prompts).first_group_index
+                self.own.given.update((first + position, group) for position, group in enumerate(groups))
+        return super().get_samples(num_samples)
+
+    def _take(self, lease: Any) -> list[Sample]:
+        group = lease.group
+        given = self.own.given.get(group.group_index)
+        if given is not None:
+            # What the class gave is kept as it was, for a group that is leased a second time.
+            for sample, leased in zip(copied := copy.deepcopy(given), group.samples, strict=True):
+                sample.group_index, sample.index = leased.group_index, leased.index
+            group.samples = copied
+        return super()._take(lease)
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        for group in groups:
+            if self.find(group) is not None:
+                self.reject(group, RETURNED)
+        with self.own.lock:
+            self.own.source.add_samples([s for group in groups for s in group] if self.own.flat else groups)
+
+    def reject(self, group: list[Sample], reason: str) -> None:
+        index = self.find(group)
+        super().reject(group, reason)
+        if index is not None:
+            self.own.given.pop(index, None)
+
+    def _complete_as(self, index: int, samples: list[Sample]) -> None:
+        super()._complete_as(index, samples)
+        self.own.given.pop(index, None)

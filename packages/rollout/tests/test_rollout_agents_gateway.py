@@ -1,0 +1,291 @@
+"""The gateway over HTTP, as OpenAI's clients see it, against an engine that answers what it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeEngine
+
+from slime.rollout.agents.gateway import Gateway
+from slime.rollout.agents.merge import merge_turns
+from slime.rollout.agents.sessions import Session
+from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.generate.state import GenerateState
+from slime.types import Sample
+from slime.types.errors import PortInUse
+
+END = 3
+TEMPLATE_START, TEMPLATE_END = "<|im_start|>", "<|im_end|>"
+
+
+class Letters:
+    """ChatML, a token a letter; the end of a message is one token, and so is its start."""
+
+    eos_token = TEMPLATE_END
+    chat_template = "chatml"
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(c) for c in text.replace(TEMPLATE_START, "\x02").replace(TEMPLATE_END, chr(END))]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        text = "".join(map(chr, ids))
+        start, end = ("", "") if skip_special_tokens else (TEMPLATE_START, TEMPLATE_END)
+        return text.replace("\x02", start).replace(chr(END), end)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any) -> str:
+        text = f"tools {json.dumps(tools)}\n" if tools else ""
+        for message in messages:
+            calls = "".join(
+                f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in message.get("tool_calls", ())
+            )
+            text += f"{TEMPLATE_START}{message['role']}\n{message['content']}{calls}{TEMPLATE_END}\n"
+        return text + f"{TEMPLATE_START}assistant\n"
+
+
+class Speaker(FakeEngine):
+    """Says its lines in turn, each with log-probs -1, -2, ...; one that does not fit is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def _output(self, prompt: list[int], params: dict[str, Any], aborted: bool) -> dict[str, Any]:
+        ids = [*map(ord, self.lines.pop(0)), END][: params["max_new_tokens"]]
+        kind = "abort" if aborted else "stop" if ids[-1] == END else "length"
+        pairs = [[-float(i), token, None] for i, token in enumerate(ids, start=1)]
+        meta = {"finish_reason": {"type": kind}, "weight_version": "4", "output_token_logprobs": pairs}
+        return {"output_ids": ids, "meta_info": meta}
+
+
+@pytest.fixture
+def speaker() -> Iterator[Speaker]:
+    engine = Speaker()
+    yield engine
+    engine.stop()
+
+
+class Client:
+    def __init__(self, gateway: Gateway, session: Session, base_url: str) -> None:
+        self.gateway, self.session, self.base_url = gateway, session, base_url
+
+    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and body; the body as it is where it is no JSON."""
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                status, content = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, content = error.code, error.read()
+        try:
+            return status, json.loads(content)
+        except ValueError:
+            return status, content.decode()
+
+    def chat(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        status, answer = self.call("/chat/completions", {"messages": messages, "model": "m"} | more)
+        assert status == 200, answer
+        return answer
+
+    def samples(self) -> list[Sample]:
+        decode = self.gateway.state.tokenizer.decode
+        return merge_turns(self.session.turns, Sample(index=7, group_index=1), decode)
+
+
+@pytest.fixture
+def connect(speaker: Speaker, make_state: Callable[..., GenerateState]) -> Iterator[Callable[..., Client]]:
+    opened: list[Gateway] = []
+
+    def make(sampling: dict[str, Any] | None = None, **values: Any) -> Client:
+        state = make_state(speaker)
+        state.tokenizer, state.context_len = Letters(), 2000
+        gateway = Gateway(state, AgentSettings(agent_runtime_arn="http://127.0.0.1:1/invocations", **values))
+        state.loop.run(gateway.start(), timeout=10)
+        opened.append(gateway)
+        session = Session("the-session", {"max_new_tokens": 400, "temperature": 0.7} | (sampling or {}))
+        return Client(gateway, session, gateway.open_session(session))
+
+    yield make
+    for gateway in opened:
+        gateway.state.loop.run(gateway.stop(), timeout=10)
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_an_answer_has_openais_form_and_the_engines_tokens(speaker, connect):
+    client = connect()
+    speaker.lines = ["ok"]
+    answer = client.chat([USER], logprobs=True)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "ok"} and choice["finish_reason"] == "stop"
+    assert answer["object"] == "chat.completion" and answer["model"] == "m"
+    prompt = Letters().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3}
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0, -2.0, -3.0]
+    assert speaker.requests[-1]["input_ids"] == [prompt]
+    (turn,) = client.session.turns
+    assert (turn.prompt_ids, turn.completion_ids, turn.log_probs) == (prompt, [*b"ok", END], [-1.0, -2.0, -3.0])
+    assert turn.weight_version == "4" and turn.finish_reason == "stop"
+
+
+def test_turns_that_go_on_are_one_sample_and_a_changed_history_starts_another(speaker, connect):
+    client = connect()
+    speaker.lines = ["one", "two", "three"]
+    messages = [USER]
+    for _ in range(2):
+        messages += [client.chat(messages)["choices"][0]["message"], {"role": "user", "content": "more"}]
+    client.chat([{"role": "system", "content": "other"}, USER])
+    first, second = client.samples()
+    assert first.response == "one<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+    assert first.effective_response_length == 8 and first.metadata["num_turns"] == 2
+    assert second.response == "three<|im_end|>" and second.loss_mask.tolist() == [1] * 6
+    assert first.rollout_id == second.rollout_id == 7
+
+
+@pytest.mark.parametrize("family", ["auto", "qwen"])
+@pytest.mark.parametrize("limit", [400, 3])
+def test_cumulative_prompts_go_on_from_tokens_that_no_text_would_give_again(speaker, connect, family, limit):
+    client = connect({"max_new_tokens": limit}, cumulative_token_mode=True, renderer_family=family)
+    speaker.lines = ["a\x02b c", "done"]
+    said = client.chat([USER])["choices"][0]["message"]
+    client.chat([USER, said, {"role": "user", "content": "more"}])
+    (sample,) = client.samples()
+    bridge = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    first, last = ("a<|im_start|>b c<|im_end|>", "done<|im_end|>") if limit == 400 else ("a<|im_start|>b", "don")
+    assert sample.response == first + ("" if limit == 400 else "<|im_end|>") + bridge + last
+    assert (sample.status is Sample.Status.TRUNCATED) == (limit == 3)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_parsed_and_their_answers_rendered(speaker, connect, stream):
+    client = connect(sglang_tool_call_parser="qwen", cumulative_token_mode=True, renderer_family="qwen")
+    speaker.lines = ["let me see" + CALL, "2"]
+    answer = client.chat([USER], tools=[TOOL], stream=stream)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]  # type: ignore[attr-defined]
+        assert answer.endswith("data: [DONE]\n\n")  # type: ignore[attr-defined]
+        message, reason = events[0]["choices"][0]["delta"], events[-1]["choices"][0]["finish_reason"]
+        assert message["tool_calls"][0].pop("index") == 0
+    else:
+        message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+    (call,) = message["tool_calls"]
+    assert reason == "tool_calls" and message["content"] == "let me see"
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": text} for text in ("2", "3")]
+    client.chat([USER, message, *results], tools=[TOOL])
+    (sample,) = client.samples()
+    assert (
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        in sample.response
+    )
+
+
+def test_what_is_no_tool_call_stays_text(speaker, connect):
+    speaker.lines = ["<tool_call>{add}</tool_call>", CALL]
+    client = connect(sglang_tool_call_parser="qwen")
+    assert client.chat([USER], tools=[TOOL])["choices"][0]["message"]["content"] == "<tool_call>{add}</tool_call>"
+    assert client.chat([USER])["choices"][0]["finish_reason"] == "stop", "no tools were offered"
+
+
+def test_reasoning_is_kept_apart(speaker, connect):
+    speaker.lines = ["<think>hm</think>\n\nyes"]
+    message = connect(sglang_reasoning_parser="qwen3").chat([USER])["choices"][0]["message"]
+    assert message["content"] == "yes" and message["reasoning_content"] == "hm"
+
+
+def test_sampling_is_the_sessions_and_a_request_may_only_ask_for_less(speaker, connect):
+    client = connect({"max_new_tokens": 4})
+    speaker.lines = ["abcdefgh", "abcdefgh"]
+    reason = client.chat([USER], temperature=0.0, top_p=0.1, max_tokens=9, stop="x")["choices"][0]["finish_reason"]
+    params = speaker.requests[-1]["sampling_params"][0]
+    assert reason == "length" and params["max_new_tokens"] == 4
+    assert params["temperature"] == 0.7 and "top_p" not in params and params["stop"] == ["x"]
+    assert client.chat([USER], max_completion_tokens=2)["usage"]["completion_tokens"] == 2
+    assert client.samples()[-1].status is Sample.Status.TRUNCATED
+
+
+def test_plain_completions_take_text_and_token_ids(speaker, connect):
+    client = connect()
+    speaker.lines = ["x", "y"]
+    status, answer = client.call("/completions", {"prompt": "ab"})
+    assert status == 200 and answer["choices"][0]["text"] == "x"
+    client.call("/completions", {"prompt": [*b"ab", *b"x", END, *b"c"]})
+    (sample,) = client.samples()
+    assert sample.tokens.tolist() == [*b"abx", END, *b"cy", END] and sample.loss_mask.tolist() == [1, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/chat/completions", b"{", 400, "JSON"),
+        ("/chat/completions", {"messages": []}, 400, "messages"),
+        ("/chat/completions", {"messages": [{"content": "x"}]}, 400, "role and content"),
+        ("/chat/completions", {"messages": [USER], "n": 2}, 400, "n: got 2"),
+        ("/chat/completions", {"messages": [USER], "max_tokens": 0}, 400, "max_tokens"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the context"),
+        ("/completions", {"prompt": 3}, 400, "a text or a list of token ids"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_openais_form(speaker, connect, path, body, status, says):
+    client = connect()
+    got, answer = client.call(path, body)
+    assert got == status and says in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error" and not client.session.turns
+
+
+def test_models_and_unknown_sessions(connect):
+    client = connect(model_id="tiny")
+    assert client.call("/models")[1]["data"][0]["id"] == "tiny"
+    client.base_url = client.base_url.replace("the-session", "another")
+    assert client.call("/models")[0] == client.call("/chat/completions", {"messages": [USER]})[0] == 404
+
+
+def test_closing_a_session_ends_its_requests_and_refuses_more(speaker, connect):
+    client = connect()
+    prompt = Letters().encode(Letters().apply_chat_template([USER]))
+    speaker.held_prompts.add(tuple(prompt))
+    speaker.lines = ["late"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.call, "/chat/completions", {"messages": [USER]})
+        assert speaker.busy.wait(10)
+        client.gateway.state.loop.run(client.gateway.close_session("the-session"), timeout=10)
+        assert waiting.result(10)[0] == 503
+    assert len(speaker.aborted) == 1 and speaker.aborted != ["all"]
+    assert client.call("/chat/completions", {"messages": [USER]})[0] == 404 and not client.session.turns
+
+
+def test_sessions_do_not_see_each_other(speaker, connect):
+    client = connect()
+    other = Session("other", dict(client.session.sampling_params))
+    second = Client(client.gateway, other, client.gateway.open_session(other))
+    speaker.lines = ["a"] * 16
+    barrier = threading.Barrier(2)
+
+    def talk(who: Client) -> None:
+        barrier.wait(10)
+        for _ in range(8):
+            who.chat([USER])
+
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(talk, who) for who in (client, second)]:
+            each.result(60)
+    assert len(client.session.turns) == len(other.turns) == 8
+
+
+def test_a_port_in_use_is_said(connect):
+    taken = connect().gateway
+    port = int(taken.url.rsplit(":", 1)[1])
+    with pytest.raises(PortInUse, match=str(port)):
+        connect(gateway_port=port)
