@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: dict[str, Path], 
         ((*MEGATRON, "--tensor-model-parallel-sise", "2"), "--tensor-model-parallel-size"),
         ((*MEGATRON, "--num-layers", "7"), "num_hidden_layers"),
         ((*TENSOR, "--actor-num-gpus-per-node", "3"), "not divisible"),
-        (("--tensor-model-parallel-size", "2"), "--train-backend megatron"),
+        (("--train-backend", "fsdp", "--tensor-model-parallel-size", "2"), "--train-backend megatron"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:

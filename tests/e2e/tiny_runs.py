@@ -61,3 +61,31 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def write_inputs(directory: Path) -> Path:
+    """Makes the tiny model and its data, for `command`."""
+    from slime.launcher.quickstart import reverse
+
+    reverse.write_data(directory, 0)
+    reverse.write_model(directory / "model", 0)
+    return directory
+
+
+def command(name: str, inputs: Path, output_dir: Path, *flags: str) -> subprocess.Popen[str]:
+    """`slime NAME` on them, with as few flags as it takes; rollouts of eight groups of four."""
+    words = [
+        "--hf-checkpoint", inputs / "model", "--prompt-data", inputs / "train.jsonl", "--input-key", "prompt",
+        "--label-key", "label", "--custom-rm-path", "slime.launcher.quickstart.reverse.reward",
+        "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "5", "--lr", "1e-3",
+        "--rollout-engine", "embedded", "--output-dir", output_dir,
+    ]  # fmt: skip
+    line = [sys.executable, "-m", "slime.launcher.cli", name, *map(str, words), *flags]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_command(name: str, inputs: Path, output_dir: Path, *flags: str) -> str:
+    process = command(name, inputs, output_dir, *flags)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output

@@ -67,13 +67,13 @@ def test_a_training_command_line_is_known_to_tools_too() -> None:
     assert "--sglang-mem-fraction-static" in training_parser().flag_names()
 
 
-def test_offload_is_that_of_the_engines() -> None:
-    assert parse("--offload").rollout.offload_rollout is True
+def test_offload_is_that_of_engines_and_trainer() -> None:
+    config = parse("--offload")
+    assert config.rollout.offload_rollout is config.trainer.offload_train is True
     assert parse("--colocate").rollout.offload_rollout is None and parse("--colocate").rollout.offloads
-    with pytest.raises(InvalidSetting, match="--offload contradicts --no-offload-rollout"):
-        parse("--offload", "--no-offload-rollout")
-    with pytest.raises(NotAvailable, match="--offload-train is not available yet"):
-        parse("--offload-train")
+    for name in ("--no-offload-rollout", "--no-offload-train"):
+        with pytest.raises(InvalidSetting, match=f"--offload contradicts {name}"):
+            parse("--offload", name)
 
 
 EVAL = """
@@ -81,7 +81,7 @@ eval:
   defaults: {n_samples_per_eval_prompt: 8}
   datasets:
     - {name: sampled, path: held.jsonl, temperature: 1}
-    - {name: greedy, path: held.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
+    - {name: greedy, path: held.jsonl, temperature: 0, n_samples_per_eval_prompt: 1, rm_type: math, label_key: answer}
 """
 
 
@@ -92,8 +92,9 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
     assert config.evaluates and config.buffer.evaluation_sets() == {"sampled": "held.jsonl", "greedy": "held.jsonl"}
     assert config.rollout.eval_overrides == {
         "sampled": {"temperature": 1.0, "n_samples_per_eval_prompt": 8},
-        "greedy": {"temperature": 0.0, "n_samples_per_eval_prompt": 1},
+        "greedy": {"temperature": 0.0, "n_samples_per_eval_prompt": 1, "rm_type": "math"},
     }
+    assert config.buffer.eval_columns == {"sampled": {}, "greedy": {"label_key": "answer"}}
     with pytest.raises(InvalidSetting, match="--eval-prompt-data beside it"):
         parse("--eval-config", str(path), "--eval-prompt-data", "a", "b")
     with pytest.raises(MissingFile, match="--eval-config"):
@@ -110,6 +111,7 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
         ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", InvalidFile, "'a' twice"),
         ("eval: {datasets: [{name: a, path: p, temprature: 1}]}", InvalidSetting, "did you mean temperature"),
         ("eval: {datasets: [{name: a, path: p, temperature: hot}]}", InvalidSetting, "a.temperature: got 'hot'"),
+        ("eval: {datasets: [{name: a, path: p, label_key: 3}]}", InvalidFile, "a.label_key: 3"),
         ("eval: {defaults: {top_p: 2}, datasets: [{name: a, path: p}]}", InvalidSetting, "defaults.top_p: got 2"),
         ("eval: {datasets: [{name: a, path: p, n_samples_per_eval_prompt: 0}]}", InvalidSetting, "at least 1"),
     ],

@@ -151,7 +151,13 @@ def test_what_does_not_fit_is_named_before_anything_starts(
 def test_another_backend_takes_none_of_it(base: list[str], extra: str) -> None:
     words = extra.format(model=base[1]).split()
     with pytest.raises(InvalidSetting, match=f"{words[0]}.*needs --train-backend megatron"):
-        flags.parse([*base, *words])
+        flags.parse([*base, "--train-backend", "fsdp", *words])
+
+
+def test_a_flag_of_megatrons_names_the_backend(base: list[str]) -> None:
+    assert flags.parse([*base, "--tensor-model-parallel-size", "2"]).trainer.train_backend == "megatron"
+    assert flags.parse([*base, "--megatron-to-hf-mode", "raw"]).launcher.train_backend == "megatron"
+    assert flags.parse([*base, "--bf16"]).trainer.train_backend == "fsdp", "a flag that both have names none"
 
 
 @pytest.mark.parametrize(

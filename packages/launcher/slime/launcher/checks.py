@@ -8,9 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from slime.buffer.sources.dataset import READERS
 from slime.launcher.declared import declared
+from slime.launcher.implied import check_on_policy
+from slime.launcher.loop_checks import check_loop, check_recordings
+from slime.launcher.metrics.wandb import check_wandb
+from slime.launcher.places import check_places
+from slime.rollout.engines.sglang.reserved import tensor_parallel_size
+from slime.rollout.plugins import RolloutPlugins
+from slime.rollout.rewards.registry import reward_function
+from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.plugins import load_plugin
 
@@ -22,13 +32,14 @@ PLUGINS: dict[str, tuple[str, ...]] = {
     "rollout_function_path": ("args", "rollout_id", "data_source"),
     "eval_function_path": ("args", "rollout_id", "data_source"),
     "dynamic_sampling_filter_path": ("args", "group"),
-    "rollout_sample_hook_path": ("args", "sample"),
     "rollout_sample_filter_path": ("args", "groups"),
     "rollout_all_samples_process_path": ("args", "groups", "get_samples"),
     "custom_rollout_log_function_path": ("rollout_id", "args", "samples", "extra_metrics", "rollout_time"),
     "custom_eval_rollout_log_function_path": ("rollout_id", "args", "data", "extra_metrics"),
     "custom_rm_path": ("args", "sample"),
     "custom_reward_post_process_path": ("args", "samples"),
+    "custom_convert_samples_to_train_data_path": ("args", "samples"),
+    "rollout_data_postprocess_path": ("args", "rollout_id", "rollout_data"),
     "custom_advantage_function_path": ("args", "rollout_data"),
     "custom_loss_function_path": ("args", "batch", "logits", "sum_of_sample_mean"),
     "custom_pg_loss_reducer_function_path": (
@@ -40,20 +51,19 @@ PLUGINS: dict[str, tuple[str, ...]] = {
         "args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler",
     ),
 }  # fmt: skip
-# Called by keyword, or in one of two shapes: loaded here, held to their contract by the package that calls them.
-LOADED_ONLY = (
-    "custom_generate_function_path",
-    "custom_tis_function_path",
-    "buffer_filter_path",
-    "custom_model_provider_path",
-)
+# Called by keyword, or in one of two shapes: loaded here, held to their contract by the package that calls them. Those
+# that make samples are in RolloutPlugins.
+LOADED_ONLY = ("data_source_path", "custom_tis_function_path", "buffer_filter_path", "custom_model_provider_path")
 
 
 def check_run(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting or NotAvailable for settings that do not fit together; `args` is flat."""
-    if args["num_rollout"] is None:
-        raise InvalidSetting("--num-rollout is required: how many rollouts to run", field="--num-rollout")
-    if args["prompt_data"] is None and args["rollout_global_dataset"] and args["num_rollout"] > 0:
+    check_loop(args)
+    own_source = args["data_source_path"] != DEFAULT_DATA_SOURCE
+    if own_source and args["num_epoch"] is not None:
+        _needs("num_epoch", args["num_epoch"], "the buffer's own prompts: give --num-rollout to a --data-source-path")
+    needs_prompts = args["rollout_global_dataset"] and args["num_rollout"] != 0 and not args["debug_train_only"]
+    if args["prompt_data"] is None and needs_prompts and not own_source:
         raise InvalidSetting(
             "--prompt-data is required; with --disable-rollout-global-dataset clients of the buffer add them",
             field="--prompt-data",
@@ -71,19 +81,40 @@ def check_run(args: Mapping[str, Any]) -> None:
         if args[name] is not None and args[other] is None:
             _needs(name, args[name], "--" + other.replace("_", "-"))
     _check_template("--save-hf", args["save_hf"])
+    _check_template("--load-forge-rollout-data", args["load_forge_rollout_data"])
     for name, value in args["train_env_vars"].items():
         if not isinstance(value, str):
             raise InvalidSetting(
                 f"--train-env-vars: {name}: got {value!r}, expected text", field="--train-env-vars", value=value
             )
-    if args["actor_num_nodes"] > 1:
+    if args["megatron_to_hf_mode"] is not None and args["train_backend"] != "megatron":
+        _needs("megatron_to_hf_mode", args["megatron_to_hf_mode"], "--train-backend megatron")
+    if args["rollout_data_transport"] != "grpc":
         raise NotAvailable(
-            f"--actor-num-nodes {args['actor_num_nodes']} is not available yet: a trainer on several nodes",
-            field="--actor-num-nodes",
-            value=args["actor_num_nodes"],
-            expected="1",
+            f"--rollout-data-transport {args['rollout_data_transport']} is not available yet: samples travel by gRPC "
+            "from the buffer, which keeps them; expected grpc",
+            field="--rollout-data-transport",
+            value=args["rollout_data_transport"],
+            expected="grpc",
         )
+    check_wandb(args)
+    check_on_policy(args)
+    _check_pipeline_engines(args)
     _check_batch(args)
+
+
+def check_tensor_parallel(rollout: RolloutSettings) -> None:
+    """For --sglang-tp-size in place of --rollout-num-gpus-per-engine: raises InvalidSetting where they differ."""
+    gpus = rollout.rollout_num_gpus_per_engine
+    each = tensor_parallel_size(gpus, rollout.sglang_args)
+    if each != gpus:
+        raise InvalidSetting(
+            f"--sglang-tp-size {gpus}: an engine of {gpus} GPUs has a tensor-parallel size of {each} beside pipeline "
+            f"stages and replicas; expected --rollout-num-gpus-per-engine, the product of them",
+            field="--sglang-tp-size",
+            value=gpus,
+            expected="--rollout-num-gpus-per-engine",
+        )
 
 
 def _check_template(flag: str, path: str | None) -> None:
@@ -102,6 +133,19 @@ def _needs(name: str, value: Any, other: str) -> None:
     flag = "--" + name.replace("_", "-")
     shown = flag if value is True else f"{flag} {value}"
     raise InvalidSetting(f"{shown} needs {other}", field=flag, value=value, expected=other)
+
+
+def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
+    """Weights that go from GPU to GPU go to the ranks of a tensor-parallel group, of which the stages have one each."""
+    stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
+    if stages > 1 and transport != "disk":
+        raise InvalidSetting(
+            f"--sglang-pp-size {stages} with --update-weight-transport {transport}: engines of several pipeline stages "
+            f"take weights from a directory only; expected --update-weight-transport disk",
+            field="--sglang-pp-size",
+            value=stages,
+            expected="1, or --update-weight-transport disk with --update-weight-disk-dir",
+        )
 
 
 def _check_batch(args: Mapping[str, Any]) -> None:
@@ -130,12 +174,26 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
         _check_prompts("--prompt-data", args["prompt_data"])
     for name, path in evaluation_sets.items():
         _check_prompts(f"--eval-prompt-data {name}", path)
+    check_recordings(args)
+    if args["load_forge_rollout_data"] is not None and args["load"] is None:
+        _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))
+    check_places(args)
+
+
+def _check_recording(flag: str, template: str, first: int | None) -> None:
+    path = Path(template.format(rollout_id=first or 0))
+    if not path.is_file():
+        raise MissingFile(f"{flag}: no such file {path}", field=flag, value=template, expected="a recorded rollout")
 
 
 def _check_prompts(flag: str, path: str) -> None:
     file = Path(ROW_SLICE.sub("", path))
     if not file.is_file():
         raise MissingFile(f"{flag}: no such file {file}", field=flag, value=path, expected="a jsonl or parquet file")
+    if file.suffix.lower() not in READERS:
+        known = " or ".join(READERS)
+        raise InvalidSetting(f"{flag}: got {path}, expected a file that ends in {known}", field=flag, value=path,
+                             expected=known)  # fmt: skip
 
 
 def _check_model(flag: str, directory: Path, *, tokenizer: bool) -> None:
@@ -156,13 +214,26 @@ def _check_model(flag: str, directory: Path, *, tokenizer: bool) -> None:
 
 
 def check_plugins(args: Mapping[str, Any]) -> None:
-    """Loads every plug-in that is set and holds it against its contract; raises PluginError."""
+    """Loads every plug-in that is set and holds it against its contract; raises PluginError.
+
+    Raises InvalidSetting or NotAvailable for a built-in reward that there is not.
+    """
     flags = declared()
+    if args["rm_type"]:
+        reward_function(args["rm_type"])
+    for name, own in args["eval_overrides"].items():
+        for key in ("custom_rm_path", "custom_generate_function_path"):
+            if own.get(key):
+                load_plugin(own[key], flag=f"--eval-config: {name}.{key}", parameters=PLUGINS.get(key, ()))
+        if own.get("rm_type"):
+            reward_function(own["rm_type"])
     for name, parameters in PLUGINS.items():
         value = args.get(name)
         if name in flags and value and value != flags[name].default:
             for path in value if isinstance(value, list) else [value]:
                 load_plugin(path, flag=flags[name].spelling, parameters=parameters)
     for name in LOADED_ONLY:
-        if args.get(name):
-            load_plugin(args[name], flag="--" + name.replace("_", "-"))
+        value = args.get(name)
+        if value and value != flags[name].default:
+            load_plugin(value, flag="--" + name.replace("_", "-"))
+    RolloutPlugins(SimpleNamespace(**args))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from slime.types.errors import ConfigError, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+
+if TYPE_CHECKING:
+    from slime.launcher.flags import RunConfig
 
 USAGE = """usage: slime COMMAND ...
 
 commands:
-  train    train a policy by reinforcement learning (slime train --help)
+  train        train a policy by reinforcement learning; --dry-run prints the plan of a run
+  train-async  the same, generating the next rollout while training on this one
+  doctor       check this machine, and what the flags of a run name, before it costs money
 
 `slime COMMAND --help` describes a command.
 """
@@ -23,29 +29,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if words else 2
-    if words[0] != "train":
-        print(f"slime: error: unknown command {words[0]!r}, expected train", file=sys.stderr)
+    if words[0] == "doctor":
+        from slime.launcher.doctor.command import main as doctor
+
+        return doctor(words[1:])
+    if words[0] not in ("train", "train-async"):
+        print(f"slime: error: unknown command {words[0]!r}, expected train, train-async or doctor", file=sys.stderr)
         return 2
-    return run_train(words[1:])
+    return run_train(words[1:], asynchronous=words[0] == "train-async")
 
 
-def run_train(argv: Sequence[str], next_command: str = "") -> int:
+def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
     from slime.launcher import flags
+    from slime.launcher.loop_checks import check_asynchronous, check_synchronous
     from slime.launcher.supervise import Terminated, terminate_as_interrupt
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         with terminate_as_interrupt():
             config = flags.parse(argv)
+            (check_asynchronous if asynchronous else check_synchronous)(config.flat)
+            if _planned(config, asynchronous):
+                return 0
             from slime.launcher.metrics.report import Report
+            from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.train import train
+            from slime.launcher.train_async import train_async
 
             settings = config.launcher
+            output_dir = config.output_dir.resolve()
+            output_dir.mkdir(parents=True, exist_ok=True)
+            sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
             with Report(
-                config.output_dir.resolve(), num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir
+                output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks
             ) as report:
                 report.next_command = next_command
-                train(config, report)
+                (train_async if asynchronous else train)(config, report)
         return 0
     except Terminated:
         print("slime: terminated; everything that this run started has been stopped", file=sys.stderr)
@@ -59,6 +78,19 @@ def run_train(argv: Sequence[str], next_command: str = "") -> int:
     except SlimeError as error:
         print(f"slime: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _planned(config: RunConfig, asynchronous: bool) -> bool:
+    """Prints the plan of a run that is not to be started. Raises InvalidSetting for its flags without --dry-run."""
+    settings = config.launcher
+    for flag, value in (("--dry-run-gpus", settings.dry_run_gpus), ("--dry-run-gpu-gib", settings.dry_run_gpu_gib)):
+        if value is not None and not settings.dry_run:
+            raise InvalidSetting(f"{flag} {value:g} needs --dry-run", field=flag, value=value, expected="--dry-run")
+    if settings.dry_run:
+        from slime.launcher.dry_run import dry_run
+
+        print(dry_run(config, asynchronous=asynchronous), end="")
+    return settings.dry_run
 
 
 if __name__ == "__main__":

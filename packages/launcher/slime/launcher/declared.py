@@ -112,7 +112,7 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
         "--config",
         metavar="FILE.yaml",
         default=argparse.SUPPRESS,
-        help="flat YAML file of these settings; flags win over it",
+        help="flat YAML file of these settings; variables SLIME_NAME=VALUE win over it, flags over both",
     )
     parser.add_argument(
         "--help-megatron",

@@ -6,7 +6,8 @@
         - {name: sampled, path: held_out.jsonl, temperature: 1.0}
         - {name: greedy, path: held_out.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
 
-Keys of a set, and of `defaults`, are those of `slime.rollout.eval_overrides`; what neither has comes from the flags.
+Keys of a set, and of `defaults`, are those of `slime.rollout.eval_overrides`, and the columns of its file (input_key,
+label_key, metadata_key, tool_key); what neither has comes from the flags.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slime.buffer.settings import COLUMNS
 from slime.rollout.eval_overrides import check_overrides
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.settings import nearest, read_config
@@ -22,7 +24,7 @@ FLAG = "--eval-config"
 
 
 def apply_eval_config(values: dict[str, Any]) -> None:
-    """Puts the sets of the file `values["eval_config"]` into `eval_prompt_data` and `eval_overrides` of `values`.
+    """Puts the sets of the file `values["eval_config"]` into `eval_prompt_data`, `eval_overrides` and `eval_columns`.
 
     Raises MissingFile, InvalidFile, or InvalidSetting naming what is wrong in it.
     """
@@ -35,7 +37,8 @@ def apply_eval_config(values: dict[str, Any]) -> None:
         )
     sets = _read(str(path))
     values["eval_prompt_data"] = [[name, data] for name, (data, _) in sets.items()]
-    values["eval_overrides"] = {name: own for name, (_, own) in sets.items()}
+    values["eval_columns"] = {name: _split(own)[0] for name, (_, own) in sets.items()}
+    values["eval_overrides"] = {name: _split(own)[1] for name, (_, own) in sets.items()}
 
 
 def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -51,7 +54,7 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
     defaults, datasets = part.get("defaults") or {}, part.get("datasets")
     if not isinstance(defaults, Mapping):
         raise _invalid(path, f"eval.defaults: {defaults!r}", "a mapping")
-    check_overrides({"defaults": defaults})
+    _check("defaults", dict(defaults), path)
     if not isinstance(datasets, list) or not datasets:
         raise _invalid(path, f"eval.datasets: {datasets!r}", "a list of {name, path, ...}")
     sets: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -62,8 +65,22 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
         if name in sets:
             raise _invalid(path, f"eval.datasets: {name!r} twice", "a name of its own for each set")
         own = {key: value for key, value in entry.items() if key not in ("name", "path")}
-        sets[name] = entry["path"], check_overrides({name: {**defaults, **own}})[name]
+        sets[name] = entry["path"], _check(name, {**defaults, **own}, path)
     return sets
+
+
+def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(columns of its file, what else it says)"""
+    columns = {key: value for key, value in own.items() if key in COLUMNS}
+    return columns, {key: value for key, value in own.items() if key not in COLUMNS}
+
+
+def _check(name: str, own: dict[str, Any], path: str) -> dict[str, Any]:
+    columns, others = _split(own)
+    for key, value in columns.items():
+        if not isinstance(value, str):
+            raise _invalid(path, f"{name}.{key}: {value!r}", "the name of a column")
+    return columns | check_overrides({name: others})[name]
 
 
 def _invalid(path: str, got: str, expected: str) -> InvalidFile:

@@ -15,79 +15,31 @@ from slime.types.settings import flag_names
 
 # Reason -> names. A name that a package declares as a setting is available, whatever stands here.
 PLANNED: dict[str, str] = {
-    "running one half of the system alone": "debug-rollout-only debug-train-only load-debug-rollout-data",
-    "recorded runs and dumps": """load-debug-rollout-data-subsample load-forge-rollout-data save-debug-rollout-data
-        save-debug-train-data dump-details""",
-    "memory and time profiles": """memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history
-        profile-target""",
-    "checks that only a test run makes": """ci-test ci-disable-kl-checker ci-train-rollout-logprob-abs-diff-threshold
-        ci-save-grad-norm ci-load-grad-norm check-weight-update-equal""",
-    "the loop and its placement": """train-backend actor-num-nodes actor-num-gpus-per-node rollout-num-gpus
-        rollout-num-gpus-per-engine num-gpus-per-node colocate num-rollout num-epoch start-rollout-id train-env-vars
-        custom-config-path seed""",
-    "moving idle weights off the GPU": "offload offload-train offload-rollout release-train",
-    "process groups of the trainer": "distributed-backend distributed-timeout-minutes",
-    "training in the Megatron backend": """padded-vocab-size model-name ref-ckpt-step async-save no-save-optim
-        custom-model-provider-path custom-megatron-init-path custom-megatron-before-log-prob-hook-path
-        custom-megatron-before-train-step-hook-path""",
-    "actor and critic with flags of their own": "megatron-config-path",
-    "training in 8 bits": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+    "the checks of the original's own test runs": """ci-test ci-disable-kl-checker
+        ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm""",
+    "the trainer's processes live as long as the run; --offload-train frees their GPU memory": "release-train",
+    "the critic, and advantages learned from it": "num-critic-only-steps value-clip lambd megatron-config-path",
+    "matrix products in 8 bits in the trainer": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
-    "attention that no family of models here has": "qwen-gdn-backend allgather-cp",
-    "padding and optimizer variants": "data-pad-size-multiplier use-stateless-adam",
-    "multi-token-prediction layers": "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
+    "no family of models here has linear or sparse attention": "qwen-gdn-backend allgather-cp freeze-indexer",
+    "the optimizer is AdamW with its moments": "use-stateless-adam",
     "replaying the routing of a mixture of experts": "use-routing-replay use-rollout-routing-replay",
-    "training only some of the parameters": "only-train-params-name-list freeze-params-name-list freeze-indexer",
-    "weight updates other than whole weights to the engines of this run": """update-weight-mode update-weight-transport
-        update-weight-disk-dir update-weight-disk-keep-files update-weight-delta-encoding update-weight-delta-checksum
-        update-weight-local-checkpoint-dir custom-update-weight-post-write-path update-weight-buffer-size""",
-    "training while the next rollout runs": "update-weights-interval keep-old-actor async-buffer-size",
-    "how rollout data travels: here always by gRPC from the buffer": "rollout-data-transport",
-    "checkpoints": "load save save-interval save-hf ref-load reset-optimizer-states",
-    "generation": """hf-checkpoint rollout-function-path rollout-temperature rollout-top-p rollout-top-k
-        rollout-max-context-len rollout-max-prompt-len rollout-max-response-len rollout-skip-special-tokens rollout-stop
-        rollout-stop-token-ids rollout-shuffle rollout-seed over-sampling-batch-size dynamic-sampling-filter-path
-        custom-generate-function-path rollout-sample-hook-path max-turns""",
-    "samples that span weight versions": "partial-rollout mask-offpolicy-in-partial-rollout",
-    "engines and routers that someone else started": """rollout-external-engine-addrs sglang-router-ip
-        sglang-router-port use-distributed-post http-proxy""",
-    "SGLang engines": "sglang-router-request-timeout-secs sglang-server-concurrency",
-    "engines that are not all alike": "prefill-num-servers sglang-config",
-    "watching engines and restarting them": """use-fault-tolerance rollout-health-check-interval
-        rollout-health-check-timeout rollout-health-check-first-wait""",
-    "prompts": """disable-rollout-global-dataset data-source-path prompt-data apply-chat-template
-        apply-chat-template-kwargs input-key label-key multimodal-keys metadata-key tool-key rollout-batch-size
-        n-samples-per-prompt buffer-filter-path""",
-    "the separate rollout-buffer service": """rollout-buffer-url fetch-trajectory-retry-times
-        min-batch-collection-ratio rollout-task-type""",
-    "batches": """global-batch-size num-steps-per-rollout micro-batch-size balance-data balance-by-flops
-        use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu log-probs-chunk-size
-        recompute-loss-function""",
-    "evaluation": """eval-function-path eval-interval eval-prompt-data eval-config skip-eval-before-train eval-input-key
-        eval-label-key eval-tool-key n-samples-per-eval-prompt eval-temperature eval-top-p eval-top-k
-        eval-max-response-len eval-max-prompt-len eval-min-new-tokens eval-max-context-len eval-reward-key""",
-    "the critic and advantages learned from it": "num-critic-only-steps value-clip gamma lambd",
-    "algorithms": """lr clip-grad calculate-per-token-loss eps-clip eps-clip-high eps-clip-c kl-coef loss-type
-        kl-loss-type advantage-estimator use-kl-loss kl-loss-coef use-unbiased-kl ref-update-interval entropy-coef
-        normalize-advantages disable-grpo-std-normalization disable-rewards-normalization
-        disable-compute-advantages-and-returns use-rollout-entropy loss-mask-type""",
-    "correcting for what engine and trainer compute differently": """get-mismatch-metrics use-rollout-logprobs use-tis
-        tis-clip tis-clip-low custom-tis-function-path use-opsm opsm-delta true-on-policy-mode""",
-    "plug-ins of the trainer": """custom-loss-function-path custom-advantage-function-path
-        custom-pg-loss-reducer-function-path rollout-data-postprocess-path
-        custom-convert-samples-to-train-data-path""",
+    "weight updates of what changed alone": """update-weight-delta-encoding update-weight-delta-checksum
+        update-weight-local-checkpoint-dir custom-update-weight-post-write-path""",
+    "requests go from the rollout service to the engines directly, without a router or proxy between": """
+        sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
+    "the engines of a run are all alike": "prefill-num-servers sglang-config",
+    "an engine that dies ends the run; its checkpoint takes it up again": "use-fault-tolerance",
+    "the models here read text alone, no images, video or sound": "multimodal-keys",
+    "groups are kept by the buffer of this system; clients reach it by gRPC": """rollout-buffer-url
+        fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
+    "masks of whole conversations for supervised training": "loss-mask-type",
     "on-policy distillation": "use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step",
-    "rewards": "rm-type reward-key group-rm rm-url custom-rm-path custom-reward-post-process-path",
-    "hooks that see all groups of a rollout": """rollout-sample-filter-path rollout-all-samples-process-path
-        custom-rollout-log-function-path custom-eval-rollout-log-function-path""",
-    "logging to Weights & Biases": """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group
-        wandb-project wandb-run-id disable-wandb-random-suffix wandb-always-use-train-step""",
-    "TensorBoard": "use-tensorboard tb-project-name tb-experiment-name",
-    "more metrics of a rollout": "log-multi-turn log-passrate log-reward-category log-correct-samples",
+    "secrets are no flags, for others can read them; set WANDB_API_KEY in the environment": "wandb-key",
+    "all metrics have the number of their rollout as step": "wandb-always-use-train-step",
+    "these metrics of a rollout; --custom-rollout-log-function-path can make them": """log-multi-turn
+        log-reward-category log-correct-samples""",
 }
-
-# Older names of flags -> the ones they have here.
-RENAMED = {"tis-threshold": "tis-clip"}
 
 ROUTER = "a setting of SGLang's router; this version sends to its own engines directly"
 
@@ -112,8 +64,12 @@ def page() -> str:
     lines = [
         "# Flags of `slime train`",
         "",
-        "Written by `python -m slime.launcher.flag_table > docs/flags.md`; do not edit by hand. Every flag is also a",
-        "key of a `--config FILE.yaml`, with underscores. A flag wins over that file.",
+        "Written by `python -m slime.launcher.flag_table > docs/flags.md`; do not edit by hand.",
+        "",
+        "A flag is `--NAME VALUE` or `--NAME=VALUE`. It is also a key of a `--config FILE.yaml`, with underscores, and",
+        "an environment variable, `SLIME_NAME=VALUE` in capitals; a switch takes `true`, `false`, `1` or `0` there.",
+        "Later ones win: default, file, environment, flag, `--custom-config-path FILE.yaml`. A wrong value, an unknown",
+        "name and a contradiction are errors before anything starts.",
     ]
     titles = {"shared": "Shared by several packages"}
     groups: dict[str, list[Flag]] = {}
@@ -125,8 +81,9 @@ def page() -> str:
         lines += ["", f"## {titles.get(group, f'`slime-{group}`')}", ""]
         lines += ["| flag | package | type | default | range | status | meaning |", "|---|---|---|---|---|---|---|"]
         for flag in sorted(groups.get(group, ()), key=lambda f: f.name):
+            names = ", ".join(f"`{name}`" for name in _spellings(flag))
             cells = (
-                f"`{flag.spelling}`", ", ".join(flag.packages), type_name(flag.hint), _shown(flag.default),
+                names, ", ".join(flag.packages), type_name(flag.hint), _shown(flag.default),
                 _range(flag.field.metadata), "available", flag.field.metadata["help"],
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -209,11 +166,15 @@ def available_names(flags: dict[str, Flag]) -> set[str]:
     """Flag names without dashes in front: fields, aliases and the names that turn something off."""
     names: set[str] = set()
     for flag in flags.values():
-        if not flag.field.metadata["flag"]:
-            continue
-        names.update(name[2:] for name in flag_names(flag.field))
-        if flag.default is None and type_name(flag.hint) == "bool" and flag.field.metadata["switch"] is None:
-            names.add("no-" + flag.name.replace("_", "-"))
+        if flag.field.metadata["flag"]:
+            names.update(name[2:] for name in _spellings(flag))
+    return names
+
+
+def _spellings(flag: Flag) -> list[str]:
+    names = flag_names(flag.field)
+    if flag.default is None and type_name(flag.hint) == "bool" and flag.field.metadata["switch"] is None:
+        names.append("--no-" + flag.name.replace("_", "-"))
     return names
 
 

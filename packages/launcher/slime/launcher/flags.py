@@ -1,13 +1,15 @@
 """One command line for the whole run: every package's settings from one flat set of flags.
 
-Later sources win: default, `--config FILE.yaml`, flag, `--custom-config-path FILE.yaml`. Nothing is ignored: a name
-that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
+Later sources win: default, `--config FILE.yaml`, environment variable, flag, `--custom-config-path FILE.yaml`. Nothing
+is ignored: a name that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,16 +18,17 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import defaults, given
 from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
-from slime.launcher.checks import check_files, check_plugins, check_run
+from slime.launcher.checks import check_files, check_plugins, check_run, check_tensor_parallel
 from slime.launcher.declared import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.eval_config import apply_eval_config
-from slime.launcher.flag_table import RENAMED, why_not
+from slime.launcher.flag_table import why_not
+from slime.launcher.implied import imply
 from slime.launcher.megatron import check_megatron, check_model, ranks_needed
 from slime.launcher.settings import LauncherSettings
-from slime.rollout.settings import RolloutSettings
+from slime.launcher.sources import Sources, refuse_names
+from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings import TrainerSettings
-from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
-from slime.types.settings import build, flag_names, merge, read_config, unknown_flag
+from slime.types.settings import Parser, build, merge
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RunConfig:
 
     @property
     def evaluates(self) -> bool:
-        return bool(self.buffer.eval_prompt_data)
+        return bool(self.buffer.eval_prompt_data) and not self.launcher.debug_train_only
 
     def evaluates_after(self, rollout_id: int) -> bool:
         """Whether the rollout is followed by an evaluation: the last one is, and every `eval_interval`-th."""
@@ -73,41 +76,56 @@ class RunConfig:
         interval = self.launcher.save_interval
         return interval is not None and self._due(rollout_id, interval)
 
+    def updates_after(self, rollout_id: int) -> bool:
+        """Whether the engines get the weights after training on the rollout: an evaluation tells of no others."""
+        due = self._due(rollout_id, None) or (rollout_id + 1) % self.launcher.update_weights_interval == 0
+        return due or self.evaluates_after(rollout_id)
+
     def _due(self, rollout_id: int, interval: int | None) -> bool:
-        done = rollout_id + 1
-        return done == self.launcher.num_rollout or (interval is not None and done % interval == 0)
+        done, stop = rollout_id + 1, self.launcher.num_rollout
+        if done == stop or interval is None:
+            return done == stop
+        # --num-epoch is counted into --num-rollout when the run starts.
+        epoch = (stop or 0) // (self.launcher.num_epoch or 1) if self.launcher.num_epoch else 0
+        return done % interval == 0 or bool(epoch and done % epoch == 0)
 
 
-def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
+def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, str] | None = None) -> RunConfig:
     """The configuration of a run from its flags.
 
     check: also look for its files and load its plug-ins.
+    environment: variables that may be settings; those of this process where it is None.
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
-    flags = declared()
-    parser = training_parser()
-    own = set(build_parser(flags).flag_names())
-    # A name that is known here keeps its reason, also where a family has a flag of that name.
-    available = [name for name in parser.flag_names() if name in own or why_not(name[2:]) is None]
-    _refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], available)
+    flags, parser, available = _command_line()
+    refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], available)
     typed = vars(parser.parse_strict(argv))
+    spelled = dict(parser.spelled)
 
+    sources = Sources(flags, parser, available)
+    variables = sources.environment(os.environ if environment is None else environment)
+    config_file = {**variables, **typed}.get("config")
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    if "config" in typed:
-        values, _ = _from_file(typed.pop("config"), flags, available, keep_unknown=False)
-    _merge(values, typed)
+    if config_file is not None:
+        values, _ = sources.file(config_file, "--config")
+    for newer in (variables, typed):
+        _merge(values, {name: value for name, value in newer.items() if name != "config"})
     if values.get("custom_config_path"):
-        custom, extra = _from_file(values["custom_config_path"], flags, available, keep_unknown=True)
+        custom, extra = sources.file(values["custom_config_path"], "--custom-config-path", keep_unknown=True)
         _merge(values, custom)
     apply_eval_config(values)
-    _map_offload(values)
+    imply(values)
 
+    load_root = values.get("load")
     if check:
+        build(LauncherSettings, values)
         _find_weights(values)
-    config = _assemble(flags, values, extra)
+    config = _assemble(flags, values, extra | {"load_root": load_root})
     check_run(config.flat)
     check_megatron(config.launcher, given(config.megatron))
+    if spelled.get("rollout_num_gpus_per_engine", ("",))[0] == "--sglang-tp-size":
+        check_tensor_parallel(config.rollout)
     if check:
         check_files(config.flat, config.buffer.evaluation_sets())
         check_model(config.launcher, config.trainer, given(config.megatron))
@@ -115,23 +133,20 @@ def parse(argv: Sequence[str], *, check: bool = True) -> RunConfig:
     return config
 
 
+@functools.cache
+def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
+    """Every flag by the name of its setting, the parser, and the flags that may be given."""
+    flags = declared()
+    parser = training_parser()
+    own = set(build_parser(flags).flag_names())
+    # A name that is known here keeps its reason, also where a family has a flag of that name.
+    available = [name for name in parser.flag_names() if name in own or why_not(name[2:]) is None]
+    return flags, parser, available
+
+
 def _merge(values: dict[str, Any], newer: Mapping[str, Any]) -> None:
     for name, value in newer.items():
         merge(values, name, value, FAMILIES)
-
-
-def _map_offload(values: dict[str, Any]) -> None:
-    """--offload is --offload-rollout: a trainer's memory stays where it is."""
-    if values.get("offload") is not True:
-        return
-    if values.get("offload_rollout") is False:
-        raise InvalidSetting(
-            "--offload contradicts --no-offload-rollout: expected one of them",
-            field="--offload",
-            value=True,
-            expected="no --no-offload-rollout",
-        )
-    values["offload_rollout"] = True
 
 
 def _find_weights(values: dict[str, Any]) -> None:
@@ -154,11 +169,18 @@ def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str
     if values.get("actor_num_gpus_per_node") is None:
         values["actor_num_gpus_per_node"] = ranks_needed(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
+    if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
+        # The buffer keeps what the class gives; it has no prompts and no choice of its own.
+        parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})
+    for name in ("rollout_global_dataset", "buffer_filter_path"):
+        flat[name] = values.get(name, flags[name].default)
     flat.update(defaults() | given(parts["megatron"]))
-    return RunConfig(**parts, flat=flat)
+    config = RunConfig(**parts, flat=flat)
+    flat["checkpoint_dir"] = str(config.checkpoint_dir)
+    return config
 
 
 def _name_run(values: dict[str, Any]) -> None:
@@ -170,59 +192,3 @@ def _name_run(values: dict[str, Any]) -> None:
         values["output_dir"] = str(Path("runs") / str(values["run_name"]))
     if values.get("use_tensorboard") is None:
         values["use_tensorboard"] = True
-
-
-def _refuse_names(names: Sequence[str], available: Sequence[str]) -> None:
-    """names: flags as they were given, without the dashes in front."""
-    for name in names:
-        flag = f"--{name}"
-        if not name or flag in available:
-            continue
-        if name in RENAMED:
-            raise UnknownFlag(
-                f"unknown flag {flag}; it is --{RENAMED[name]} here", field=flag, expected="--" + RENAMED[name]
-            )
-        reason = why_not(name)
-        if reason is not None:
-            raise NotAvailable(f"{flag} is not available yet: {reason}", field=flag)
-        raise unknown_flag(flag, available)
-
-
-def _from_file(
-    path: str, flags: Mapping[str, Flag], available: Sequence[str], *, keep_unknown: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(settings, other keys) of a YAML file; a key is a setting's name, or its flag's with underscores for dashes."""
-    by_key = {key: flag for flag in flags.values() for key in _keys(flag)}
-    values: dict[str, Any] = {}
-    other: dict[str, Any] = {}
-    for key, value in read_config(path).items():
-        flag = by_key.get(key)
-        if flag is None:
-            name = key.replace("_", "-")
-            found = next(_of_families(key, value), None) if why_not(name) is None else None
-            if found is not None:
-                _merge(values, found)
-            elif keep_unknown and why_not(name) is None:
-                other[key] = value
-            else:
-                _refuse_names([name], available)
-                raise unknown_flag(f"--{name}", available)
-        elif key == flag.name or not flag.turns_off:
-            _merge(values, {flag.name: value})
-        elif not isinstance(value, bool):
-            raise InvalidSetting(f"{path}: {key}: got {value!r}, expected true or false", field=key, value=value)
-        else:
-            values[flag.name] = not value
-    return values, other
-
-
-def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:
-    """The settings that a key stands for, as the first family that knows it says."""
-    for family in FAMILIES:
-        read = family.read_key(key, value)
-        if read is not None:
-            yield {family.setting: read}
-
-
-def _keys(flag: Flag) -> list[str]:
-    return [flag.name, *(name[2:].replace("-", "_") for name in flag_names(flag.field))]

@@ -1,20 +1,28 @@
-"""The services of one run, behind the few calls that the training loop makes."""
+"""The services of one run, behind the few calls that the training loop makes.
+
+Of a run that only generates, or only trains, the other half is not there, and calls of it do nothing.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from slime.converters.megatron_flags import given
 from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
-from slime.launcher.placement import Placement, shared_devices, trainer_environment
+from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
+from slime.launcher.replay import Replay
 from slime.launcher.supervise import Process, Supervisor, uninterrupted
 from slime.types import Sample
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
+from slime.types.errors import InvalidSetting
 from slime.types.rpc import RpcSettings
 
 # Beyond what the engines may take to start: loading the service itself.
@@ -22,6 +30,7 @@ SERVICE_START_SECONDS = 60.0
 
 Progress = Callable[[str, int, int], None]
 Metrics = dict[str, float]
+T = TypeVar("T")
 
 
 class Services:
@@ -33,6 +42,11 @@ class Services:
         self.output_dir = output_dir
         self.progress = progress
         self.first_step = 0
+        self.num_parameters: int | None = None
+        self.trainers: list[TrainerClient] = []
+        self.rollout: RolloutClient | None = None
+        self._replay: Replay | None = None
+        self._groups: dict[int, int] = {}
         self._settings = config.launcher
         self._supervisor = Supervisor(
             output_dir / "logs",
@@ -41,6 +55,7 @@ class Services:
                 config.rollout.rollout_engine_start_seconds + SERVICE_START_SECONDS,
             ),
             stop_seconds=config.launcher.stop_grace_seconds,
+            spots=placement.spots,
         )
 
     def __enter__(self) -> Services:
@@ -66,40 +81,94 @@ class Services:
         rollout_options = placement.rollout
         if placement.shares_gpus:
             rollout_options = shared_devices(rollout_options, self._devices(trainers))
-        rollout = supervisor.spawn("rollout", rollout_options)
+        rollout = None if self._settings.debug_train_only else supervisor.spawn("rollout", rollout_options)
 
-        buffer_address = supervisor.start(buffer, "slime.buffer.service", config.buffer, rpc)
-        self.buffer = BufferClient(buffer_address)
-        master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.free_address.remote(rpc.host)))
+        prompts = config.buffer
+        if rollout is None:
+            # What is replayed has no place in the state of another run.
+            prompts = replace(
+                prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None
+            )
+        buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc)
+        self.buffer = BufferClient(buffer_address, settings=supervisor.client_settings)
+        self._count_rollouts()
+        if rollout is None:
+            self._replay = Replay(self.buffer, config.flat)
+        else:
+            self._start_rollout(rollout, buffer_address)
+        if trainers:
+            self._start_trainers(trainers, buffer_address)
+        else:
+            self.first_step = self._settings.start_rollout_id or 0
+        self._open_run()
+        if self.first_step or config.trainer.load is not None:
+            self.update_weights(self.first_step)
 
-        rollout_address = supervisor.start(
-            rollout, "slime.rollout.service", config.rollout, rpc, buffer_address=buffer_address, extra_args=config.flat
+    def _count_rollouts(self) -> None:
+        """Turns --num-epoch into a number of rollouts."""
+        config, epochs = self.config, self._settings.num_epoch
+        if epochs is None:
+            return
+        prompts, groups = self.buffer.stats().prompts_in_dataset, config.rollout.rollout_batch_size
+        if prompts < groups:
+            raise InvalidSetting(
+                f"--num-epoch {epochs}: --prompt-data has {prompts} prompts, fewer than the {groups} of one rollout "
+                "(--rollout-batch-size)",
+                field="--num-epoch",
+                value=epochs,
+                expected="--num-rollout",
+            )
+        self._settings.num_rollout = config.flat["num_rollout"] = epochs * (prompts // groups)
+
+    def _start_rollout(self, rollout: Process, buffer_address: str) -> None:
+        config, supervisor = self.config, self._supervisor
+        engines = config.rollout
+        if rollout.host != Spot.host and engines.rollout_engine_host == Spot.host:
+            engines = replace(engines, rollout_engine_host=rollout.host)
+        address = supervisor.start(
+            rollout,
+            "slime.rollout.service",
+            engines,
+            RpcSettings(),
+            buffer_address=buffer_address,
+            extra_args=config.flat,
         )
-        wiring = dict(
+        self.rollout = RolloutClient(address, settings=supervisor.client_settings)
+
+    def _start_trainers(self, trainers: list[Process], buffer_address: str) -> None:
+        config, supervisor = self.config, self._supervisor
+        master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.free_address.remote()))
+        addresses = supervisor.start_all(
+            trainers,
+            "slime.trainer.service",
+            config.trainer,
+            RpcSettings(),
+            world_size=len(trainers),
             master_address=master,
             buffer_address=buffer_address,
-            rollout_address=rollout_address,
+            rollout_address=None if self.rollout is None else self.rollout.address,
             extra_args=config.flat,
             megatron=given(config.megatron),
         )
-        addresses = supervisor.start_all(
-            trainers, "slime.trainer.service", config.trainer, rpc, world_size=len(trainers), **wiring
-        )
-        self.rollout = RolloutClient(rollout_address)
-        self.trainers = [TrainerClient(address) for address in addresses]
-
+        self.trainers = [TrainerClient(address, settings=supervisor.client_settings) for address in addresses]
         info = self.trainers[0].info()
-        self.num_parameters = info.num_parameters
-        self.first_step = info.next_step
-        writer = self.buffer.open_run(str(config.launcher.run_name), last_committed_step=self.first_step - 1)
-        for client in (self.rollout, *self.trainers):
+        self.num_parameters, self.first_step = info.num_parameters, info.next_step
+
+    def _open_run(self) -> None:
+        writer = self.buffer.open_run(str(self._settings.run_name), last_committed_step=self.first_step - 1)
+        for client in self.trainers:
             client.writer = writer
+        if self.rollout is not None:
+            self.rollout.writer = writer
         # What an earlier start of this run left behind (--buffer-dir) is trained on before anything new is generated.
         stats = self.buffer.stats()
         self._sealed_steps = {stored.step for stored in self.buffer.read_groups(states=["sealed"])}
         self._spare_groups = stats.groups.get("completed", 0)
-        if self.first_step:
-            self.update_weights(self.first_step)
+
+    @property
+    def num_rollout(self) -> int:
+        """The rollout after the last one of the run."""
+        return self._settings.num_rollout or 0
 
     def _devices(self, trainers: list[Process]) -> list[str]:
         """The GPUs that Ray gave to the trainer's ranks, by rank."""
@@ -113,14 +182,17 @@ class Services:
 
     def generate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
         """Generates and completes the groups of one rollout, less those that an earlier start of the run completed."""
-        wanted = self.config.rollout.rollout_batch_size
+        if self._replay is not None:
+            return self._load(self._replay, rollout_id)
+        assert self.rollout is not None, "a run without engines replays"
+        wanted, rollout = self.config.rollout.rollout_batch_size, self.rollout
         spare = wanted if rollout_id in self._sealed_steps else min(wanted, self._spare_groups)
         if rollout_id not in self._sealed_steps:
             self._spare_groups -= spare
         if spare == wanted:
             return {}, []
         result = self._supervisor.call(
-            lambda: self.rollout.generate(
+            lambda: rollout.generate(
                 rollout_id,
                 wanted - spare,
                 timeout=self._settings.rollout_timeout_seconds,
@@ -129,29 +201,58 @@ class Services:
         )
         return result.metrics, result.examples
 
+    def _load(self, replay: Replay, rollout_id: int) -> tuple[Metrics, list[Sample]]:
+        self.progress("loading", 0, 0)
+        self._groups[rollout_id], metrics, examples = self._supervisor.call(lambda: replay.generate(rollout_id))
+        return metrics, examples
+
+    def seal(self, step: int) -> Metrics:
+        """Fixes the groups that `step` is trained on: of the rollout that was just generated, whatever comes later.
+
+        rollout/staleness       versions of the weights from a sample's oldest token to the trainer, mean and /max
+        """
+        wait = self.config.trainer.step_wait_seconds
+        summaries = self._supervisor.call(lambda: self.buffer.seal_step(step, self._groups_of(step), wait_seconds=wait))
+        oldest = [summary.oldest_weight_version for summary in summaries if summary.oldest_weight_version >= 0]
+        if not oldest or self.rollout is None or not self.trainers:
+            return {}
+        return {
+            "rollout/staleness": step - sum(oldest) / len(oldest),
+            "rollout/staleness/max": float(step - min(oldest)),
+        }
+
+    def _groups_of(self, step: int) -> int:
+        return self._groups.get(step, self.config.rollout.rollout_batch_size)
+
     def train_step(self, step: int) -> Metrics:
-        """Trains every rank on the groups of one rollout."""
+        """Trains every rank on the groups of one rollout; without a trainer, the buffer is told to forget them."""
+        if not self.trainers:
+            self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
+            self._supervisor.call(lambda: self.buffer.commit_steps(step))
+            return {}
         self.progress("training", 0, 0)
-        groups = self.config.rollout.rollout_batch_size
+        groups = self._groups_of(step)
         return self._on_every_rank(
             lambda trainer: trainer.train_step(step, groups, timeout=self._settings.train_timeout_seconds)
         )
 
     def offload(self) -> Metrics:
         """Has the engines give their GPU memory to the trainer, where the run is told to."""
-        if not self.placement.offloads:
+        rollout = self.rollout
+        if not self.placement.offloads or rollout is None or not self.trainers:
             return {}
         self.progress("offloading the engines", 0, 0)
         deadline = self._settings.update_timeout_seconds
-        return self._timed("perf/offload_time", lambda: self.rollout.offload(timeout=deadline))
+        return self._timed("perf/offload_time", lambda: rollout.offload(timeout=deadline))
 
     def onload(self) -> Metrics:
         """Has the engines take back what the next weights need. The trainer's push has them take the rest."""
-        if not self.placement.offloads:
+        rollout = self.rollout
+        if not self.placement.offloads or rollout is None or not self.trainers:
             return {}
         self.progress("onloading the engines", 0, 0)
         deadline = self._settings.update_timeout_seconds
-        return self._timed("perf/onload_time", lambda: self.rollout.onload(["weights"], timeout=deadline))
+        return self._timed("perf/onload_time", lambda: rollout.onload(["weights"], timeout=deadline))
 
     def _timed(self, key: str, function: Callable[[], None]) -> Metrics:
         started = time.perf_counter()
@@ -160,6 +261,8 @@ class Services:
 
     def update_weights(self, version: int) -> Metrics:
         """Pushes the policy to the engines as `version`."""
+        if self.rollout is None:
+            return {}
         self.progress("updating weights", 0, 0)
         return self._on_every_rank(
             lambda trainer: trainer.update_weights(version, timeout=self._settings.update_timeout_seconds)
@@ -192,8 +295,10 @@ class Services:
 
     def evaluate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
         """Runs every evaluation set with the weights that the engines hold."""
+        rollout = self.rollout
+        assert rollout is not None, "a run without engines evaluates nothing"
         result = self._supervisor.call(
-            lambda: self.rollout.evaluate(
+            lambda: rollout.evaluate(
                 rollout_id,
                 timeout=self._settings.rollout_timeout_seconds,
                 on_progress=lambda done, total: self.progress("evaluating", done, total),
@@ -201,6 +306,14 @@ class Services:
         )
         return result.metrics, result.examples
 
+    def begin(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function`, which calls methods of this object, beside what the caller does; see `join`."""
+        return self._supervisor.begin(function)
+
+    def join(self, future: Future[T]) -> T:
+        """The value of what was begun. Raises, as every call does, what went wrong with it or with a service."""
+        return self._supervisor.join(future)
+
     def _on_every_rank(self, function: Callable[[TrainerClient], object]) -> Metrics:
         results = self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])
-        return results[0] if isinstance(results[0], dict) else {}
+        return results[0] if results and isinstance(results[0], dict) else {}

@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.launcher.loop_settings import LoopSettings
+from slime.launcher.metrics.wandb import WandbSettings
 from slime.types.settings import json_object, setting
 
 
 @dataclass(kw_only=True)
-class LauncherSettings:
+class LauncherSettings(LoopSettings, WandbSettings):
     """Launcher: the training loop, placement, output."""
 
-    num_rollout: int = setting(
-        None, "rollouts to run, each followed by training on it (required); 0 only evaluates", minimum=0
-    )
     eval_interval: int | None = setting(
         None, "evaluate every N rollouts; with evaluation sets, before the first and after the last too", minimum=1
     )
@@ -52,25 +51,52 @@ class LauncherSettings:
         None, "known model (qwen3-4B, ...) that --hf-checkpoint is held against, as scripts/models/NAME.sh has it"
     )
 
-    train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
-    actor_num_nodes: int = setting(1, "nodes that the trainer runs on; 1 for now", minimum=1)
+    train_backend: str = setting(
+        "fsdp",
+        "trainer implementation; with a flag of Megatron's and none named, it is megatron",
+        choices=("fsdp", "megatron"),
+    )
+    actor_num_nodes: int = setting(1, "nodes that the trainer runs on, of the Ray cluster", minimum=1)
     actor_num_gpus_per_node: int = setting(
         None,
         "trainer ranks on a node: one GPU each, or one CPU process each where there is no GPU (default: as many as "
         "Megatron's parallel sizes need, else 1)",
         minimum=1,
     )
+    num_gpus_per_node: int | None = setting(
+        None, "GPUs of a node that the run may use (default: all that Ray counts there)", minimum=1
+    )
     rollout_num_gpus: int | None = setting(
-        None, "GPUs for generation (default: one; with --colocate the trainer's)", minimum=1
+        None,
+        "GPUs for generation (default: one; with --colocate the trainer's); 0: the engines are somewhere else, see "
+        "--rollout-external-engine-addrs",
+        minimum=0,
     )
     colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
-    offload: bool = setting(False, "the same as --offload-rollout")
+    offload: bool = setting(False, "the same as --offload-rollout --offload-train")
     ray_address: str | None = setting(
         None, "Ray cluster to join, `auto` for the one on this machine (default: RAY_ADDRESS, else one for this run)"
     )
     ray_num_cpus: int | None = setting(None, "CPUs of the Ray that this run starts (default: all)", minimum=1)
     train_env_vars: dict[str, Any] = setting(
         dict, "environment variables of the trainer's processes, a JSON object", parse=json_object, metavar="JSON"
+    )
+
+    megatron_to_hf_mode: str | None = setting(
+        None,
+        "what gives weights their Hugging Face names, with --train-backend megatron: bridge and raw are names for the "
+        "same thing here, this project's own converters",
+        choices=("bridge", "raw"),
+    )
+    true_on_policy_mode: bool = setting(
+        False,
+        "train on nothing but samples of the very weights that are updated: one optimizer update on each rollout, and "
+        "weights to the engines after each; what contradicts that is an error",
+    )
+    rollout_data_transport: str = setting(
+        "grpc",
+        "how samples reach the trainer: grpc, from the buffer; the others are not available yet",
+        choices=("grpc", "object-store", "nixl"),
     )
 
     start_timeout_seconds: float = setting(600.0, "how long a service may take to start", above=0)
@@ -93,6 +119,15 @@ class LauncherSettings:
     seed: int = setting(1234, "seed of the trainer")
     deterministic: bool = setting(
         False, "requests in index order and in fixed batches: two runs on one machine give the same metrics"
+    )
+    dry_run: bool = setting(
+        False, "print placement, batches and an estimate of the memory, and exit: nothing is started or loaded"
+    )
+    dry_run_gpus: int | None = setting(
+        None, "plan for nodes with N GPUs each, whatever this machine has (with --dry-run)", minimum=0
+    )
+    dry_run_gpu_gib: float | None = setting(
+        None, "plan for GPUs of this much memory (with --dry-run; default: that of this machine's)", above=0
     )
     custom_config_path: str | None = setting(
         None,

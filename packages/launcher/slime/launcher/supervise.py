@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from slime.launcher.placement import Spot
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# A peer's death often shows first as a broken connection of another service.
+CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
+NOTICE_SECONDS = 60.0
 
 
 class ServiceDied(SlimeError):
@@ -35,35 +44,55 @@ class Process:
     name: str
     actor: Any
     watch: Any
+    host: str
 
 
 class Supervisor:
-    """The actors of one run. `call` and `call_all` return early, with ServiceDied, when any of them dies."""
+    """The actors of one run. `call`, `call_all` and `join` return early, with ServiceDied, when any of them dies, and
+    with its error when something that was begun fails.
 
-    def __init__(self, log_dir: Path, *, start_seconds: float, stop_seconds: float) -> None:
+    spots: where services are started, by name.
+    """
+
+    def __init__(
+        self, log_dir: Path, *, start_seconds: float, stop_seconds: float, spots: Mapping[str, Spot] | None = None
+    ) -> None:
         self.log_dir = log_dir
+        self._spots = dict(spots or {})
+        several = any(spot.host != Spot.host for spot in self._spots.values())
+        # Services that other hosts can reach answer only those of this run.
+        self._token = secrets.token_hex(32) if several else None
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         self._processes: list[Process] = []
         self._death: Future[None] = Future()
+        self._failure: Future[None] = Future()
         self._stopping = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
-        """Creates the actor `name` with Ray `options` (resources, placement)."""
+        """Creates the actor `name` at its spot, with Ray `options` (resources, environment)."""
         import ray
 
         from slime.launcher.actors import ServiceActor
 
+        spot = self._spots.get(name, Spot())
         actor = (
             ray.remote(ServiceActor)
-            .options(max_concurrency=4, max_restarts=0, **options)
-            .remote(name, str(self.log_dir))
+            .options(max_concurrency=4, max_restarts=0, **(options | dict(spot.options)))
+            .remote(name, str(self.log_dir), os.getcwd(), spot.host, self._token)
         )
-        process = Process(name, actor, actor.watch.remote())
+        process = Process(name, actor, actor.watch.remote(), spot.host)
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(process,), name=f"watch-{name}", daemon=True).start()
         return process
+
+    @cached_property
+    def client_settings(self) -> RpcSettings:
+        """How this process calls the services."""
+        from slime.launcher.actors import with_token
+
+        return RpcSettings() if self._token is None else with_token(RpcSettings(), self._token)
 
     def start(self, process: Process, module: str, settings: Any, rpc: RpcSettings, **options: Any) -> str:
         """Starts `module.serve` in `process`; returns its address."""
@@ -95,8 +124,9 @@ class Supervisor:
             raise DeadlineExceeded(
                 f"{process.name} did not answer within {self._start_seconds:.0f} s{self.last_lines(process.name)}"
             ) from None
-        except ray.exceptions.RayActorError:
-            raise ServiceDied(f"{process.name} died{self.last_lines(process.name)}", field=process.name) from None
+        except ray.exceptions.RayError as error:
+            # It died, or its node did before it was started there.
+            raise self._died(process, error) from None
 
     def call(self, function: Callable[[], T]) -> T:
         return self.call_all([function])[0]
@@ -106,28 +136,62 @@ class Supervisor:
         futures = [self._pool.submit(function) for function in functions]
         waiting: set[Future[Any]] = set(futures)
         while waiting:
-            done, _ = wait(waiting | {self._death}, return_when=FIRST_COMPLETED)
-            if self._death in done:
-                self._death.result()
-            for future in done & waiting:
-                error = future.exception()
-                if error is not None:
-                    # A peer's death often shows first as a broken connection: give the watcher a moment to name it.
-                    wait(
-                        {self._death},
-                        timeout=2.0 if isinstance(error, SlimeError) and error.status == "UNAVAILABLE" else 0,
-                    )
-                    if self._death.done():
-                        self._death.result()
-                    raise error
-            waiting -= done
+            waiting -= self._wait(waiting)
         return [future.result() for future in futures]
+
+    def begin(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function` beside what this thread does; see `join`."""
+        future = self._pool.submit(function)
+        future.add_done_callback(self._note_failure)
+        return future
+
+    def join(self, future: Future[T]) -> T:
+        """The value of what was begun."""
+        self._wait({future})
+        return future.result()
+
+    def _note_failure(self, future: Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _wait(self, futures: set[Future[Any]]) -> set[Future[Any]]:
+        """Those that are done, of which there is one at least. Raises what went wrong with them or beside them."""
+        done, _ = wait(futures | {self._death, self._failure}, return_when=FIRST_COMPLETED)
+        errors = [error for error in (future.exception() for future in done - {self._death}) if error is not None]
+        if errors and isinstance(errors[0], SlimeError) and errors[0].status in CONSEQUENCES:
+            self._raise_if_one_died()
+        if self._death.done():
+            self._death.result()
+        if errors:
+            raise errors[0]
+        return done
+
+    def _raise_if_one_died(self) -> None:
+        """Raises ServiceDied where the death of a process may be behind what failed: every one of them is asked.
+
+        One that lives answers at once; Ray takes a while to notice that a whole node is gone.
+        """
+        import ray
+
+        deadline = time.monotonic() + NOTICE_SECONDS
+        asked = {process.actor.ping.remote(): process for process in self._processes}
+        silent = list(asked)
+        while silent and (left := deadline - time.monotonic()) > 0:
+            answered, silent = ray.wait(silent, timeout=left)
+            for reference in answered:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    raise self._died(asked[reference], error) from None
 
     def last_lines(self, name: str, count: int = 15) -> str:
         path = self.log_dir / f"{name}.log"
         if not path.exists():
             return ""
         lines = path.read_text(errors="replace").splitlines()[-count:]
+        if not lines:
+            return ""
         return "".join(f"\n    | {line}" for line in [f"last lines of {path}:", *lines])
 
     def stop(self) -> None:
@@ -152,11 +216,15 @@ class Supervisor:
 
         try:
             ray.get(process.watch)
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
             if not self._stopping.is_set() and not self._death.done():
-                self._death.set_exception(
-                    ServiceDied(f"{process.name} died{self.last_lines(process.name)}", field=process.name)
-                )
+                self._death.set_exception(self._died(process, error))
+
+    def _died(self, process: Process, error: Exception) -> ServiceDied:
+        """Names the service, and its host where there are several; Ray's reason where it left no lines of its own."""
+        where = "" if process.host == Spot.host else f" on {process.host}"
+        lines = self.last_lines(process.name) or f": {str(error).strip()}"
+        return ServiceDied(f"{process.name} died{where}{lines}", field=process.name)
 
 
 @contextmanager

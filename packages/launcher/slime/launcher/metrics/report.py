@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class Report:
     """Collects the metrics of a run; prints progress, writes the files of `output_dir`.
 
     tensorboard_dir: where events go (None: no events).
+    sinks: others that get all metrics: `write(step, metrics)`, `close()`.
+    num_steps: None where it is told to `started`.
     print_every: a line for each this many steps (None: chosen so that a run prints some 40).
     """
 
@@ -41,23 +44,25 @@ class Report:
         self,
         output_dir: Path,
         *,
-        num_steps: int,
+        num_steps: int | None,
         tensorboard_dir: Path | None = None,
+        sinks: Sequence[Any] = (),
         print_every: int | None = None,
         console: Console | None = None,
     ) -> None:
         self.output_dir = output_dir
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.next_command = ""
-        self._print_every = print_every or max(1, num_steps // 40)
-        self._num_steps = num_steps
+        self._print_every = print_every
+        self._num_steps = num_steps or 0
+        self._trains = True
         self._status: Status | None = None
         self._rewards: dict[int, float] = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
         self._pending: Metrics = {}
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = TensorBoard(tensorboard_dir)
+        self._sinks = [TensorBoard(tensorboard_dir), *sinks]
         self._log: MetricsLog | None = None
 
     def __enter__(self) -> Report:
@@ -65,7 +70,8 @@ class Report:
 
     def __exit__(self, *error: object) -> None:
         self._clear_status()
-        self._tensorboard.close()
+        for sink in self._sinks:
+            sink.close()
 
     def status(self, text: str) -> None:
         """What is going on now; on a terminal it replaces what it said before."""
@@ -79,11 +85,13 @@ class Report:
     def progress(self, phase: str, done: int, total: int) -> None:
         self.status(f"{phase} {done}/{total}" if total else phase)
 
-    def started(self, num_parameters: int, first_step: int) -> None:
+    def started(self, num_parameters: int | None, first_step: int, num_steps: int | None = None) -> None:
+        """num_parameters: None where nothing is trained."""
+        self._num_steps = self._num_steps if num_steps is None else num_steps
+        self._trains = num_parameters is not None
         resumed = f", from step {first_step}" if first_step else ""
-        self._print(
-            f"{num_parameters / 1e6:,.2f} M parameters, {self._num_steps} steps{resumed}; files in {self.output_dir}"
-        )
+        size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
+        self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}")
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
         self._first = True
 
@@ -94,22 +102,26 @@ class Report:
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
         self._examples = [*self._examples[:1], (step, examples)]
         self._pending |= metrics
-        self._tensorboard.write(step, metrics)
+        self._write(step, metrics)
         self._write_evaluations()
 
     def step(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         assert self._log is not None, "started() comes first"
         self._log.append(step, metrics | self._pending)
         self._pending = {}
-        self._tensorboard.write(step, metrics)
+        self._write(step, metrics)
         if "rollout/raw_reward" in metrics:  # not where the groups of an earlier start are trained on again
             self._rewards[step] = metrics["rollout/raw_reward"]
         if self._first:
             self._print("  ".join(f"{heading:>10}" for heading, _, _ in COLUMNS))
             self._first = False
-        if step % self._print_every == 0 or step == self._num_steps - 1:
+        if step % (self._print_every or max(1, self._num_steps // 40)) == 0 or step == self._num_steps - 1:
             row = metrics | {"step": float(step)}
             self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
 
     def finished(self) -> None:
         """The closing table, the plot, samples before and after, and where things are."""
@@ -129,7 +141,8 @@ class Report:
         self._print_examples()
         self._print(f"plot          {plot}")
         self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
-        self._print(f"trained model {self.output_dir / 'model'}")
+        if self._trains:
+            self._print(f"trained model {self.output_dir / 'model'}")
         if self.next_command:
             self._print(f"\ntry next:\n  {self.next_command}")
 

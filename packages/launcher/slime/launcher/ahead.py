@@ -1,0 +1,113 @@
+"""Generates rollouts ahead of the trainer: in order, one at a time, so many and no more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from slime.types import Sample
+
+T = TypeVar("T")
+Metrics = dict[str, float]
+Rollout = tuple[Metrics, list[Sample]]
+
+
+class Generation(Protocol):
+    """What is called of `Services`."""
+
+    def generate(self, rollout_id: int) -> Rollout: ...
+    def seal(self, step: int) -> Metrics: ...
+    def begin(self, function: Callable[[], T]) -> Future[T]: ...
+    def join(self, future: Future[T]) -> T: ...
+
+
+class Ahead:
+    """Of the rollouts `steps`, up to `size` are generated, or being generated, that were not taken yet.
+
+    Each is sealed before the next is begun, so that nothing that comes later gets into it. A context manager: at its
+    end nothing more is begun.
+    """
+
+    def __init__(self, run: Generation, steps: range, size: int) -> None:
+        self._run = run
+        self._size = size
+        self._next, self._stop = steps.start, steps.stop
+        # Rollouts that were begun and not taken, by number.
+        self._waiting: dict[int, Future[Rollout]] = {}
+        self._in_flight: Future[Rollout] | None = None
+        self._paused = False
+        # When each generation began and ended; None while it lasts.
+        self._times: dict[int, tuple[float, float | None]] = {}
+        # A call that is over when it is begun comes back here at once, in the same thread.
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._paused = True
+
+    def take(self, step: int) -> Rollout:
+        """Waits for the rollout `step`, the next one in order; generating goes on, also where it was paused."""
+        with self._lock:
+            self._paused = False
+            self._advance()
+            future = self._waiting[step]
+        rollout = self._run.join(future)
+        with self._lock:
+            del self._waiting[step]
+            self._advance()
+        return rollout
+
+    def pause(self) -> float:
+        """Waits until nothing is being generated, and begins nothing more until the next `take`; the seconds waited."""
+        started = time.perf_counter()
+        with self._lock:
+            self._paused = True
+            future = self._in_flight
+        if future is not None:
+            self._run.join(future)
+        return time.perf_counter() - started
+
+    def seconds_generating(self, start: float, end: float) -> float:
+        """Of the time from `start` to `end`, on the clock of time.perf_counter, how long something was generated.
+
+        To be called in the order of time.
+        """
+        with self._lock:
+            spans = [(begun, ended) for begun, ended in self._times.values()]
+            self._times = {step: span for step, span in self._times.items() if span[1] is None or span[1] > end}
+        return sum(max(0.0, min(end, ended or end) - max(start, begun)) for begun, ended in spans)
+
+    def _advance(self) -> None:
+        """Begins the next rollout, where there is one and room for it."""
+        if self._paused or self._in_flight is not None or self._next == self._stop or len(self._waiting) >= self._size:
+            return
+        step = self._next
+        self._next += 1
+        future = self._run.begin(lambda: self._generate(step))
+        self._waiting[step] = self._in_flight = future
+        future.add_done_callback(self._ended)
+
+    def _generate(self, step: int) -> Rollout:
+        begun = time.perf_counter()
+        with self._lock:
+            self._times[step] = begun, None
+        metrics, examples = self._run.generate(step)
+        metrics = metrics | self._run.seal(step)
+        with self._lock:
+            self._times[step] = begun, time.perf_counter()
+        return metrics, examples
+
+    def _ended(self, future: Future[Rollout]) -> None:
+        with self._lock:
+            self._in_flight = None
+            if not future.cancelled() and future.exception() is None:
+                self._advance()

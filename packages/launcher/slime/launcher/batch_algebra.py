@@ -1,0 +1,63 @@
+"""How a rollout's samples become optimizer updates and forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.settings import RolloutSettings
+from slime.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class Batches:
+    """samples: of one rollout; per_update: of one optimizer update; left_over: samples that fill no update."""
+
+    prompts: int
+    samples_per_prompt: int
+    per_update: int
+    updates: int
+    replicas: int
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def left_over(self) -> int:
+        return self.samples - self.updates * self.per_update
+
+
+def batches(trainer: TrainerSettings, rollout: RolloutSettings, replicas: int) -> Batches:
+    prompts, each = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    samples, steps = prompts * each, trainer.num_steps_per_rollout
+    per_update = trainer.global_batch_size or samples
+    if steps:
+        per_update = min(per_update, samples // steps)
+    return Batches(prompts, each, per_update, steps or samples // per_update, replicas)
+
+
+def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple[int, str]:
+    """Tokens of the longest sample that can come, and what bounds it."""
+    if rollout.rollout_max_context_len is not None:
+        return rollout.rollout_max_context_len, f"--rollout-max-context-len {rollout.rollout_max_context_len}"
+    response = rollout.rollout_max_response_len
+    if rollout.rollout_max_prompt_len is not None:
+        prompt = rollout.rollout_max_prompt_len
+        return prompt + response, f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response}"
+    model = config.get("max_position_embeddings")
+    if isinstance(model, int) and model < response:
+        return model, f"max_position_embeddings {model} of the model"
+    return response, f"--rollout-max-response-len {response}, without the prompt"
+
+
+def pass_tokens(trainer: TrainerSettings, longest: int) -> tuple[int, str]:
+    """Tokens of the largest forward pass of a replica, and why."""
+    budget = trainer.max_tokens_per_gpu
+    if trainer.use_dynamic_batch_size and budget is not None:
+        if longest > budget:
+            return longest, f"a sample of {longest:,} is alone, above --max-tokens-per-gpu {budget:,}"
+        return budget, f"--max-tokens-per-gpu {budget:,}"
+    size = trainer.micro_batch_size
+    return size * longest, f"--micro-batch-size {size} x {longest:,}"

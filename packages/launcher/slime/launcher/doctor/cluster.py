@@ -1,0 +1,52 @@
+"""Ray: installed, the cluster that is asked for there, none left over."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+from slime.launcher.doctor import probes
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+
+
+def check_ray(subject: Subject) -> Iterator[Finding]:
+    if importlib.util.find_spec("ray") is None:
+        yield fail("ray is not importable", "pip install 'ray[default]>=2.51'")
+        return
+    address = subject.flag("ray_address") or os.environ.get("RAY_ADDRESS")
+    name = "--ray-address" if subject.flag("ray_address") else "RAY_ADDRESS"
+    nodes = subject.flag("actor_num_nodes") or 1
+    if nodes > 1 and not address:
+        yield fail(f"--actor-num-nodes {nodes}: no Ray cluster to run on", "ray start --head, then --ray-address auto")
+    local = probes.local_ray_address()
+    alive = local is not None and _answers(local)
+    if address == "auto":
+        if local is None:
+            yield fail(f"{name} auto: no Ray was started on this machine", "ray start --head, or leave the address out")
+        elif not alive:
+            yield fail(
+                f"{name} auto: the Ray noted for this machine, {local}, does not answer", "ray stop; ray start --head"
+            )
+        else:
+            yield ok(f"Ray answers at {local}")
+    elif address:
+        if _answers(address):
+            yield ok(f"{name} {address}: somebody listens there")
+        else:
+            yield fail(
+                f"{name} {address}: nobody answers", "ray start --head there, open the port, or mend the address"
+            )
+    elif local is not None and not alive:
+        yield warn(
+            f"a Ray cluster at {local} was left behind: nobody answers there", "ray stop clears what is left of it"
+        )
+    elif alive:
+        yield ok(f"a Ray cluster runs at {local}; a run without --ray-address starts one of its own beside it")
+    else:
+        yield ok("Ray: a run starts one of its own")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.split("://")[-1].rpartition(":")
+    return port.isdigit() and probes.answers(host or "127.0.0.1", int(port))

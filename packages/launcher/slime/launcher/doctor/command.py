@@ -1,0 +1,146 @@
+"""The `slime doctor` command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from slime.launcher.doctor.cluster import check_ray
+from slime.launcher.doctor.data import check_data
+from slime.launcher.doctor.disk import check_disk
+from slime.launcher.doctor.finding import Check, Finding, Subject, exit_code, fail, run_checks
+from slime.launcher.doctor.gpus import check_gpus
+from slime.launcher.doctor.limits import check_limits
+from slime.launcher.doctor.model import check_model
+from slime.launcher.doctor.plugins import check_each_plugin
+from slime.launcher.doctor.ports import check_ports
+from slime.launcher.doctor.run import check_run
+from slime.launcher.doctor.versions import check_versions
+from slime.types.errors import ConfigError, SlimeError
+
+CHECKS: Mapping[str, Check] = {
+    "versions": check_versions,
+    "limits": check_limits,
+    "gpus": check_gpus,
+    "ports": check_ports,
+    "ray": check_ray,
+    "disk": check_disk,
+    "model": check_model,
+    "data": check_data,
+    "plugins": check_each_plugin,
+    "run": check_run,
+}
+
+# In front of the flags, where somebody pastes a whole command.
+PASTED = ("slime", "train", "train-async")
+
+DESCRIPTION = """Checks this machine before a run costs money. It changes nothing.
+
+Without flags it looks at the machine: versions of Python and of libraries, memory, /dev/shm, open files, GPUs,
+ports, Ray, disk. With the flags of `slime train` (all of a command line, or some) also at what they name: memory and
+disk that the run needs, model directory, data sets, plug-ins, addresses.
+
+Each line is `ok`, `warn` or `FAIL`, what was seen, and behind `->` what to do."""
+
+EPILOG = """examples:
+  slime doctor
+  slime doctor --hf-checkpoint ~/models/Qwen3-4B --prompt-data train.jsonl --input-key prompt
+  slime doctor --json $(cat my-run.flags)
+
+exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of doctor's own"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong --timeout, 130 for Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="slime doctor",
+        usage="slime doctor [--json] [--timeout SECONDS] [flags of slime train]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: {ok, findings: [{check, status, what, todo}]}"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of each check (default: 60)"
+    )
+    try:
+        own, words = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2
+    if not own.timeout > 0:
+        print(f"slime: error: --timeout: got {own.timeout:g}, expected more than 0", file=sys.stderr)
+        return 2
+    while words and words[0] in PASTED:
+        del words[0]
+    # Plug-ins are loaded: that must leave no compiled file beside them, and nothing of theirs between our lines.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    output = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            findings = []
+            for finding in examine(words, own.timeout):
+                findings.append(finding)
+                if not own.json:
+                    print(finding.line(), file=output, flush=True)
+    except KeyboardInterrupt:
+        print("slime: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        sys.dont_write_bytecode = before
+    code = exit_code(findings)
+    if own.json:
+        print(json.dumps({"ok": code == 0, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+    return code
+
+
+def examine(words: Sequence[str], seconds: float, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
+    """Yields a Finding for everything that `checks` see of this machine and of the run that `words` describe."""
+    subject, problems = read_flags(words)
+    yield from problems
+    yield from run_checks(checks, subject, seconds)
+
+
+def read_flags(words: Sequence[str]) -> tuple[Subject, list[Finding]]:
+    """What flags of `slime train` say, as far as they are right, and what is wrong with them."""
+    from slime.launcher import flags
+    from slime.launcher.declared import declared, training_parser
+
+    if not words:
+        return Subject(), []
+    problems: list[Finding] = []
+    config = None
+    try:
+        config = flags.parse(words, check=False)
+    except ConfigError as error:
+        problems.append(_about_flags(error))
+    try:
+        given, _ = training_parser().parse_known_args(list(words))
+        values = {name: value for name, value in vars(given).items() if name != "config"}
+    except SlimeError:
+        values = {}  # the same error that parse raised
+    if config is not None:
+        settings = declared()
+        changed = {n for n, v in config.flat.items() if n in settings and v != settings[n].default}
+        return Subject(config.flat, frozenset(values) | changed, config), problems
+    defaults = {flag.name: flag.default for flag in declared().values() if flag.default is not dataclasses.MISSING}
+    return Subject(defaults | values, frozenset(values)), problems
+
+
+def _about_flags(error: ConfigError) -> Finding:
+    if "is required" in error.message:
+        return Finding(
+            "warn",
+            f"these flags are no whole run: {error}",
+            "give all of them, to have memory and disk checked",
+            "flags",
+        )
+    return dataclasses.replace(fail(str(error), "mend the flag: slime train would refuse it too"), check="flags")

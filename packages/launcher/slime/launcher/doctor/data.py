@@ -1,0 +1,92 @@
+"""Data sets: readable, and with the columns that the flags name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.sources.base import Columns, prompt_of_row
+from slime.buffer.sources.dataset import READERS, split_slice
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.types.errors import ConfigError, SlimeError
+
+# Rows of a file that are read; a run reads all of them.
+ROWS = 2000
+
+
+def check_data(subject: Subject) -> Iterator[Finding]:
+    args = subject.args
+    if args.get("prompt_data") and args.get("rollout_global_dataset", True):
+        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args))
+    for name, path in _evaluation_sets(subject):
+        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, evaluation=True))
+
+
+def _columns(args: Mapping[str, Any], *, evaluation: bool = False) -> Columns:
+    def name(key: str, default: Any) -> Any:
+        own = args.get(f"eval_{key}") if evaluation else None
+        return own or args.get(key) or default
+
+    return Columns(
+        input=name("input_key", "input"),
+        label=name("label_key", None),
+        metadata=args.get("metadata_key") or "metadata",
+        tools=name("tool_key", "tools"),
+    )
+
+
+def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
+    if subject.config is not None:
+        return list(subject.config.buffer.evaluation_sets().items())
+    words = [w for item in subject.flag("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
+    return list(zip(words[::2], words[1::2], strict=False))
+
+
+def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
+    try:
+        path, rows = split_slice(source)
+    except SlimeError as error:
+        yield fail(f"{flag}: {error}", "FILE@[a:b] takes rows a to b")
+        return
+    file = Path(path)
+    if not file.is_file():
+        yield fail(f"{flag} {path}: no such file", "mend the path, or put the data there")
+        return
+    read = READERS.get(file.suffix.lower())
+    if read is None:
+        yield fail(f"{flag} {path}: unknown ending {file.suffix!r}", f"convert it to one of {', '.join(READERS)}")
+        return
+    first = rows.start if rows.start is not None and rows.start >= 0 else 0
+    last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
+    count = unlabelled = 0
+    try:
+        for where, row in islice(read(path), first, min(first + ROWS, last or first + ROWS)):
+            prompt = prompt_of_row(row, columns, path=path, where=where)
+            count += 1
+            unlabelled += columns.label is not None and prompt.label is None
+    except ConfigError as error:
+        yield fail(f"{flag}: {error}", _todo(error.field, columns))
+        return
+    if not count:
+        yield fail(f"{flag} {source}: no rows", "name a file, or a slice of one, that has some")
+        return
+    if unlabelled:
+        yield warn(
+            f"{flag} {path}: {unlabelled} of {count} labels are null",
+            "rewards that compare with labels will not like it",
+        )
+    more = "the first " if count == ROWS else ""
+    label = "" if columns.label is None else f" and {columns.label!r}"
+    yield ok(f"{flag} {path}: {more}{count} rows read, each with {columns.input!r}{label}")
+
+
+def _todo(field: str, columns: Columns) -> str:
+    if field == columns.input:
+        return "--input-key names the column of the prompt"
+    if field == columns.label:
+        return "--label-key names the column of the label; leave it out where there is none"
+    if field == columns.metadata:
+        return "--metadata-key names a column of objects"
+    return "mend that row, or take it out"

@@ -1,0 +1,61 @@
+"""Room on the disks that a run writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.launcher.doctor import probes
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.doctor.needs import checkpoints
+from slime.launcher.memory_estimate import gib
+
+# Logs, metrics and the state of the buffer.
+LEAST_BYTES = 1 << 30
+DIRECTORIES = {
+    "output_dir": "--output-dir",
+    "buffer_dir": "--buffer-dir",
+    "update_weight_disk_dir": "--update-weight-disk-dir",
+}
+
+
+def check_disk(subject: Subject) -> Iterator[Finding]:
+    for name, flag in DIRECTORIES.items():
+        value = subject.flag(name)
+        if value or name == "output_dir":
+            yield from _directory(flag, Path(str(value or "runs")), LEAST_BYTES, "logs, metrics and samples")
+    yield from _checkpoints(subject)
+
+
+def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterator[Finding]:
+    there, free = probes.disk_free(directory)
+    text = f"{flag} {directory}: {gib(free)} free"
+    if not there.is_dir():
+        yield fail(f"{flag} {directory}: {there} is no directory", "name another, or move the file away")
+    elif not probes.writable(there):
+        yield fail(f"{flag} {directory}: {there} is not writable", "name another, or have it made writable")
+    elif free < needed:
+        yield fail(f"{text}, {gib(needed)} needed ({words})", "free some, or name a directory on a larger disk")
+    else:
+        yield ok(text)
+
+
+def _checkpoints(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or config.launcher.save_interval is None:
+        return
+    directory, flag = config.checkpoint_dir, "--save" if config.launcher.save else "checkpoints below --output-dir"
+    needed = checkpoints(subject)
+    if needed is None:
+        yield from _directory(flag, directory, LEAST_BYTES, "checkpoints")
+        return
+    size, kept, words = needed
+    before = f"a checkpoint is {gib(size)}, {words}"
+    there, free = probes.disk_free(directory)
+    if there.is_dir() and probes.writable(there) and size <= free < size * kept:
+        yield warn(
+            f"{flag} {directory}: {gib(free)} free, the run keeps {kept} checkpoints: {gib(kept * size)} ({before})",
+            "--save-keep 2 keeps the last two; --no-save-optim makes them smaller",
+        )
+        return
+    yield from _directory(flag, directory, size, before)

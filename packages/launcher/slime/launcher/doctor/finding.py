@@ -1,0 +1,100 @@
+"""What a check says, and how checks are run: each with a deadline, none of them able to take the others down."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.types.errors import SlimeError
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """status: ok, warn or FAIL; what: was seen; todo: what to do about it; check: the name of what saw it."""
+
+    status: str
+    what: str
+    todo: str = ""
+    check: str = ""
+
+    def line(self) -> str:
+        return f"{self.status:4}  {self.what}" + (f"  -> {self.todo}" if self.todo else "")
+
+
+def ok(what: str) -> Finding:
+    return Finding(OK, what)
+
+
+def warn(what: str, todo: str) -> Finding:
+    return Finding(WARN, what, todo)
+
+
+def fail(what: str, todo: str) -> Finding:
+    return Finding(FAIL, what, todo)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is looked at. args: every setting of a run by its name, with defaults; given: the names that were set.
+
+    config: of the whole run (a RunConfig), None where the flags do not make one.
+    """
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    config: Any = None
+
+    def flag(self, name: str) -> Any:
+        """The value of a setting, None where there is none."""
+        return self.args.get(name)
+
+
+Check = Callable[[Subject], Iterator[Finding]]
+_DONE = object()
+
+
+def run_checks(checks: Mapping[str, Check], subject: Subject, seconds: float) -> Iterator[Finding]:
+    """The findings of each of `checks` as they come. One that takes longer than `seconds`, or raises, is a FAIL."""
+    for name, check in checks.items():
+        for finding in _run(check, name, subject, seconds):
+            yield Finding(finding.status, finding.what, finding.todo, check=name)
+
+
+def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[Finding]:
+    found: queue.Queue[Any] = queue.Queue()
+
+    def work() -> None:
+        try:
+            for finding in check(subject):
+                found.put(finding)
+        except SlimeError as error:
+            found.put(fail(str(error), "mend what the message names"))
+        except (Exception, SystemExit) as error:  # whatever it was, the other checks still have something to say
+            found.put(
+                fail(f"{name}: {type(error).__name__}: {error}", "the check itself broke here; look at it by hand")
+            )
+        found.put(_DONE)
+
+    threading.Thread(target=work, name=f"doctor-{name}", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            item = found.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            yield fail(
+                f"{name}: no answer within {seconds:g} s", "see what hangs there, or give --timeout more seconds"
+            )
+            return
+        if item is _DONE:
+            return
+        yield item
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    return int(any(finding.status == FAIL for finding in findings))

@@ -1,0 +1,79 @@
+"""GPUs, their memory, and what the flags ask of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from slime.launcher.doctor import probes
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.memory_estimate import GIB
+
+# Of a GPU's memory, what others may hold before it is worth a word.
+TAKEN = 0.05
+
+
+def check_gpus(subject: Subject) -> Iterator[Finding]:
+    found, listed = probes.gpus(), probes.visible_devices()
+    if not found:
+        if listed:
+            yield fail(f"CUDA_VISIBLE_DEVICES={listed}, and no GPU is visible", "unset it, or look at nvidia-smi")
+        elif subject.flag("rollout_num_gpus") or subject.flag("rollout_engine") == "sglang":
+            yield fail(
+                "no GPU is visible, and the flags ask for some", "run this where the GPUs are; nvidia-smi shows them"
+            )
+        else:
+            yield ok("no GPU is visible: runs are on the CPU")
+        return
+    for gpu in found:
+        yield from _gpu(gpu)
+    if listed is not None:
+        count = len([entry for entry in listed.split(",") if entry.strip()])
+        if count != len(found):
+            yield fail(
+                f"CUDA_VISIBLE_DEVICES={listed} names {count} GPUs, {len(found)} are there",
+                "name only GPUs that are there",
+            )
+    if not probes.torch_sees_gpus():
+        yield fail(
+            "the driver has GPUs, and torch sees none",
+            "install a torch built for CUDA whose version the driver supports (nvidia-smi names it)",
+        )
+    yield from _against_flags(subject, found)
+
+
+def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
+    if gpu.total_bytes < 0:
+        yield fail(
+            f"GPU {gpu.name}: the driver does not answer for it",
+            "nvidia-smi; a GPU that fell off the bus needs a reset",
+        )
+        return
+    text = f"GPU {gpu.name}: {gpu.model}, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+    if gpu.free_bytes < (1 - TAKEN) * gpu.total_bytes:
+        yield warn(text, "somebody holds memory there: nvidia-smi names the processes")
+    else:
+        yield ok(text)
+
+
+def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Finding]:
+    if subject.config is None or subject.flag("ray_address") or os.environ.get("RAY_ADDRESS"):
+        return  # the GPUs that count are the cluster's
+    from slime.launcher.run_plan import Hardware, make_plan
+    from slime.types.errors import ConfigError
+
+    size = min(gpu.total_bytes for gpu in found)
+    try:
+        plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in found), size, "this machine"))
+    except ConfigError as error:
+        yield fail(str(error), "change the flags, or use a machine with what they ask for")
+        return
+    yield ok(f"{plan.placement.trainer_ranks} trainer rank(s) and the engines fit the number of GPUs")
+    for phase, (needed, there) in plan.phases().items():
+        text = f"{phase} takes about {needed / GIB:.1f} of {there / GIB:.1f} GiB of a GPU"
+        if needed > there:
+            yield fail(
+                text, "`slime train --dry-run` shows what takes it: more GPUs, less --max-tokens-per-gpu, recomputation"
+            )
+        else:
+            yield ok(text)

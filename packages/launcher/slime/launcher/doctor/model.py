@@ -1,0 +1,151 @@
+"""The model directory: config, tokenizer, and weights whose files are all there and whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.converters.families import find_family, read_config
+from slime.converters.safetensors_dir import INDEX, TensorInfo, read_header
+from slime.launcher.checks import TOKENIZER_FILES
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.memory_estimate import GIB
+from slime.types.errors import ConfigError, NotAvailable
+
+AGAIN = "copy or download it again"
+SHOWN = 5
+
+
+def check_model(subject: Subject) -> Iterator[Finding]:
+    for name in ("hf_checkpoint", "ref_load", "load"):
+        value = subject.flag(name)
+        if not value:
+            continue
+        flag, directory = "--" + name.replace("_", "-"), Path(str(value))
+        if not directory.is_dir():
+            yield fail(f"{flag} {directory}: no such directory", "mend the path, or put the model there")
+        elif name == "hf_checkpoint":
+            yield from _directory(flag, directory, tokenizer=True)
+        elif (directory / "config.json").is_file():
+            yield from _directory(flag, directory, tokenizer=False)
+
+
+def _directory(flag: str, directory: Path, *, tokenizer: bool) -> Iterator[Finding]:
+    try:
+        config = read_config(directory)
+    except ConfigError as error:
+        yield fail(f"{flag}: {error}", "a Hugging Face directory has a config.json that is a JSON object")
+        config = None
+    if config is not None:
+        yield from _family(flag, config)
+    if tokenizer:
+        yield from _tokenizer(flag, directory)
+    tensors: dict[str, TensorInfo] = {}
+    problems = False
+    for finding in _weights(flag, directory, tensors):
+        problems |= finding.status != "ok"
+        yield finding
+    if tensors and config is not None and not problems:
+        yield from _complete(flag, config, tensors)
+
+
+def _family(flag: str, config: dict[str, Any]) -> Iterator[Finding]:
+    kind = config.get("model_type")
+    try:
+        family = find_family(config)
+    except NotAvailable as error:
+        yield warn(
+            f"{flag}: model_type {kind!r} has no table of weights here",
+            f"--train-backend fsdp may train it; megatron and conversion know {error.expected}",
+        )
+    else:
+        yield ok(f"{flag}: a {family.name} ({kind})")
+
+
+def _tokenizer(flag: str, directory: Path) -> Iterator[Finding]:
+    there = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not there:
+        yield fail(
+            f"{flag} {directory}: no tokenizer", f"copy the model's own files: one of {', '.join(TOKENIZER_FILES)}"
+        )
+        return
+    from slime.rollout.generate.prompts import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(str(directory))
+    except Exception as error:  # the library of tokenizers raises nothing more special
+        yield fail(f"{flag} {directory}: the tokenizer does not load: {_first_line(error)}", AGAIN)
+        return
+    yield ok(f"{flag}: tokenizer of {len(tokenizer):,} tokens")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _weights(flag: str, directory: Path, tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
+    """Fills `tensors` from the headers of the files that are whole."""
+    index = directory / INDEX
+    weight_map: dict[str, str] = {}
+    if index.is_file():
+        try:
+            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            yield fail(f"{flag}: {index.name} is no index: {_first_line(error)}", AGAIN)
+            return
+    files = sorted({directory / name for name in weight_map.values()} or directory.glob("*.safetensors"))
+    if not files:
+        yield fail(
+            f"{flag} {directory}: no .safetensors files", "put the weights there; slime-convert makes them from others"
+        )
+        return
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        yield fail(f"{flag}: {len(missing)} of {len(files)} shards missing: {_some(missing)}", AGAIN)
+    for file in files:
+        if file.is_file():
+            yield from _file(flag, file, tensors)
+    lost = [f"{name} ({file})" for name, file in weight_map.items()
+            if (directory / file).is_file() and (name not in tensors or tensors[name].file.name != file)]  # fmt: skip
+    if lost:
+        yield fail(f"{flag}: the index names what its files do not hold: {_some(lost)}", AGAIN)
+    elif not missing:
+        size = sum(tensor.num_bytes for tensor in tensors.values())
+        yield ok(f"{flag}: {len(files)} safetensors file(s), {len(tensors)} tensors, {size / GIB:.2f} GiB")
+
+
+def _file(flag: str, file: Path, tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
+    try:
+        header = read_header(file)
+    except ConfigError as error:
+        yield fail(f"{flag}: {error}", AGAIN)
+        return
+    tensors.update(header)
+    end = max((tensor.offset + tensor.num_bytes for tensor in header.values()), default=0)
+    size = file.stat().st_size
+    if header and size > end:
+        yield fail(f"{flag}: {file}: {size} bytes, its header tells of {end}", AGAIN)
+
+
+def _complete(flag: str, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
+    """Whether the files hold what the config describes, where its family is known."""
+    try:
+        parameters = list(find_family(config).parameters(config))
+    except ConfigError:
+        return
+    wanted = {block.name: block.shape for parameter in parameters for block in parameter.blocks}
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        yield fail(f"{flag}: {len(missing)} tensors of the model are missing: {_some(missing)}", AGAIN)
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
+        for name, shape in wanted.items() if name in tensors and tensors[name].shape != tuple(shape)
+    ]  # fmt: skip
+    if wrong:
+        yield fail(f"{flag}: {_some(wrong, 2)}", "config.json and weights are of two models: take both from one")
+
+
+def _some(names: list[str], count: int = SHOWN) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -1,0 +1,44 @@
+"""What a run needs of the machine, from its flags and the model's config."""
+
+from __future__ import annotations
+
+from slime.launcher.doctor import probes
+from slime.launcher.doctor.finding import Subject
+from slime.launcher.memory_estimate import checkpoint_bytes
+from slime.types.errors import ConfigError
+
+
+def machine_memory(subject: Subject) -> tuple[float, str] | None:
+    """(bytes of host memory, how they come about); None where the flags do not tell, or the model is not readable."""
+    if subject.config is None:
+        return None
+    from slime.launcher.run_plan import Hardware, make_plan
+
+    found = probes.gpus()
+    size = min((gpu.total_bytes for gpu in found), default=0)
+    try:
+        plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in found), size or None, "this machine"))
+        return plan.host_memory()
+    except ConfigError:
+        return None  # what is wrong with the flags or the model, other checks say
+
+
+def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
+    """(bytes of one checkpoint, how many the run keeps at once, how the bytes come about); None as above."""
+    config = subject.config
+    if config is None or config.launcher.save_interval is None:
+        return None
+    from slime.converters.megatron_args import read_model_config
+    from slime.launcher.parameter_counts import of_directory
+
+    trainer, settings = config.trainer, config.launcher
+    try:
+        parameters = of_directory(trainer.hf_checkpoint, read_model_config(trainer.hf_checkpoint, trainer.model_name))
+    except ConfigError:
+        return None
+    size, words = checkpoint_bytes(trainer, parameters)
+    # With --num-epoch their number is known when the data has been counted.
+    written = sum(config.saves_after(rollout) for rollout in range(settings.num_rollout or 1))
+    # An older one is deleted when the newer is complete.
+    kept = min(written, settings.save_keep + 1) if settings.save_keep else written
+    return size, kept, words

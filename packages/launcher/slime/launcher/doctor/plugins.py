@@ -1,0 +1,31 @@
+"""Plug-ins: there, loadable, and taking the arguments that they will be called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.launcher.checks import check_plugins
+from slime.launcher.declared import declared
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok
+from slime.types.errors import ConfigError
+
+# Of the settings whose names end like a plug-in's, those that are something else.
+NO_PLUGINS = frozenset({"custom_config_path"})
+
+
+def check_each_plugin(subject: Subject) -> Iterator[Finding]:
+    settings = declared()
+    paths = [name for name in settings if name.endswith("_path") and name not in NO_PLUGINS]
+    without = {name: flag.default for name, flag in settings.items()}
+    for name in ("rm_type", "eval_overrides", *paths):
+        value = subject.flag(name)
+        if not value or value == settings[name].default:
+            continue
+        flag = "--eval-config" if name == "eval_overrides" else "--" + name.replace("_", "-")
+        try:
+            # One at a time: the first that is wrong must not hide the others.
+            check_plugins(without | {name: value})
+        except ConfigError as error:
+            yield fail(str(error), "mend the path or the function; the message says what is expected")
+        else:
+            yield ok(f"{flag} {' '.join(map(str, value)) if isinstance(value, list | dict) else value}: fits")

@@ -1,0 +1,54 @@
+"""What `slime train` itself looks at before it starts anything, where no other check has said it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.converters.megatron_flags import given
+from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
+from slime.launcher.checks import check_files
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok
+from slime.launcher.megatron import check_model
+from slime.types.errors import ConfigError
+
+# The checks of the model and of the data have said what is wrong with these.
+SAID = ("--hf-checkpoint", "--ref-load", "--load", "--prompt-data", "--eval-prompt-data")
+
+
+def check_run(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None:
+        return
+    findings = [*_checkpoint(subject), *_files(subject), *_model(subject)]
+    yield from findings or [ok("the flags fit together, and to the model")]
+
+
+def _checkpoint(subject: Subject) -> Iterator[Finding]:
+    settings = subject.config.launcher
+    load = subject.flag("load")
+    if not load or (settings.initial_megatron_checkpoint and not has_checkpoint(load)):
+        return
+    try:
+        find_checkpoint(str(load), step=settings.ckpt_step)
+    except ConfigError as error:
+        yield fail(str(error), "name a directory that holds a checkpoint, or leave --load out")
+
+
+def _files(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    try:
+        check_files(config.flat, config.buffer.evaluation_sets())
+    except ConfigError as error:
+        if not error.field.startswith(SAID):
+            yield fail(str(error), "mend what the message names")
+
+
+def _model(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if not (Path(config.trainer.hf_checkpoint) / "config.json").is_file():
+        return
+    try:
+        check_model(config.launcher, config.trainer, given(config.megatron))
+    except ConfigError as error:
+        yield fail(str(error), "give the flags that describe the model, or another model")

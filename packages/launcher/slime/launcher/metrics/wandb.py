@@ -1,0 +1,106 @@
+"""Metrics to Weights & Biases, with the package `wandb` where it is installed. The key is WANDB_API_KEY's, or that of
+`wandb login`: no flag has it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.settings import setting
+
+Metrics = dict[str, float]
+# Environments hold keys.
+UNTOLD = ("train_env_vars",)
+
+
+@dataclass(kw_only=True)
+class WandbSettings:
+    """Weights & Biases."""
+
+    use_wandb: bool = setting(False, "send metrics to Weights & Biases (needs the package wandb)")
+    wandb_mode: str | None = setting(
+        None, "whether they are sent (default: online)", choices=("online", "offline", "disabled")
+    )
+    wandb_dir: str | None = setting(None, "where its files go (default: --output-dir)", metavar="DIR")
+    wandb_host: str | None = setting(None, "address of the server, http://... (default: theirs)", metavar="URL")
+    wandb_team: str | None = setting(None, "entity that the run belongs to", metavar="NAME")
+    wandb_group: str | None = setting(None, "group of runs, and the beginning of the run's name", metavar="NAME")
+    wandb_project: str | None = setting(None, "project", metavar="NAME")
+    wandb_run_id: str | None = setting(None, "id of the run; one that exists is gone on with", metavar="ID")
+    wandb_random_suffix: bool = setting(
+        True, "no random letters behind the run's name", off_flag="disable-wandb-random-suffix"
+    )
+
+
+def check_wandb(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for a part of it without --use-wandb, NotAvailable without the package."""
+    if args["use_wandb"]:
+        if importlib.util.find_spec("wandb") is None:
+            raise NotAvailable(
+                "--use-wandb is not available yet: the package wandb is not installed here (pip install wandb)",
+                field="--use-wandb",
+                value=True,
+            )
+        host = args["wandb_host"]
+        if host is not None and not host.startswith(("http://", "https://")):
+            raise InvalidSetting(
+                f"--wandb-host: got {host!r}, expected http://... or https://...", field="--wandb-host", value=host
+            )
+        return
+    for name in ("mode", "dir", "host", "team", "group", "project", "run_id"):
+        value = args[f"wandb_{name}"]
+        if value is not None:
+            flag = f"--wandb-{name.replace('_', '-')}"
+            raise InvalidSetting(f"{flag} {value} needs --use-wandb", field=flag, value=value, expected="--use-wandb")
+    if not args["wandb_random_suffix"]:
+        flag = "--disable-wandb-random-suffix"
+        raise InvalidSetting(f"{flag} needs --use-wandb", field=flag, value=True, expected="--use-wandb")
+
+
+class Wandb:
+    """One run there. A sink of `Report`."""
+
+    def __init__(self, settings: WandbSettings, output_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
+        """config: shown beside the metrics; what JSON cannot say is left out. Raises InvalidSetting where wandb refuses
+        to begin."""
+        wandb = importlib.import_module("wandb")
+        name = settings.wandb_group or run_name
+        if settings.wandb_random_suffix:
+            name += f"-{secrets.token_hex(3)}"
+        options = {"base_url": settings.wandb_host} if settings.wandb_host else {}
+        try:
+            self._run = wandb.init(
+                project=settings.wandb_project,
+                entity=settings.wandb_team,
+                group=settings.wandb_group,
+                name=name,
+                dir=settings.wandb_dir or str(output_dir),
+                mode=settings.wandb_mode,
+                id=settings.wandb_run_id,
+                resume="allow" if settings.wandb_run_id else None,
+                config={key: value for key, value in config.items() if key not in UNTOLD and _is_json(value)},
+                settings=wandb.Settings(**options),
+            )
+        except wandb.Error as error:
+            raise InvalidSetting(f"--use-wandb: {error}", field="--use-wandb", value=True) from error
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

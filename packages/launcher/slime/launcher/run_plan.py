@@ -1,0 +1,188 @@
+"""What a run would be on given hardware: who is where, and what each of them holds. Nothing is started or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.converters.megatron_args import model_args, read_model_config
+from slime.converters.megatron_flags import given
+from slime.launcher.batch_algebra import Batches, batches, longest_sample, pass_tokens
+from slime.launcher.engine_estimate import EngineMemory, engine_memory
+from slime.launcher.flags import RunConfig
+from slime.launcher.memory_estimate import CONTEXT_BYTES, GIB, RankMemory, Shape, trainer_memory
+from slime.launcher.parameter_counts import Held, of_directory, of_stages
+from slime.launcher.placement import Placement, plan_placement
+from slime.launcher.rank_layout import Sizes, layers_of_stages, sizes_of
+from slime.types.errors import InvalidSetting
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """gpus: of each node, entries of CUDA_VISIBLE_DEVICES or numbers; gpu_bytes: of the smallest; words: where this is
+    from; assumed: whether it is another machine than this one."""
+
+    gpus: tuple[str, ...]
+    gpu_bytes: float | None
+    words: str
+    assumed: bool = False
+
+
+def make_plan(config: RunConfig, hardware: Hardware, *, asynchronous: bool = False) -> Plan:
+    """Raises ConfigError for what the run would refuse, and InvalidFile for a model that cannot be counted."""
+    return Plan(config, hardware, _place(config, hardware), asynchronous)
+
+
+def _place(config: RunConfig, hardware: Hardware) -> Placement:
+    """On as many nodes as the trainer has; on one more where several are asked for and the engines need it."""
+    nodes, count = config.launcher.actor_num_nodes, len(hardware.gpus)
+    try:
+        return plan_placement(config.launcher, config.rollout, [count] * nodes)
+    except InvalidSetting:
+        if nodes == 1 or not count:
+            raise
+        return plan_placement(config.launcher, config.rollout, [count] * (nodes + 1))
+
+
+class Plan:
+    """engine: "sglang", "embedded", "external" (somebody else started them) or "none".
+
+    sizes: of the trainer's parallel groups; args: Megatron's arguments, None for FSDP; held: parameters on a rank of
+    each pipeline stage; longest, tokens: of a sample, and of a forward pass, each with the reason.
+    """
+
+    def __init__(self, config: RunConfig, hardware: Hardware, placement: Placement, asynchronous: bool) -> None:
+        self.config, self.hardware, self.placement, self.asynchronous = config, hardware, placement, asynchronous
+        trainer, launcher = config.trainer, config.launcher
+        whole = read_model_config(trainer.hf_checkpoint, trainer.model_name)
+        self.model_config: Mapping[str, Any] = whole.get("text_config") or whole
+        self.parameters = of_directory(trainer.hf_checkpoint, whole)
+        self.shape = Shape.of(self.model_config)
+        ranks = placement.trainer_ranks or launcher.actor_num_nodes * launcher.actor_num_gpus_per_node
+        self.args: dict[str, Any] | None = None
+        self.sizes = Sizes(data=ranks)
+        self.held = [Held(self.parameters, 0)]
+        if trainer.train_backend == "megatron":
+            self.args = model_args(whole, given(config.megatron))
+            if not trainer.enable_mtp_training:
+                self.args.pop("mtp_num_layers", None)
+            self.sizes = sizes_of(self.args, ranks)
+            self.held = of_stages(whole, self.args, self.sizes)
+        self.longest, self.longest_because = longest_sample(config.rollout, self.model_config)
+        self.tokens, self.tokens_because = pass_tokens(trainer, self.longest)
+        self.engine = self._engine_kind()
+
+    def _engine_kind(self) -> str:
+        """Raises InvalidSetting where this machine cannot run what was asked for."""
+        from slime.rollout.launch import choose_engine
+
+        rollout = self.config.rollout
+        if self.config.launcher.debug_train_only:
+            return "none"
+        if rollout.rollout_external_engine_addrs:
+            return "external"
+        if not self.hardware.assumed:
+            return choose_engine(rollout, self.hardware.gpus)
+        on_gpu = self.hardware.gpus and rollout.rollout_engine_device != "cpu"
+        if rollout.rollout_engine == "sglang" and not on_gpu:
+            raise InvalidSetting(
+                "--rollout-engine sglang: expected a GPU for it", field="--rollout-engine", value="sglang"
+            )
+        return rollout.rollout_engine if rollout.rollout_engine != "auto" else "sglang" if on_gpu else "embedded"
+
+    @property
+    def batches(self) -> Batches:
+        return batches(self.config.trainer, self.config.rollout, self.sizes.data)
+
+    def gpu_of_rank(self, rank: int) -> tuple[int, int]:
+        """(node, number of the GPU there)."""
+        each = self.placement.trainer_ranks // len(self.placement.trainer_nodes)
+        return self.placement.trainer_nodes[rank // each], rank % each
+
+    @property
+    def num_engines(self) -> int:
+        """That this run starts."""
+        count = self._engine_gpus()
+        if self.engine == "embedded":
+            return self.config.rollout.rollout_num_engines
+        return count // self.config.rollout.rollout_num_gpus_per_engine if self.engine == "sglang" else 0
+
+    def _engine_gpus(self) -> int:
+        shared = self.placement.shares_gpus
+        return self.placement.trainer_ranks if shared else int(self.placement.rollout.get("num_gpus") or 0)
+
+    def engines_of_gpus(self) -> dict[int, str]:
+        """Names by the number of the GPU on their node; empty for engines on the CPU or elsewhere."""
+        placement, count = self.placement, self._engine_gpus()
+        each = placement.trainer_ranks // len(placement.trainer_nodes)
+        beside = not placement.shares_gpus and placement.rollout_node in placement.trainer_nodes
+        first = each if beside else 0
+        if not count or self.num_engines == 0:
+            return {}
+        if self.engine == "embedded":
+            return {
+                first + gpu: ", ".join(f"embedded-{n}" for n in range(gpu, self.num_engines, count))
+                for gpu in range(min(count, self.num_engines))
+            }
+        size = self.config.rollout.rollout_num_gpus_per_engine
+        return {
+            first + n: f"sglang-{n // size}" + (f" (tp {n % size})" if size > 1 else "")
+            for n in range(self.num_engines * size)
+        }
+
+    def memories(self) -> list[RankMemory]:
+        """Of a rank of each pipeline stage; none without a trainer."""
+        if not self.placement.trainer_ranks:
+            return []
+        trainer, on_gpu = self.config.trainer, self.placement.has_gpus
+        if self.args is None:
+            return [trainer_memory(trainer, self.shape, self.held[0], self.sizes, self.tokens, on_gpu=on_gpu)]
+        layers = layers_of_stages(self.args, self.sizes)
+        return [
+            trainer_memory(
+                trainer, self.shape, held, self.sizes, self.tokens, args=self.args, stage=stage,
+                layers=sum(map(len, layers[stage])), on_gpu=on_gpu,
+            )
+            for stage, held in enumerate(self.held)
+        ]  # fmt: skip
+
+    def engine_memory(self) -> EngineMemory | None:
+        """None for engines that this run does not start."""
+        if self.num_engines == 0:
+            return None
+        gpu_bytes = self.hardware.gpu_bytes if self._engine_gpus() else None
+        return engine_memory(self.engine, self.config.rollout, self.model_config, self.parameters, gpu_bytes)
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """What a GPU of the trainer has to hold while the run does one thing: (bytes, bytes of the GPU).
+
+        Empty without GPUs, or where their size is not known.
+        """
+        size, memories, engine = self.hardware.gpu_bytes, self.memories(), self.engine_memory()
+        if size is None or not self.placement.has_gpus or not memories:
+            return {}
+        training = max(memory.training for memory in memories)
+        if not self.placement.shares_gpus or engine is None:
+            return {"training": (training, size)}
+        taken = engine.taken if engine.taken is not None else engine.weights
+        lasting = max(memory.lasting for memory in memories)
+        waiting = CONTEXT_BYTES if self.config.trainer.offloads_train else lasting
+        working = 0.0 if self.placement.offloads else taken
+        return {"generating": (waiting + taken, size), "training": (training + working, size)}
+
+    def host_memory(self) -> tuple[float, str]:
+        """Bytes of a machine's memory that the run takes, and what they are; a process is reckoned with 1 GiB."""
+        memories, nodes = self.memories(), len(self.placement.trainer_nodes)
+        ranks, engine = self.placement.trainer_ranks // nodes, self.engine_memory()
+        total = float(GIB * (2 + ranks + self.num_engines))
+        words = f"{ranks} trainer rank(s), {self.num_engines} engine(s), buffer and rollout"
+        total += ranks * max((memory.host for memory in memories), default=0.0)
+        if self.placement.has_gpus:
+            if self.config.trainer.offloads_train:
+                total += ranks * max((memory.lasting - CONTEXT_BYTES for memory in memories), default=0.0)
+                words += ", what the trainer keeps here while engines work"
+            return total, words
+        total += ranks * max((memory.training for memory in memories), default=0.0)
+        total += engine.weights * self.num_engines if engine is not None else 0.0
+        return total, f"{words}, with their weights"

@@ -1,0 +1,26 @@
+"""A run from its start on Ray to the report of its end; what happens between is a loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slime.launcher.cluster import place_run
+from slime.launcher.flags import RunConfig
+from slime.launcher.metrics.report import Report
+from slime.launcher.placement import ray_cluster
+from slime.launcher.services import Services
+
+
+@contextmanager
+def session(config: RunConfig, report: Report) -> Iterator[Services]:
+    """The services of the run, stopped at the end, whatever that is; afterwards the report closes, if it went well."""
+    settings = config.launcher
+    report.status("starting Ray")
+    with ray_cluster(settings.ray_address, settings.ray_num_cpus):
+        placement = place_run(settings, config.rollout, report.status)
+        with Services(config, placement, report.output_dir, report.progress) as run:
+            report.started(run.num_parameters, run.first_step, run.num_rollout)
+            yield run
+            run.export(report.output_dir / "model")
+    report.finished()

@@ -1,0 +1,61 @@
+"""One-step-off training: the next rollout is generated while the trainer works on this one.
+
+    engines   | 0 | 1     |push| 2     |push| 3
+    trainer       | 0     |    | 1     |    | 2        with the defaults
+
+With --update-weights-interval 1 and --async-buffer-size 1 every rollout but the first is made with the weights of one
+training step before the one that trains on it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from slime.launcher.ahead import Ahead
+from slime.launcher.flags import RunConfig
+from slime.launcher.loop_checks import check_asynchronous
+from slime.launcher.metrics.report import Report
+from slime.launcher.services import Services
+from slime.launcher.session import session
+
+
+def train_async(config: RunConfig, report: Report) -> None:
+    """Runs `config` to its end; what happens on the way goes to `report`. Raises InvalidSetting with `colocate`.
+
+    Rollouts are trained on in their order, each once. Weights are pushed while nothing is generated, after every
+    `update_weights_interval`-th rollout and before each evaluation.
+    """
+    check_asynchronous(config.flat)
+    with session(config, report) as run:
+        loop_async(config, run, report)
+
+
+def loop_async(config: RunConfig, run: Services, report: Report) -> None:
+    """Beside the metrics of the other loop, in seconds:
+
+    perf/rollout_wait_time  what the trainer waited for the rollout
+    perf/drain_time         what the push of weights waited for the generation in flight
+    perf/overlap_time       how long the engines generated while the trainer trained on the rollout
+    """
+    settings = config.launcher
+    if config.evaluates and not settings.skip_eval_before_train:
+        report.evaluation(run.first_step, *run.evaluate(run.first_step))
+
+    steps = range(run.first_step, run.num_rollout)
+    with Ahead(run, steps, settings.async_buffer_size or 1) as ahead:
+        for step in steps:
+            started = time.perf_counter()
+            metrics, examples = ahead.take(step)
+            taken = time.perf_counter()
+            metrics |= run.train_step(step)
+            metrics["perf/rollout_wait_time"] = taken - started
+            metrics["perf/overlap_time"] = ahead.seconds_generating(taken, time.perf_counter())
+            if config.saves_after(step):
+                metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
+            if config.updates_after(step):
+                metrics["perf/drain_time"] = ahead.pause()
+                metrics |= run.update_weights(step + 1)
+            metrics["perf/step_time"] = time.perf_counter() - started
+            if config.evaluates_after(step):
+                report.evaluation(step + 1, *run.evaluate(step + 1))
+            report.step(step, metrics, examples)

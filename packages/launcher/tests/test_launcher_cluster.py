@@ -1,0 +1,115 @@
+"""Places on a real Ray whose GPUs are a number that it was told."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.launcher import actors
+from slime.launcher.cluster import cluster_nodes, place_run
+from slime.launcher.placement import Spot, ray_cluster
+from slime.launcher.settings import LauncherSettings
+from slime.launcher.supervise import Supervisor
+from slime.rollout.settings import RolloutSettings
+from slime.types.errors import DeadlineExceeded, InvalidSetting, NotAvailable, Unavailable
+from slime.types.rpc import RpcSettings
+from slime.types.rpc.auth import check_exposure, read_token
+
+ROLLOUT = RolloutSettings(hf_checkpoint="m", rollout_num_gpus=1)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("slime.launcher.placement.visible_gpus", lambda: ["0", "1", "2"])
+    with ray_cluster(None, num_cpus=2):
+        yield
+
+
+def launcher(**values: Any) -> LauncherSettings:
+    return LauncherSettings(num_rollout=1, rollout_num_gpus=1, **values)
+
+
+def test_a_run_holds_its_gpus_or_says_whose_it_waited_for(gpus: None, tmp_path: Path) -> None:
+    reports: list[str] = []
+    placement = place_run(launcher(actor_num_gpus_per_node=2), ROLLOUT, reports.append)
+    assert reports == [] and [node.free for node in cluster_nodes()] == [0]
+    assert {spot.host for spot in placement.spots.values()} == {Spot.host}
+    supervisor = Supervisor(tmp_path, start_seconds=60, stop_seconds=10, spots=placement.spots)
+    try:
+        processes = [
+            supervisor.spawn(name, options)
+            for name, options in [
+                *((f"trainer-{rank}", placement.trainer) for rank in range(2)),
+                ("rollout", placement.rollout),
+            ]
+        ]
+        for process in processes:
+            supervisor.get(process, process.actor.ping.remote())
+    finally:
+        supervisor.stop()
+
+    with pytest.raises(DeadlineExceeded, match=r"no GPUs within 0.2 s .*: 2 wanted, 0 of 3 free"):
+        place_run(launcher(actor_num_gpus_per_node=1, start_timeout_seconds=0.2), ROLLOUT, reports.append)
+    assert len(reports) == 1 and "waiting for GPUs" in reports[0]
+    with pytest.raises(InvalidSetting, match="3 .* = 4 GPUs, and there are 3 here"):
+        place_run(launcher(actor_num_gpus_per_node=3), ROLLOUT, reports.append)
+
+
+def test_a_ray_of_this_run_leaves_no_token_that_other_clusters_would_ask_for(tmp_path: Path) -> None:
+    script = """if True:
+        import os, ray
+        from slime.launcher.placement import ray_cluster
+        before = dict(os.environ)
+        for start in range(2):
+            with ray_cluster(None, num_cpus=1):
+                print("worked", ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+        print(sorted(set(os.environ.items()) - set(before.items())))
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.count("worked 42") == 2, done.stderr
+    assert "RAY_AUTH" not in done.stdout
+    assert not (tmp_path / ".ray" / "auth_token").exists()
+
+
+def test_a_cluster_that_is_not_there_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at there:1\nand much more")
+
+    monkeypatch.setattr("ray.init", refuse)
+    with pytest.raises(Unavailable, match="--ray-address there:1: .*Failed to connect"), ray_cluster("there:1"):
+        pass
+    with pytest.raises(NotAvailable, match="ray job submit"), ray_cluster("ray://there:10001"):
+        pass
+
+
+def test_a_service_that_others_can_reach_asks_for_the_token_of_its_run(tmp_path: Path) -> None:
+    def client_settings(**spots: Spot) -> RpcSettings:
+        return Supervisor(tmp_path, start_seconds=1, stop_seconds=1, spots=spots).client_settings
+
+    assert client_settings(buffer=Spot()) == RpcSettings()
+    settings = client_settings(buffer=Spot(), rollout=Spot("192.0.2.7"))
+    token = read_token(settings)
+    assert token is not None and len(token) == 64 and token == read_token(settings)
+    check_exposure(RpcSettings(host="192.0.2.7", token_file=settings.token_file, insecure=settings.insecure))
+
+
+def test_the_interface_of_an_address_is_named_unless_it_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Address:
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+    interfaces = {"lo": [Address("127.0.0.1")], "net0": [Address("fe80::1%net0"), Address("192.0.2.7")]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
+    assert actors.interface_of("192.0.2.7") == "net0"
+    assert actors.interface_of("127.0.0.1") is None and actors.interface_of("192.0.2.8") is None
+    assert ipaddress.ip_address("127.0.0.2").is_loopback and actors.interface_of("127.0.0.2") is None

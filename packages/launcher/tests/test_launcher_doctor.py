@@ -1,0 +1,188 @@
+"""The doctor's command: its lines, its exit code, and that no check takes it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_machines import GIB, make_well, write_model, write_rows
+
+from slime.launcher import cli
+from slime.launcher.doctor import command, finding
+from slime.launcher.doctor.finding import Finding, Subject, ok, run_checks
+
+LINE = re.compile(r"(ok|warn|FAIL) +\S.*?(  -> \S.*)?")
+
+
+def examine(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = cli.main(["doctor", *words])
+    return code, capsys.readouterr().out
+
+
+def test_a_machine_that_is_well_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    code, text = examine(capsys=capsys)
+    lines = text.splitlines()
+    assert code == 0 and len(lines) > 10
+    assert all(LINE.fullmatch(line) and line.startswith("ok") for line in lines), text
+
+
+def test_a_whole_command_line_is_checked_with_all_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    words = [
+        "--hf-checkpoint", str(write_model(tmp_path / "model")), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")),
+        "--label-key", "label", "--num-rollout", "3", "--save-interval", "1", "--output-dir", str(tmp_path / "out"),
+        "--custom-rm-path", "slime.launcher.quickstart.reverse.reward", "--n-samples-per-prompt=4",
+    ]  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    code, text = examine(*words, capsys=capsys)
+    assert code == 0, text
+    for part in (
+        "a Qwen3 (qwen3)",
+        "tokenizer of 2 tokens",
+        "3 rows read",
+        "reverse.reward: fits",
+        "below --output-dir",
+    ):
+        assert part in text
+    assert "the flags fit together" in text and "FAIL" not in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "answers, words",
+    [
+        ({"python_version": lambda: "3.10.2"}, "Python 3.10.2"),
+        ({"shared_memory": lambda: 32 << 20}, "/dev/shm has 0.03 GiB free.*--shm-size"),
+        ({"open_files_limit": lambda: (256, 4096)}, "open files: at most 256  -> ulimit -n 4096"),
+        ({"free_ports": lambda count: 3}, "3 ports of"),
+        ({"disk_free": lambda directory: (Path("/"), GIB // 2)}, "--output-dir runs: 0.50* GiB free, 1.00 GiB needed"),
+        ({"writable": lambda directory: False}, "is not writable"),
+        ({"visible_devices": lambda: "0,1"}, "CUDA_VISIBLE_DEVICES=0,1, and no GPU is visible"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_fails(
+    answers: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch, **answers)
+    code, text = examine(capsys=capsys)
+    failed = [line for line in text.splitlines() if line.startswith("FAIL")]
+    assert code == 1 and len(failed) == 1 and re.search(words, failed[0]), text
+    assert "  -> " in failed[0]
+
+
+def test_what_may_be_wrong_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make_well(
+        monkeypatch, open_files_limit=lambda: (2048, 2048), memory_available=lambda: 2 * GIB,
+        shared_memory=lambda: 512 << 20, local_ray_address=lambda: "127.0.0.1:9", answers=lambda host, port: False,
+    )  # fmt: skip
+    code, text = examine(capsys=capsys)
+    warned = [line for line in text.splitlines() if line.startswith("warn")]
+    assert code == 0 and len(warned) == 4 and "FAIL" not in text, text
+    assert "ray stop" in text
+
+
+def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make_well(monkeypatch, free_ports=lambda count: 0)
+    _, text = examine(capsys=capsys)
+    code, output = examine("--json", capsys=capsys)
+    said = json.loads(output)
+    assert code == 1 and said["ok"] is False
+    assert [Finding(f["status"], f["what"], f["todo"]).line() for f in said["findings"]] == text.splitlines()
+    assert {f["check"] for f in said["findings"]} >= {"versions", "limits", "gpus", "ports", "ray", "disk"}
+
+
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        (["--hf-chekpoint", "x"], "FAIL", "did you mean --hf-checkpoint"),
+        (["--lr", "fast"], "FAIL", "--lr"),
+        (["--num-rollout", "2"], "warn", "--hf-checkpoint is required"),
+    ],
+)
+def test_flags_that_make_no_run_do_not_end_the_examination(
+    words: list[str], status: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    code, text = examine(*words, capsys=capsys)
+    assert code == (status == "FAIL")
+    first, *rest = text.splitlines()
+    assert first.startswith(status) and message in first and len(rest) > 10
+
+
+def test_some_flags_are_checked_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    code, text = examine("--hf-checkpoint", str(write_model(tmp_path / "m")), capsys=capsys)
+    assert code == 0 and "a Qwen3 (qwen3)" in text and "these flags are no whole run" in text
+
+
+def test_a_whole_command_may_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    words = ["--prompt-data", str(write_rows(tmp_path / "rows.jsonl"))]
+    assert examine("--json", "slime", "train", *words, capsys=capsys) == examine("--json", *words, capsys=capsys)
+
+
+def test_checks_that_hang_or_break_are_failures_of_their_own() -> None:
+    never = threading.Event()
+
+    def hangs(subject: Subject) -> Iterator[Finding]:
+        yield ok("a part of it")
+        never.wait(30)
+
+    def breaks(subject: Subject) -> Iterator[Finding]:
+        raise RuntimeError("on its own")
+        yield
+
+    def leaves(subject: Subject) -> Iterator[Finding]:
+        raise SystemExit(3)
+        yield
+
+    checks = {"hangs": hangs, "breaks": breaks, "leaves": leaves, "fine": lambda subject: iter([ok("fine")])}
+    try:
+        found = list(run_checks(checks, Subject(), 0.2))
+    finally:
+        never.set()
+    assert [(f.check, f.status) for f in found] == [
+        ("hangs", "ok"), ("hangs", "FAIL"), ("breaks", "FAIL"), ("leaves", "FAIL"), ("fine", "ok"),
+    ]  # fmt: skip
+    assert "no answer within 0.2 s" in found[1].what and "RuntimeError: on its own" in found[2].what
+    assert finding.exit_code(found) == 1
+
+
+def test_help_and_wrong_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["doctor", "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0 and "examples:" in text and "--json" in text and "exit code" in text
+    for words in (["--timeout", "soon"], ["--timeout", "0"], ["--timeout"]):
+        assert cli.main(["doctor", *words]) == 2
+        assert "--timeout" in capsys.readouterr().err
+
+
+def test_every_check_has_a_name_and_looks_at_this_very_machine(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.launcher.cli", "doctor", "--json"],
+        capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ok"] is (done.returncode == 0) and {f["check"] for f in said["findings"]} <= set(command.CHECKS)
+    assert not any("the check itself broke" in f["todo"] for f in said["findings"])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,320 @@
+"""The plan of a run: who is where, the sums of its batches, and memory; nothing of it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_machines import CONFIG, GIB, write_rows
+
+from slime.converters.model_scripts import model_config
+from slime.launcher import cli
+from slime.launcher.doctor import probes
+from slime.launcher.memory_estimate import Shape, checkpoint_bytes, kv_bytes, trainer_memory
+from slime.launcher.parameter_counts import Held, of_stages, whole_model
+from slime.launcher.rank_layout import Sizes, layers_of_stages, sizes_of
+from slime.trainer.settings import TrainerSettings
+from slime.types.errors import InvalidSetting
+
+PUBLISHED = {
+    "qwen2.5-7B": 7_615_616_512,
+    "qwen3-4B": 4_022_468_096,
+    "qwen3-30B-A3B": 30_532_122_624,
+    "llama3-8B": 8_030_261_248,
+    # Less the biases of its routers, 58 layers of 256.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of a run with a model of which there is only the config, on a machine without GPUs."""
+    monkeypatch.setattr(probes, "gpus", lambda: [])
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "tokenizer.json").write_text("{}")
+    return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "5",
+            "--rm-type", "math", "--output-dir", str(tmp_path / "out"), "--dry-run"]  # fmt: skip
+
+
+def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    assert cli.main(["train", *words, *more]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name, parameters", PUBLISHED.items())
+def test_known_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
+    assert whole_model(model_config(name)) == parameters
+
+
+def test_batches_come_out_as_the_flags_say(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "16"]
+    lines = plan(words, *batch, "--actor-num-gpus-per-node", "2", capsys=capsys)
+    text = "\n".join(lines)
+    assert "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples a rollout" in text
+    assert "32 / 16 samples an update = 2 optimizer update(s)" in text
+    assert "16 / 2 data parallel replica(s) = 8 samples a replica and update" in text
+    assert "8 / --micro-batch-size 1 = 8 forward passes a replica" in text
+    assert "5 rollouts x 2 = 10 updates, 160 samples" in text
+    budget = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-context-len", "30"]
+    text = "\n".join(plan(words, *batch, *budget, capsys=capsys))
+    assert "100 tokens a forward pass (--max-tokens-per-gpu 100); at most 6 passes with samples of 30" in text
+    text = "\n".join(plan(words, *batch[:4], "--num-steps-per-rollout", "4", capsys=capsys))
+    assert "32 / 8 samples an update = 4 optimizer update(s)" in text
+
+
+def test_ranks_and_engines_are_on_the_gpus_that_a_run_would_give_them(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "4"]
+    engines = ["--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2", "--dry-run-gpus", "8"]
+    lines = plan(words, *layout, *engines, capsys=capsys)
+    at = lines.index("Placement")
+    assert lines[at + 1 : at + 9] == [
+        "  GPU 0: trainer rank 0 (tp 0, dp 0)", "  GPU 1: trainer rank 1 (tp 1, dp 0)",
+        "  GPU 2: trainer rank 2 (tp 0, dp 1)", "  GPU 3: trainer rank 3 (tp 1, dp 1)",
+        "  GPU 4: sglang-0 (tp 0)", "  GPU 5: sglang-0 (tp 1)", "  GPU 6: sglang-1 (tp 0)", "  GPU 7: sglang-1 (tp 1)",
+    ]  # fmt: skip
+    shared = plan(words, *layout, "--colocate", "--num-gpus-per-node", "4", capsys=capsys)
+    assert "  GPU 3: trainer rank 3 (tp 1, dp 1), sglang-3" in shared
+    assert "  colocated: the engines give their memory back while the trainer works" in shared
+    several = plan(
+        words, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--dry-run-gpus", "4", capsys=capsys
+    )
+    places = [line.split(":")[0] for line in several if line.startswith("  node ")]
+    assert len(places) == len(set(places)) == 9 and sum("sglang-0" in line for line in several) == 1
+
+
+def test_without_a_gpu_everything_is_on_the_cpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan(words, "--actor-num-gpus-per-node", "2", "--rollout-num-engines", "3", capsys=capsys)
+    assert "  CPU: trainer rank 1 (dp 1)" in lines and "  CPU: 3 embedded engine(s)" in lines
+    assert any(line.startswith("Machine") and "--dry-run-gpus N" in line for line in lines)
+    assert not any("CUDA" in line for line in lines)
+
+
+def test_the_gpus_of_this_machine_are_what_counts(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probes, "gpus", lambda: [probes.Gpu(n, "H200", 141 * GIB, 141 * GIB) for n in ("2", "5")])
+    lines = plan(words, "--rollout-engine", "embedded", capsys=capsys)
+    assert "  GPU 2: trainer rank 0" in lines and "  GPU 5: embedded-0" in lines
+    assert "Machine     2 GPUs, as here, 141.00 GiB each" in lines
+
+
+def test_memory_is_held_against_the_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--dry-run-gpus", "1", "--colocate", "--dry-run-gpu-gib"]
+    fitting = plan(words, *machine, "80", "--sglang-mem-fraction-static", "0.5", capsys=capsys)
+    assert any(line.startswith("generating: 41.00 GiB of 80.00 GiB: fits") for line in fitting)
+    assert any("--sglang-mem-fraction-static 0.5 x 80.00 GiB = 40.00 GiB" in line for line in fitting)
+    large = plan(words, *machine, "1", "--rollout-max-context-len", "60", capsys=capsys)
+    assert sum("DOES NOT FIT" in line for line in large) == 2
+
+
+def test_the_sums_of_an_fsdp_rank() -> None:
+    settings = TrainerSettings(hf_checkpoint="m", use_kl_loss=True)
+    shape, million = Shape.of(CONFIG), Held(1_000_000, 0)
+    items = {i.name: i.num_bytes for i in trainer_memory(settings, shape, million, Sizes(data=4), 10).items}
+    assert items["weights"] == items["gradients"] == items["reference model"] == 1_000_000
+    assert items["optimizer"] == 2_000_000
+    alone = trainer_memory(settings, shape, million, Sizes(), 10, on_gpu=False)
+    assert alone.lasting == 20_000_000
+    layer = 10 * (24 * 16 + 16 * 16 + 16 * 8 + 16 * 24)
+    assert alone.training == 20_000_000 + 2 * layer + 12 * 10 * 32
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_activations_are_about_what_autograd_keeps(bf16: bool) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    tokens = 256
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=False)
+    measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    settings = TrainerSettings(hf_checkpoint="m", bf16=bf16)
+    memory = trainer_memory(settings, Shape.of(config.to_dict()), Held(0, 0), Sizes(data=2), tokens)
+    (estimate,) = (item.num_bytes for item in memory.items if item.name == "activations")
+    assert 0.85 < estimate / measured < 1.15
+
+
+SMOLLM2 = {
+    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "vocab_size": 49152,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, parameters, backend, peak",
+    [
+        (SMOLLM2, 134_515_008, "fsdp", 15.6),
+        (SMOLLM2, 134_515_008, "megatron", 10.0),
+        (model_config("qwen3-0.6B"), 596_049_920, "fsdp", 38.4),
+        (model_config("qwen3-0.6B"), 596_049_920, "megatron", 31.0),
+    ],
+)
+def test_a_step_takes_about_what_it_took_on_an_h200(
+    config: dict[str, Any], parameters: int, backend: str, peak: float
+) -> None:
+    """peak: GiB that benchmarks/gpu/train_step.py read; docs/benchmarks has them."""
+    settings = TrainerSettings(hf_checkpoint="m", bf16=True, train_backend=backend, log_probs_chunk_size=2048)
+    args: dict[str, Any] | None = {} if backend == "megatron" else None
+    memory = trainer_memory(settings, Shape.of(config), Held(parameters, 0), Sizes(), 8192, args=args, on_gpu=False)
+    assert 0.8 < memory.training / GIB / peak < 1.2
+
+
+def test_the_sums_of_a_megatron_rank() -> None:
+    settings = TrainerSettings(hf_checkpoint="m", train_backend="megatron", bf16=True, use_kl_loss=True)
+    sizes = Sizes(tensor=2, data=4, expert=2, expert_tensor=1, expert_data=4)
+    held, shape = Held(1000, 4000), Shape.of(CONFIG)
+
+    def items(**args: object) -> dict[tuple[str, bool], float]:
+        memory = trainer_memory(settings, shape, held, sizes, 10, args=args)
+        return {(item.name, item.host): item.num_bytes for item in memory.items}
+
+    plain = items()
+    assert plain["weights", False] == 2 * 5000 and plain["gradients", False] == 4 * 5000
+    assert plain["optimizer", False] == 12 * 5000 and plain["reference model", True] == 2 * 2 * 5000
+    assert items(use_distributed_optimizer=True)["optimizer", False] == 12 * (1000 / 4 + 4000 / 4)
+    half = items(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert half["optimizer", False] == half["optimizer", True] == 6 * 5000
+    small = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "use_precision_aware_optimizer": True}
+    assert items(**small)["optimizer", False] == (4 + 2 + 1) * 5000
+    assert items(grad_reduce_in_bf16=True)["gradients", False] == 2 * 5000
+    kept, whole = items(recompute_granularity="full"), plain
+    assert kept["activations", False] < whole["activations", False]
+
+
+def test_layers_are_spread_over_stages_in_order() -> None:
+    args = {"num_layers": 8, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}
+    assert layers_of_stages(args, sizes_of(args, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    args = {"num_layers": 7, "pipeline_model_parallel_size": 3, "decoder_last_pipeline_num_layers": 1}
+    assert layers_of_stages(args, sizes_of(args, 3)) == [[[0, 1, 2]], [[3, 4, 5]], [[6]]]
+    with pytest.raises(InvalidSetting, match="3 trainer ranks are no multiple of .* = 2"):
+        sizes_of({"num_layers": 8, "tensor_model_parallel_size": 2}, 3)
+
+
+def test_stages_and_experts_of_a_real_model_add_up() -> None:
+    from slime.converters.families import find_family
+
+    config = model_config("qwen3-30B-A3B")
+    args = find_family(config).arguments(config) | {
+        "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "expert_model_parallel_size": 8,
+        "padded_vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    held = of_stages(config, args, sizes_of(args, 32))
+    assert sum(stage.dense + 8 * stage.experts for stage in held) == whole_model(config)
+    assert len({stage.experts for stage in held}) == 1
+
+
+def test_the_cache_and_the_checkpoint() -> None:
+    config = model_config("qwen3-4B")
+    assert kv_bytes(config) == 2 * 36 * 8 * 128 * 2 and kv_bytes(config, 4) == kv_bytes(config) / 4
+    latent = model_config("deepseek-v3")
+    assert kv_bytes(latent, 8) == 61 * (512 + 64) * 2
+    for settings, each in (
+        (TrainerSettings(hf_checkpoint="m"), 12),
+        (TrainerSettings(hf_checkpoint="m", no_save_optim=True), 4),
+        (TrainerSettings(hf_checkpoint="m", train_backend="megatron", bf16=True), 14),
+    ):
+        assert checkpoint_bytes(settings, 1000)[0] == each * 1000
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--dry-run-gpus", "4", "--actor-num-gpus-per-node", "4"], "= 5 GPUs, and there are 4 here; --colocate"),
+        (["--rollout-num-gpus", "1"], "--rollout-num-gpus 1: no GPU here"),
+        (["--rollout-engine", "sglang"], "--rollout-engine sglang: expected a GPU"),
+        (["--tensor-model-parallel-size", "4", "--train-backend", "megatron"], "2 attention heads are not divisible"),
+        (["--custom-rm-path", "nowhere.at_all"], "no module named 'nowhere'"),
+        (["--global-batch-size", "7"], "does not divide"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(
+    more: list[str], message: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *words, *more]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("slime: error: ") and captured.out == ""
+
+
+def test_a_config_that_describes_no_model_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(words[1]) / "config.json"
+    for changes, message in (
+        ({"hidden_size": "wide"}, "describes no model"),
+        ({"hidden_size": None}, "no hidden_size"),
+    ):
+        config.write_text(json.dumps(CONFIG | changes))
+        assert cli.main(["train", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_flags_of_a_plan_need_the_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *words[:-1], "--dry-run-gpus", "4"]) == 2
+    assert "--dry-run-gpus 4 needs --dry-run" in capsys.readouterr().err
+
+
+def test_asynchronous_training_says_how_far_samples_are_behind(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main(["train-async", *words, "--update-weights-interval", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "asynchronous, 1 rollout(s) ahead: weights go to the engines every 2 rollout(s)" in text
+    assert "up to 2 rollout(s) behind" in text
+
+
+def test_halves_of_a_run_are_planned_alone(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ["--dry-run-gpus", "4", "--dry-run-gpu-gib", "80", "--actor-num-gpus-per-node", "2"]
+    lines = plan(words, *machine, "--debug-rollout-only", "--rollout-num-gpus", "3", capsys=capsys)
+    assert "  --debug-rollout-only: no trainer" in lines and "  GPU 2: sglang-2" in lines
+    assert not any(line.startswith("  GPU") and "trainer" in line for line in lines)
+    lines = plan(words, *machine, "--load-debug-rollout-data", str(tmp_path / "p.jsonl"), capsys=capsys)
+    assert "  GPU 1: trainer rank 1 (dp 1)" in lines and "  --debug-train-only: no engine" in lines
+
+
+def test_epochs_and_engines_elsewhere(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    at = words.index("--num-rollout")
+    lines = plan([*words[:at], *words[at + 2 :]], "--num-epoch", "3", capsys=capsys)
+    assert any("--num-epoch 3" in line for line in lines)
+    lines = plan(words, "--rollout-external-engine-addrs", "there:1", capsys=capsys)
+    assert "  there:1: engine that runs already" in lines and not any("of an engine" in line for line in lines)
+    lines = plan(
+        words, "--rollout-engine", "embedded", "--rollout-num-engines", "3", "--dry-run-gpus", "3", capsys=capsys
+    )
+    assert "  GPU 1: embedded-0, embedded-1, embedded-2" in lines
+
+
+def test_nothing_is_started_loaded_or_written(words: list[str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    script = (
+        "import sys; from slime.launcher import cli; code = cli.main(sys.argv[1:]);"
+        "print(code, sorted({'ray', 'torch', 'transformers', 'megatron'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", *words], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.stderr.splitlines()[-1] == "0 []", done.stderr
+    assert "Placement" in done.stdout and sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,102 @@
+"""Metrics to Weights & Biases: what the package is told, by a stand-in for it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slime.launcher import flags
+from slime.launcher.metrics.report import Report
+from slime.launcher.metrics.wandb import Wandb
+from slime.types.errors import InvalidSetting, NotAvailable
+
+BASE = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2"]
+
+
+class Run:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    made: list[Run] = []
+
+    def init(**options: Any) -> Run:
+        if options["project"] == "locked":
+            raise module.Error("no permission")
+        made.append(Run(options))
+        return made[-1]
+
+    module: Any = ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.init, module.Settings, module.Error = (
+        init,
+        lambda **options: SimpleNamespace(**options),
+        type("E", (Exception,), {}),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return made
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[..., Wandb]:
+    def make(*words: str) -> Wandb:
+        config = flags.parse([*BASE, "--use-wandb", *words], check=False, environment={})
+        return Wandb(config.launcher, tmp_path, "mine", config.flat)
+
+    return make
+
+
+def test_a_run_is_named_and_described(runs: list[Run], begin: Callable[..., Wandb], tmp_path: Path) -> None:
+    words = (
+        "--wandb-project p --wandb-group g --wandb-team t --wandb-run-id 7 --wandb-mode offline --wandb-host http://h"
+    )
+    begin(*words.split(), "--disable-wandb-random-suffix", "--train-env-vars", '{"TOKEN": "secret"}')
+    options = runs[0].options
+    assert {key: options[key] for key in ("project", "entity", "group", "name", "id", "resume", "mode")} == {
+        "project": "p", "entity": "t", "group": "g", "name": "g", "id": "7", "resume": "allow", "mode": "offline"
+    }  # fmt: skip
+    assert options["dir"] == str(tmp_path) and options["settings"].base_url == "http://h"
+    assert options["config"]["num_rollout"] == 2 and "secret" not in str(options["config"])
+    begin()
+    assert runs[1].options["name"].startswith("mine-") and runs[1].options["resume"] is None
+    with pytest.raises(InvalidSetting, match="--use-wandb: no permission"):
+        begin("--wandb-project", "locked")
+
+
+def test_a_report_sends_its_metrics(runs: list[Run], begin: Callable[..., Wandb], tmp_path: Path) -> None:
+    with Report(tmp_path, num_steps=1, sinks=[begin()], console=Console(quiet=True)) as report:
+        report.started(1, 0)
+        report.evaluation(0, {"eval/sums": 0.5}, [])
+        report.step(0, {"train/loss": 1.0}, [])
+    assert runs[0].logged == [(0, {"eval/sums": 0.5}), (0, {"train/loss": 1.0})] and runs[0].finished
+
+
+def test_its_flags_need_it(runs: list[Run]) -> None:
+    for words in ("--wandb-project p", "--disable-wandb-random-suffix"):
+        with pytest.raises(InvalidSetting, match=f"{words} needs --use-wandb"):
+            flags.parse([*BASE, *words.split()], check=False, environment={})
+    with pytest.raises(NotAvailable, match="--wandb-key is not available yet: .*WANDB_API_KEY"):
+        flags.parse([*BASE, "--use-wandb", "--wandb-key", "x"], check=False, environment={})
+
+
+def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NotAvailable, match="the package wandb is not installed"):
+        flags.parse([*BASE, "--use-wandb"], check=False, environment={})

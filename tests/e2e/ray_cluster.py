@@ -1,0 +1,137 @@
+"""A Ray cluster of several nodes on this machine, each with an address of its own; every port is one that was free."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from tiny_runs import wait_for
+
+START = 90.0
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RayNode:
+    """`ray start`, in a session of its own. host: 127.0.0.N; for 127.0.0.1 Ray takes the address of this machine."""
+
+    def __init__(self, cluster: RayCluster, host: str, *flags: str) -> None:
+        self.host = host
+        self.log = cluster.directory / f"{host}.log"
+        command = [
+            *RAY, "start", "--block", "--node-ip-address", host, "--num-cpus", "2", "--disable-usage-stats",
+            "--object-store-memory", str(100 << 20), "--dashboard-agent-listen-port", str(free_port()), *flags,
+        ]  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=cluster.environment,
+                cwd=cluster.directory,
+            )  # fmt: skip
+        wait_for(lambda: "Ray runtime started" in self.output(), START, f"{host}: {self.output()}")
+
+    def output(self) -> str:
+        assert self.process.poll() is None, self.log.read_text()
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())
+
+    def lose(self) -> None:
+        """Kills its raylet, as the loss of the machine would."""
+        (raylet,) = [p for p in psutil.Process(self.process.pid).children() if p.name() == "raylet"]
+        raylet.kill()
+
+    def stop(self) -> None:
+        if self.process.poll() is not None:
+            return
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for process in psutil.wait_procs(family, timeout=10)[1]:
+            process.kill()
+
+
+class RayCluster:
+    """The head, and more nodes; a context manager. environment: of commands that use it."""
+
+    def __init__(self) -> None:
+        # Names of sockets have at most 107 characters: pytest's directories are too long for Ray's.
+        self.directory = Path(tempfile.mkdtemp(prefix="ray-"))
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | token
+        self.nodes: list[RayNode] = []
+
+    def __enter__(self) -> RayCluster:
+        try:
+            head = RayNode(
+                self, "127.0.0.1", "--head", "--port", "0", "--dashboard-port", str(free_port()),
+                "--ray-client-server-port", str(free_port()), "--temp-dir", str(self.directory / "ray"),
+            )  # fmt: skip
+            self.nodes.append(head)
+            self.address = re.search(r"--address='([^']+)'", head.output())[1]
+            self.api = re.search(r"RAY_API_SERVER_ADDRESS='([^']+)'", head.output())[1]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def ensure(self, host: str) -> RayNode:
+        """The node with that address, started anew where it was lost."""
+        for node in self.nodes:
+            if node.host == host and node.process.poll() is None:
+                return node
+        node = RayNode(self, host, "--address", self.address)
+        self.nodes.append(node)
+        return node
+
+    def __exit__(self, *exc_info: object) -> None:
+        for node in reversed(self.nodes):
+            node.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def command(self, *words: str) -> list[str]:
+        """`ray job WORDS`, at this cluster."""
+        return [*RAY, "job", words[0], "--address", self.api, *words[1:]]
+
+    def job(self, *words: str) -> str:
+        done = subprocess.run(
+            self.command(*words), env=self.environment, capture_output=True, text=True, timeout=START, check=False
+        )
+        return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+
+    def ended(self, job: str, seconds: float) -> str:
+        """Waits until the job has ended; what it printed, and how it ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            status = self.job("status", job)
+            if re.search(r"failed|succeeded|stopped", status, re.IGNORECASE):
+                return self.job("logs", job) + status
+            assert time.monotonic() < deadline, self.job("logs", job)
+            time.sleep(1)
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of jobs on every node, less Ray's own."""
+        found = []
+        for node in self.nodes:
+            if node.process.poll() is None:
+                for process in psutil.Process(node.process.pid).children(recursive=True):
+                    words = " ".join(process.cmdline())
+                    if "ServiceActor" in words or "slime" in words:
+                        found.append(process)
+        return found

@@ -1,0 +1,125 @@
+"""Jobs on a Ray cluster of several nodes, submitted as the recipes do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ray_cluster import RayCluster
+from slime.converters.cli import main as convert
+from slime.launcher.quickstart import reverse
+from tiny_runs import DEADLINE, gone, metrics, trained_a_step, wait_for
+
+SECOND = "127.0.0.2"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayCluster]:
+    with RayCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(head: RayCluster) -> RayCluster:
+    """Of two nodes."""
+    head.ensure(SECOND)
+    return head
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model, train.jsonl, and tiny.sh: the shell file that a recipe sources."""
+    directory = tmp_path_factory.mktemp("inputs")
+    reverse.write_data(directory, 0)
+    reverse.write_model(directory / "model", 0)
+    assert (
+        convert(["model-args", "--hf-checkpoint", str(directory / "model"), "--output", str(directory / "tiny.sh")])
+        == 0
+    )
+    return directory
+
+
+def flags(inputs: Path, output_dir: Path, num_rollout: int) -> list[str]:
+    return [
+        "--prompt-data", f"{inputs}/train.jsonl", "--input-key", "prompt", "--label-key", "label",
+        "--custom-rm-path", "slime.launcher.quickstart.reverse.reward", "--rollout-engine", "embedded",
+        "--num-rollout", str(num_rollout), "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+        "--rollout-max-response-len", "4", "--output-dir", str(output_dir),
+    ]  # fmt: skip
+
+
+def environment(directory: Path) -> str:
+    """Of a job: how it finds what this test finds, from wherever Ray starts it."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    variables = {
+        "PYTHONPATH": path,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    return json.dumps({"env_vars": variables})
+
+
+def submit(cluster: RayCluster, name: str, script: str, *words: str) -> None:
+    """Leaves the job running under `name`."""
+    command = cluster.job("submit", "--submission-id", name, "--no-wait", "--runtime-env-json", environment(ROOT), "--",
+                          "python3", f"{ROOT}/scripts/{script}", *words)  # fmt: skip
+    assert "submitted successfully" in command, command
+
+
+def test_a_job_trains_on_two_nodes_with_the_models_shell_file(
+    cluster: RayCluster, inputs: Path, tmp_path: Path
+) -> None:
+    submission = cluster.command("submit", "--runtime-env-json", environment(ROOT))
+    script = (
+        f'source {inputs}/tiny.sh; "${{@}}" -- python3 {ROOT}/scripts/train.py ${{MODEL_ARGS[@]}} ${{CKPT_ARGS[@]}} '
+        f"--train-backend megatron --actor-num-nodes 2 --actor-num-gpus-per-node=1 "
+        + " ".join(flags(inputs, tmp_path, 2))
+    )
+    done = subprocess.run(
+        ["bash", "-euc", script, "submit", *submission],
+        env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert (tmp_path / "logs" / "trainer-1.log").exists()
+    assert cluster.workers() == []
+
+
+def test_stopping_a_job_ends_all_that_it_started(cluster: RayCluster, inputs: Path, tmp_path: Path) -> None:
+    submit(cluster, "stopped", "train_async.py", "--hf-checkpoint", f"{inputs}/model", *flags(inputs, tmp_path, 1000))
+    wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
+    workers = cluster.workers()
+    assert workers
+    assert "was stopped" in cluster.job("stop", "stopped")
+    wait_for(lambda: gone(workers), 30, "every process of the job has ended")
+
+
+def test_a_lost_node_ends_the_run_with_the_name_of_what_was_on_it(
+    cluster: RayCluster, inputs: Path, tmp_path: Path
+) -> None:
+    nodes = ["--actor-num-nodes", "2"]
+    submit(cluster, "lost", "train.py", "--hf-checkpoint", f"{inputs}/model", *nodes, *flags(inputs, tmp_path, 1000))
+    wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
+    workers = cluster.workers()
+    cluster.ensure(SECOND).lose()
+    output = cluster.ended("lost", DEADLINE)
+    assert f"ServiceDied: trainer-1 died on {SECOND}" in output and "exit code 1" in output
+    wait_for(lambda: gone(workers), 30, "every process of the job has ended")
+
+
+def test_more_nodes_than_there_are_is_an_error_before_anything_starts(
+    cluster: RayCluster, inputs: Path, tmp_path: Path
+) -> None:
+    nodes = ["--actor-num-nodes", "9"]
+    submit(cluster, "many", "train.py", "--hf-checkpoint", f"{inputs}/model", *nodes, *flags(inputs, tmp_path, 1))
+    output = cluster.ended("many", DEADLINE)
+    assert "--actor-num-nodes 9: the Ray cluster has" in output and "exit code 2" in output
+    assert not (tmp_path / "logs").exists()
