@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("pants", "pants.toml", "pyproject.toml", "constraints.txt", "BUILD"):
         shutil.copy(ROOT / name, copy)
     ignore = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", ".*")
-    for name in ("pants-macros", "pants-plugins", "3rdparty", "scripts", "packages", "proto"):
+    for name in ("pants-macros", "pants-plugins", "3rdparty", "scripts", "packages", "proto", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     return copy
 

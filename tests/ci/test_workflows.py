@@ -1,0 +1,131 @@
+"""The workflows: generated ones are what their templates make, and every file and job that one names exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import declared_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
+GENERATOR = WORKFLOWS / "generate_github_workflows.py"
+LABELS = {
+    "run-ci-short": "e2e-test-short",
+    "run-ci-fsdp": "e2e-test-fsdp",
+    "run-ci-megatron": "e2e-test-megatron",
+    "run-ci-precision": "e2e-test-precision",
+    "run-ci-ckpt": "e2e-test-ckpt",
+    "run-ci-image": "e2e-test-image",
+    "run-ci-changed": "detect-changed",
+}
+NAMES = sorted(path.name for path in WORKFLOWS.glob("*.yml"))
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    return yaml.safe_load((WORKFLOWS / name).read_text(encoding="utf-8"))
+
+
+def generate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, GENERATOR, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def entries(job: dict[str, Any]) -> list[dict[str, Any]]:
+    matrix = job.get("strategy", {}).get("matrix", {})
+    return matrix["info"] if isinstance(matrix, dict) and "info" in matrix else []
+
+
+def test_generated_workflows_are_what_their_templates_make() -> None:
+    done = generate("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_template_is_written_and_a_stale_workflow_found(tmp_path: Path) -> None:
+    (tmp_path / "a.yml.j2").write_text("<% for x in [1, 2] %>\n- ${{ x }} << x >>\n<% endfor %>\n")
+    done = generate("--directory", tmp_path)
+    assert done.returncode == 0 and "Generated a.yml from a.yml.j2" in done.stdout
+    text = (tmp_path / "a.yml").read_text()
+    assert text.startswith("# Generated from a.yml.j2") and text.endswith("- ${{ x }} 1\n- ${{ x }} 2\n")
+    assert generate("--check", "--directory", tmp_path).returncode == 0
+    (tmp_path / "a.yml").write_text(text + "# by hand\n")
+    done = generate("--check", "--directory", tmp_path)
+    assert done.returncode == 1 and "a.yml is not what a.yml.j2 makes" in done.stderr
+    assert (tmp_path / "a.yml").read_text().endswith("# by hand\n")
+    (tmp_path / "a.yml.j2").write_text("<< nothing >>")
+    assert generate("--directory", tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workflow_has_the_form_that_github_reads(name: str) -> None:
+    text = (WORKFLOWS / name).read_text(encoding="utf-8")
+    loaded = workflow(name)
+    # In YAML 1.1 the key `on` is a boolean.
+    assert loaded["name"] and loaded[True] and loaded["permissions"] == {"contents": "read"}
+    assert "<%" not in text and "<<" not in text and text.count("${{") == len(re.findall(r"\$\{\{ .+? \}\}", text))
+    for job_name, job in loaded["jobs"].items():
+        assert job["runs-on"] and job["timeout-minutes"], job_name
+        needed = job.get("needs", [])
+        assert set([needed] if isinstance(needed, str) else needed) <= loaded["jobs"].keys()
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            assert step.keys() <= {"name", "id", "if", "env", "run", "uses", "with"}
+            # What a pull request brings is no part of a shell command's text.
+            assert "github." not in str(step.get("run", "")) and "test_file" not in str(step.get("run", ""))
+
+
+def test_each_label_has_its_job_and_a_manual_run_has_all() -> None:
+    jobs = workflow("pr-test.yml")["jobs"]
+    for label, job in LABELS.items():
+        assert f"contains(github.event.pull_request.labels.*.name, '{label}')" in jobs[job]["if"]
+        assert "github.event_name == 'workflow_dispatch' || " in jobs[job]["if"]
+    assert jobs.keys() == {*LABELS.values(), "e2e-test-changed"}
+    assert jobs["e2e-test-changed"]["needs"] == "detect-changed"
+
+
+@pytest.mark.parametrize("job", [job for job in LABELS.values() if job != "detect-changed"])
+def test_a_job_names_tests_that_exist_with_their_gpus(job: str) -> None:
+    tests = entries(workflow("pr-test.yml")["jobs"][job])
+    assert tests and len({entry["command"] for entry in tests}) == len(tests)
+    for entry in tests:
+        path = entry["test_file"]
+        source = (ROOT / path).read_text(encoding="utf-8")
+        declared = declared_gpus.num_gpus(path, source) if "NUM_GPUS" in source else 0
+        assert entry["num_gpus"] == declared, path
+        command = shlex.join(declared_gpus.command(path, declared, declared_gpus.runs_directly(source)))
+        assert entry["command"] == command or entry["command"].startswith(command + " "), path
+
+
+def test_the_image_runs_what_all_labels_run() -> None:
+    jobs = workflow("pr-test.yml")["jobs"]
+    in_image = {entry["command"] for entry in entries(jobs["e2e-test-image"])}
+    for job in LABELS.values():
+        assert {entry["command"] for entry in entries(jobs[job])} <= in_image
+    gpu_tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert gpu_tests <= {entry["test_file"] for entry in entries(jobs["e2e-test-image"])}
+
+
+def test_both_workflows_use_the_same_tools() -> None:
+    used: dict[str, set[str]] = {}
+    for name in ("ci.yml", "pr-test.yml"):
+        for action, version in re.findall(r"uses: (\S+)@(\S+)", (WORKFLOWS / name).read_text()):
+            used.setdefault(action, set()).add(version)
+        assert "PIP_EXTRA_INDEX_URL: ${{ vars.PIP_EXTRA_INDEX_URL }}" in (WORKFLOWS / name).read_text()
+    assert all(len(versions) == 1 for versions in used.values()), used
+
+
+def test_a_pull_request_runs_what_it_can_break_and_main_runs_all() -> None:
+    steps = {
+        step.get("if"): step["run"]
+        for step in workflow("ci.yml")["jobs"]["pants"]["steps"]
+        if "pants" in step.get("run", "")
+    }
+    changed = "./pants --changed-since=origin/main --changed-dependents=transitive lint check test"
+    assert steps["github.event_name == 'pull_request'"] == changed
+    assert steps["github.event_name == 'push'"] == "./pants lint check test ::"
