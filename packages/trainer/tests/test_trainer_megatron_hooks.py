@@ -258,3 +258,9 @@ def test_experts_cut_over_ranks_need_sequence_parallelism(tmp_path: Path):
     with pytest.raises(InvalidSetting, match="tensor_model_parallel_size 2 with num_experts needs sequence_parallel"):
         transformer_config(args, params_dtype=torch.float32)
     assert transformer_config(args | {"sequence_parallel": True}, params_dtype=torch.float32).sequence_parallel
+
+
+def test_an_optimizer_that_is_on_the_cpu_already_is_not_moved_there(model: str):
+    with pytest.raises(InvalidSetting, match="on the CPU already") as raised:
+        build_backend(megatron(model), alone(), torch.device("cpu"), megatron={"optimizer_cpu_offload": True})
+    assert raised.value.field == "--optimizer-cpu-offload"

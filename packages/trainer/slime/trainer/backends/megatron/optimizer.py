@@ -16,6 +16,7 @@ from slime.converters.megatron_flags import config_fields
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
+from slime.types.errors import InvalidSetting
 
 Chunks = list[torch.nn.Module]
 
@@ -56,11 +57,21 @@ def _fields_of(cls: type, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Optimizer:
-    """AdamW over the float32 weights of `chunks`, by `settings`; `args` may name any field of OptimizerConfig."""
+    """AdamW over the float32 weights of `chunks`, by `settings`; `args` may name any field of OptimizerConfig.
+
+    Raises InvalidSetting where the optimizer is to leave a GPU, and there is none.
+    """
 
     def __init__(self, chunks: Chunks, args: Mapping[str, Any], settings: TrainerSettings) -> None:
         self._chunks = chunks
         self._settings = settings
+        if args.get("optimizer_cpu_offload") and not next(chunks[0].parameters()).is_cuda:
+            raise InvalidSetting(
+                "--optimizer-cpu-offload moves the optimizer off a GPU, and none is here: it is on the CPU already",
+                field="--optimizer-cpu-offload",
+                value=True,
+                expected="no --optimizer-cpu-offload without a GPU",
+            )
         s = settings
         options = {
             "optimizer": "adam", "bf16": s.bf16, "lr": s.lr, "min_lr": s.min_lr, "weight_decay": s.weight_decay,
