@@ -13,7 +13,9 @@ commit (go on), as a run has it; the first, which opens connections, is reported
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import tempfile
@@ -78,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--attention", default="fa3", help="--sglang-attention-backend")
     parser.add_argument("--start-seconds", type=float, default=400, help="deadline of the engine's start")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time of one more update goes")
     parser.add_argument("--output", help="JSON file to write")
     return parser.parse_args()
 
@@ -106,6 +109,8 @@ def measure(
         updates = WeightUpdates(settings, ranks, source, Rollout(engine), Path(model))
         try:
             seconds, size = timed(updates, options.repeats + 1)
+            if options.profile:
+                print_profile(updates, options.repeats + 2)
             updates.close()
         except Exception as error:
             time.sleep(1)
@@ -129,6 +134,13 @@ def timed(updates: WeightUpdates, count: int) -> tuple[list[float], int]:
         seconds.append(time.perf_counter() - started)
         print(f"version {version}: {size:,} bytes in {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     return seconds, size
+
+
+def print_profile(updates: WeightUpdates, version: int, count: int = 25) -> None:
+    profiler = cProfile.Profile()
+    torch.cuda.synchronize()
+    profiler.runcall(updates.push, version)
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(count)
 
 
 class RandomWeights:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.pipeline_parallel.utils import get_comm_stream, get_comp_stream, set_streams
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -124,6 +125,11 @@ def latent_attention() -> None:
     build_module(spec, config=config, layer_number=1)
 
 
+def offloaded_optimizer() -> None:
+    flags = ("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload")
+    assert not OptimizerConfig(optimizer="adam", **dict.fromkeys(flags, True)).store_param_remainders
+
+
 CASES: dict[str, tuple[str, Callable[[], None]]] = {
     case.__name__: (replacement, case)
     for replacement, case in (
@@ -137,6 +143,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         ("devices", hard_coded_device_in_a_thread),
         ("router_matmul", router),
         ("latent_attention", latent_attention),
+        ("library_version", offloaded_optimizer),
     )
 }
 

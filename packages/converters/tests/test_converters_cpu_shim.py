@@ -23,6 +23,7 @@ ERRORS = {
     "hard_coded_device_in_a_thread": NO_CUDA,
     "router": "NameError: name 'te_general_gemm' is not defined",
     "latent_attention": "TypeError: isinstance() arg 2 must be a type",
+    "offloaded_optimizer": "TypeError: '>=' not supported",
 }
 
 

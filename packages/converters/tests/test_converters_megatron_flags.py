@@ -16,6 +16,7 @@ from slime.converters.megatron_flags import (
     MegatronSettings,
     by_dest,
     check_backend,
+    check_given,
     committed,
     config_fields,
     given,
@@ -27,6 +28,7 @@ from slime.converters.megatron_flags.table import CONFIGS, dump, load
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.settings import Parser, add_flags, build
 
+OFFLOADED = dict.fromkeys(("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload"), True)
 TABLE = Path(sys.modules["slime.converters.megatron_flags"].__file__ or "").parent / "flags.tsv"
 
 
@@ -95,7 +97,7 @@ def test_the_names_of_megatron_lm_set_the_fields_of_megatron_core() -> None:
         *"--num-layers 2 --swiglu --disable-bias-linear --norm-epsilon 1e-6 --num-experts 8 --no-rope-fusion".split(),
         *"--no-persist-layer-norm --rotary-base 1e6 --untie-embeddings-and-output-weights".split(),
         *"--moe-layer-freq [0]+[1]*1 --moe-aux-loss-coeff 0.01 --attention-backend flash".split(),
-        *"--decoder-last-pipeline-num-layers 3 --use-distributed-optimizer --exp-avg-dtype bf16".split(),
+        *"--decoder-last-pipeline-num-layers 3 --use-precision-aware-optimizer --exp-avg-dtype bf16".split(),
         *"--accumulate-allreduce-grads-in-fp32 --max-position-embeddings 99 --no-overlap-p2p-communication".split(),
     )
     assert values["add_bias_linear"] is False and values["swiglu"] is True and values["rotary_base"] == 1_000_000
@@ -123,6 +125,7 @@ def test_the_names_of_megatron_lm_set_the_fields_of_megatron_core() -> None:
 
     assert config_fields(values, "OptimizerConfig") == {
         "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": True,
         "exp_avg_dtype": torch.bfloat16,
     }
     assert config_fields(values, "DistributedDataParallelConfig") == {
@@ -210,6 +213,23 @@ def test_patterns_of_layers(text: str, value: Any) -> None:
 def test_a_pattern_is_only_integers(text: str) -> None:
     with pytest.raises(ValueError, match="expected an integer or a list of integers"):
         pattern(text)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
+        (
+            OFFLOADED | {"exp_avg_sq_dtype": "fp16"},
+            "--exp-avg-sq-dtype fp16 contradicts --optimizer-cpu-offload",
+        ),
+    ],
+)
+def test_flags_of_the_optimizer_that_would_do_nothing_are_refused(values: dict[str, Any], message: str) -> None:
+    check_given(OFFLOADED | {"main_grads_dtype": "bf16"})
+    with pytest.raises(InvalidSetting, match=message):
+        check_given(values)
 
 
 def test_a_damaged_table_names_its_line() -> None:

@@ -140,3 +140,11 @@ def test_importing_is_light():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert done.stdout.strip() == "[]"
+
+
+def test_bfloat16_is_what_gpus_compute_in_unless_a_flag_says_otherwise():
+    given = {None: (True, False), True: (True, True), False: (False, False)}
+    for bf16, expected in given.items():
+        settings = TrainerSettings(hf_checkpoint="m", bf16=bf16)
+        assert (settings.on("cuda").bf16, settings.on("cpu").bf16) == expected
+    assert TrainerSettings(hf_checkpoint="m").on("cuda").wire_dtype == "bfloat16"

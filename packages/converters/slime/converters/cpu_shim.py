@@ -4,7 +4,7 @@
     with cpu_shim.on_this_thread(): ...         in each other thread that calls Megatron
     ThreadPoolExecutor(1, initializer=cpu_shim.enter_thread)
 
-Where CUDA is available nothing below is replaced, but for `WITHOUT_TRANSFORMER_ENGINE`: two faults of Megatron's that
+Where CUDA is available nothing below is replaced, but for `WITHOUT_TRANSFORMER_ENGINE`: three faults of Megatron's that
 are there on a GPU too, and only where Transformer Engine is missing. Each replacement is a function that says why.
 """
 
@@ -213,6 +213,15 @@ def latent_attention() -> None:
     _replace(multi_latent_attention, HAVE_TE=False)
 
 
+def library_version() -> None:
+    """OptimizerConfig asks whether Transformer Engine is new enough before it asks whether it is there, and compares
+    None with a version."""
+    from megatron.core import utils
+    from packaging.version import Version
+
+    _replace(utils, _te_version=Version("0"))
+
+
 def _replace(owner: Any, **values: Any) -> None:
     for name, value in values.items():
         setattr(owner, name, value)
@@ -227,4 +236,8 @@ WITHOUT_CUDA: tuple[Callable[[], None], ...] = (
     compiled_functions,
     devices,
 )
-WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (router_matmul, latent_attention)
+WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
+    router_matmul,
+    latent_attention,
+    library_version,
+)

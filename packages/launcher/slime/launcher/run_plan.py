@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.converters.megatron_args import model_args, read_model_config
@@ -53,6 +53,7 @@ class Plan:
     """
 
     def __init__(self, config: RunConfig, hardware: Hardware, placement: Placement, asynchronous: bool) -> None:
+        config = replace(config, trainer=config.trainer.on("cuda" if placement.has_gpus else "cpu"))
         self.config, self.hardware, self.placement, self.asynchronous = config, hardware, placement, asynchronous
         trainer, launcher = config.trainer, config.launcher
         whole = read_model_config(trainer.hf_checkpoint, trainer.model_name)

@@ -43,7 +43,9 @@ class TrainerSettings(DebugSettings):
     model_name: str | None = setting(
         None, "family of models to take it for, in place of the model_type in config.json (megatron)", metavar="NAME"
     )
-    bf16: bool = setting(False, "compute in bfloat16; weights and optimizer stay float32")
+    bf16: bool | None = setting(
+        None, "compute in bfloat16; weights and optimizer stay float32 (default: on GPUs, and float32 on a CPU)"
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     recompute_loss_function: bool = setting(
         False, "keep no float32 copy of the logits for the backward pass: make it again there"
@@ -179,7 +181,7 @@ class TrainerSettings(DebugSettings):
     update_weight_buffer_size: int = setting(512 * 1024**2, "bytes of one bucket", minimum=1)
     update_weight_dtype: str = setting(
         "auto",
-        "type on the wire; auto: bfloat16 with --bf16, else float32",
+        "type on the wire; auto: bfloat16 where the trainer computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     update_weight_disk_dir: str | None = setting(
@@ -355,6 +357,10 @@ class TrainerSettings(DebugSettings):
     @property
     def needs_reference(self) -> bool:
         return self.use_kl_loss or self.kl_coef != 0
+
+    def on(self, device_type: str) -> TrainerSettings:
+        """What is meant where the trainer's device is "cuda" or "cpu"."""
+        return self if self.bf16 is not None else dataclasses.replace(self, bf16=device_type == "cuda")
 
     @property
     def offloads_train(self) -> bool:

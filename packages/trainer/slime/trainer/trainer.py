@@ -47,7 +47,8 @@ class Trainer:
         megatron: Mapping[str, Any] | None = None,
     ) -> None:
         """megatron: Megatron's arguments that were given, by attribute name; for that backend."""
-        self.settings = settings
+        device = pick_device(ranks.rank)
+        self.settings = settings = settings.on(device.type)
         self.ranks = ranks
         self.buffer = buffer
         self.rollout = rollout
@@ -56,7 +57,7 @@ class Trainer:
         self._memory_record = MemoryRecord(settings, self._args, ranks.rank)
         self.state = checkpoint.read_state(settings.load) if settings.load else checkpoint.TrainerState()
         self.backend = build_backend(
-            settings, ranks, pick_device(ranks.rank), weights=settings.load, megatron=megatron, extra_args=extra_args
+            settings, ranks, device, weights=settings.load, megatron=megatron, extra_args=extra_args
         )
         self._source = Path(settings.hf_checkpoint)
         self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source)

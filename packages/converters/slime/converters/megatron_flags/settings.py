@@ -74,6 +74,9 @@ def given(settings: Any) -> dict[str, Any]:
         value = values.get(name)
         if isinstance(value, list) and len(value) == 1:
             values[name] = value[0]
+    if values.get("use_precision_aware_optimizer"):
+        # It is a form of that one.
+        values["use_distributed_optimizer"] = True
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -123,6 +126,7 @@ def _check_contradictions(values: Mapping[str, Any]) -> None:
             _contradiction(values, first, second, "at most one of them")
     if values.get("overlap_param_gather") and not values.get("use_distributed_optimizer"):
         _needs("--overlap-param-gather", "--use-distributed-optimizer")
+    _check_optimizer(values)
     granularity = values.get("recompute_granularity")
     if granularity == "full" and not values.get("recompute_method"):
         _needs("--recompute-granularity full", "--recompute-method uniform or block")
@@ -133,6 +137,25 @@ def _check_contradictions(values: Mapping[str, Any]) -> None:
     seq_length, longest = values.get("seq_length"), values.get("max_position_embeddings")
     if seq_length and longest and seq_length > longest:
         _contradiction(values, "seq_length", "max_position_embeddings", "a sequence that the model is for")
+
+
+def _check_optimizer(values: Mapping[str, Any]) -> None:
+    offload, precise = values.get("optimizer_cpu_offload"), values.get("use_precision_aware_optimizer")
+    if offload and not precise:
+        # Without it Megatron's optimizer hands the one on the CPU other tensors than it was made for.
+        _needs("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        flag, value = by_dest()[name].flag, values.get(name, "fp32")
+        if value != "fp32" and not precise:
+            _needs(f"{flag} {value}", "--use-precision-aware-optimizer")
+        if value != "fp32" and offload and name != "main_grads_dtype":
+            raise InvalidSetting(
+                f"{flag} {value} contradicts --optimizer-cpu-offload, whose optimizer keeps all of it in float32: "
+                "expected fp32",
+                field=flag,
+                value=value,
+                expected="fp32",
+            )
 
 
 def _contradiction(values: Mapping[str, Any], first: str, second: str, expected: str) -> None:

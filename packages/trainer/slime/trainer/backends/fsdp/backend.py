@@ -68,7 +68,7 @@ class FsdpBackend(Backend):
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
         if self.ranks.world_size > 1:
-            return loading.shard(model, self.device.type, self.ranks.world_size, bf16=self.settings.bf16)
+            return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
         return model
 
     def _logits(self, model: nn.Module, batch: PackedBatch) -> Tensor:

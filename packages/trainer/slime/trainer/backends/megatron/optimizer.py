@@ -14,9 +14,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from slime.converters.megatron_flags import config_fields
 from slime.trainer.backends.base import NonFiniteGradient
+from slime.trainer.backends.megatron.optimizer_offload import check_optimizer
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
-from slime.types.errors import InvalidSetting
 
 Chunks = list[torch.nn.Module]
 
@@ -59,22 +59,16 @@ def _fields_of(cls: type, args: Mapping[str, Any]) -> dict[str, Any]:
 class Optimizer:
     """AdamW over the float32 weights of `chunks`, by `settings`; `args` may name any field of OptimizerConfig.
 
-    Raises InvalidSetting where the optimizer is to leave a GPU, and there is none.
+    Raises InvalidSetting where what the flags need is missing.
     """
 
     def __init__(self, chunks: Chunks, args: Mapping[str, Any], settings: TrainerSettings) -> None:
         self._chunks = chunks
         self._settings = settings
-        if args.get("optimizer_cpu_offload") and not next(chunks[0].parameters()).is_cuda:
-            raise InvalidSetting(
-                "--optimizer-cpu-offload moves the optimizer off a GPU, and none is here: it is on the CPU already",
-                field="--optimizer-cpu-offload",
-                value=True,
-                expected="no --optimizer-cpu-offload without a GPU",
-            )
+        check_optimizer(args, bf16=bool(settings.bf16), on_gpu=next(chunks[0].parameters()).is_cuda)
         s = settings
         options = {
-            "optimizer": "adam", "bf16": s.bf16, "lr": s.lr, "min_lr": s.min_lr, "weight_decay": s.weight_decay,
+            "optimizer": "adam", "bf16": bool(s.bf16), "lr": s.lr, "min_lr": s.min_lr, "weight_decay": s.weight_decay,
             "adam_beta1": s.adam_beta1, "adam_beta2": s.adam_beta2, "adam_eps": s.adam_eps, "clip_grad": s.clip_grad,
             "params_dtype": torch.bfloat16 if s.bf16 else torch.float32,
         } | _fields_of(OptimizerConfig, args)  # fmt: skip

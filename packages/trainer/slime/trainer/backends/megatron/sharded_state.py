@@ -26,10 +26,12 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from slime.converters.mapping import Index, Shape
+from slime.trainer.backends.megatron.optimizer_offload import allocate
 
 Chunks = list[torch.nn.Module]
 # (key, the part of that tensor, what to fill with it)
@@ -139,7 +141,7 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
     # It takes the counters of torch's AdamW for tensors of the checkpoint, so they stand aside; and it had given all
     # parameters one counter, which each of them would advance.
     inner = optimizer.optimizer.state
-    steps = {parameter: of.pop("step") for parameter, of in inner.items()}
+    steps = {parameter: of.pop("step") for parameter, of in inner.items() if "step" in of}
     optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()
@@ -150,7 +152,15 @@ def _allocate(optimizer: Any, updates: int) -> None:
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            allocate(part.optimizer, updates)
+            continue
         part.init_state_fn(part.optimizer, part.config)
+        if not isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            # Fused kernels of others count the steps of a group, and know no such state.
+            for group in part.optimizer.param_groups:
+                group["step"] = updates
+            continue
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(updates))
 

@@ -1,0 +1,56 @@
+"""`--optimizer-cpu-offload`: float32 weights and moments in host memory, updated by the host's processors.
+
+megatron-core's HybridDeviceOptimizer does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+from slime.types.errors import InvalidSetting
+
+FLAG = "--optimizer-cpu-offload"
+
+
+def check_optimizer(args: Mapping[str, Any], *, bf16: bool, on_gpu: bool) -> None:
+    """Raises InvalidSetting where what the flags need is missing: a GPU to relieve, bfloat16, Transformer Engine."""
+    offload = args.get("optimizer_cpu_offload")
+    if args.get("use_precision_aware_optimizer") and not offload and not find_spec("transformer_engine"):
+        raise InvalidSetting(
+            "--use-precision-aware-optimizer needs Transformer Engine, which is not installed",
+            field="--use-precision-aware-optimizer",
+            value=True,
+            expected=f"transformer_engine, or {FLAG}",
+        )
+    if offload and not on_gpu:
+        raise InvalidSetting(
+            f"{FLAG} moves the optimizer off a GPU, and none is here: it is on the CPU already",
+            field=FLAG,
+            value=True,
+            expected=f"no {FLAG} without a GPU",
+        )
+    if offload and not bf16:
+        raise InvalidSetting(
+            f"{FLAG} needs --bf16: what it keeps on the host are float32 copies of bfloat16 weights",
+            field=FLAG,
+            value=True,
+            expected="--bf16",
+        )
+
+
+@torch.no_grad()
+def allocate(optimizer: HybridDeviceOptimizer, updates: int) -> None:
+    """Room for the moments, as after the first update, without moving a weight. updates: done so far."""
+    for part in optimizer.sub_optimizers:
+        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+            part.state[parameter] = {
+                "step": torch.tensor(float(updates)),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    optimizer._sync_sub_optimizers_state_to_hdo()

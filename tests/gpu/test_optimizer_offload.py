@@ -1,0 +1,123 @@
+"""The Megatron backend with its optimizer in host memory, on a real GPU: the same training, and the memory is free.
+
+    pytest tests/gpu/test_optimizer_offload.py
+
+Checkpoints and flags: packages/trainer/tests/test_trainer_optimizer_offload.py, which runs on a GPU too.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.rollout.engines.gpus import visible_gpus
+from slime.trainer.backends.build import build_backend
+from slime.trainer.batching.plan import Planner
+from slime.trainer.collective import Ranks
+from slime.trainer.settings import TrainerSettings
+from slime.trainer.step import TrainStep
+from slime.types import Sample
+from slime.types.clients import SampleSummary
+
+NUM_GPUS = 1
+
+pytestmark = pytest.mark.skipif(
+    len(visible_gpus()) < NUM_GPUS, reason=f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
+)
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD: dict[str, Any] = DISTRIBUTED | {
+    "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
+}  # fmt: skip
+CASES = {
+    "offloaded": OFFLOAD,
+    "overlapped": OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True},
+    "half": OFFLOAD | {"optimizer_offload_fraction": 0.5},
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        intermediate_size=1536, vocab_size=32000, tie_word_embeddings=False, max_position_embeddings=2048,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+def samples(step: int) -> list[Sample]:
+    random = np.random.default_rng(step)
+    return [
+        Sample(
+            index=i, group_index=i // 4, tokens=random.integers(3, 32000, 256).astype(np.int32), response_length=192,
+            loss_mask=np.ones(192, np.uint8), reward=float(i % 2), rollout_log_probs=np.full(192, -10.0, np.float32),
+        )
+        for i in range(16)
+    ]  # fmt: skip
+
+
+def summary(sample: Sample) -> SampleSummary:
+    known: dict[str, Any] = dict(
+        index=sample.index, group_index=sample.group_index, rollout_id=None, total_length=len(sample.tokens),
+        response_length=sample.response_length, loss_mask_sum=sample.response_length, reward=sample.reward,
+        remove_sample=False,
+    )  # fmt: skip
+    return SampleSummary(**{name: known.get(name) for name in SampleSummary.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+def train(model: str, megatron: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    """(gradient norms, weights, bytes of GPU memory held between steps, parameters)."""
+    from slime.trainer.backends.megatron import parallel
+
+    settings = TrainerSettings(
+        hf_checkpoint=model, train_backend="megatron", bf16=True, lr=1e-3, use_dynamic_batch_size=True,
+        max_tokens_per_gpu=2048,
+    )  # fmt: skip
+    ranks = Ranks(0, 1, "", 10, "cuda")
+    backend = build_backend(settings, ranks, torch.device("cuda", 0), megatron=megatron)
+    step, planner, norms = TrainStep(settings, backend, ranks), Planner(settings), []
+    for number in range(STEPS):
+        batch = samples(number)
+        plan = planner.plan(number, [summary(sample) for sample in batch])
+        norms.append(step.run(plan, functools.partial(map, batch.__getitem__))["train/grad_norm"])
+    torch.cuda.synchronize()
+    gc.collect()
+    held = torch.cuda.memory_allocated()
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in backend.named_weights()}
+    parameters = backend.num_parameters
+    parallel.destroy()
+    del backend, step
+    gc.collect()
+    torch.cuda.empty_cache()
+    return norms, weights, held, parameters
+
+
+@pytest.fixture(scope="module")
+def on_the_gpu(model: str) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    return train(model, DISTRIBUTED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_in_host_memory_trains_alike_and_leaves_the_gpu(
+    model: str, on_the_gpu: tuple[list[float], dict[str, torch.Tensor], int, int], case: str
+) -> None:
+    expected, expected_weights, expected_held, parameters = on_the_gpu
+    norms, weights, held, _ = train(model, CASES[case])
+    assert norms == pytest.approx(expected, rel=0.02)
+    for name, weight in weights.items():
+        # Two kernels of AdamW: a weight may round to a neighbour in bfloat16.
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0.02, atol=2e-3, msg=name)
+    # Float32 weights and two moments.
+    kept = 12 * parameters * CASES[case]["optimizer_offload_fraction"]
+    print(f"{case}: {parameters:,} parameters, {held / 2**20:,.0f} MiB held, {expected_held / 2**20:,.0f} without")
+    assert expected_held - held > 0.9 * kept
