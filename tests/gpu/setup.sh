@@ -15,3 +15,13 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 if [ -d "$KIT/model" ] && [ ! -e "$KIT/hf/config.json" ]; then
   python3 -m slime.converters.cli gguf-to-hf --gguf "$(find "$KIT/model" -name '*.gguf')" --output-dir "$KIT/hf" --dtype bfloat16
 fi
+# A Ray job has a PYTHONPATH of its own, so the interpreter has to know these directories, and where `ray` is.
+python3 - <<'PY'
+import os, pathlib, sys, sysconfig
+paths = os.environ["PYTHONPATH"].split(":")
+pathlib.Path(sysconfig.get_path("purelib"), "slime-kit.pth").write_text(f"import sys; sys.path[1:1] = {paths!r}\n")
+ray = pathlib.Path(sys.executable).parent / "ray"
+if not ray.exists():
+    ray.write_text(f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n")
+    ray.chmod(0o755)
+PY
