@@ -15,6 +15,8 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 if [ -d "$KIT/model" ] && [ ! -e "$KIT/hf/config.json" ]; then
   python3 -m slime.converters.cli gguf-to-hf --gguf "$(find "$KIT/model" -name '*.gguf')" --output-dir "$KIT/hf" --dtype bfloat16
 fi
+# Ray's dashboard, which takes jobs, insists on a directory of pages.
+mkdir -p "$KIT/site/ray/dashboard/client/build/static"
 # A Ray job has a PYTHONPATH of its own, so the interpreter has to know these directories, and where `ray` is.
 python3 - <<'PY'
 import os, pathlib, sys, sysconfig

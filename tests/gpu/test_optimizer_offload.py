@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slime.rollout.engines.gpus import visible_gpus
 from slime.trainer.backends.build import build_backend
@@ -114,9 +116,14 @@ def test_an_optimizer_in_host_memory_trains_alike_and_leaves_the_gpu(
     expected, expected_weights, expected_held, parameters = on_the_gpu
     norms, weights, held, _ = train(model, CASES[case])
     assert norms == pytest.approx(expected, rel=0.02)
-    for name, weight in weights.items():
-        # Two kernels of AdamW: a weight may round to a neighbour in bfloat16.
-        torch.testing.assert_close(weight, expected_weights[name], rtol=0.02, atol=2e-3, msg=name)
+    # Where a gradient is next to nothing, AdamW steps by the learning rate one way or the other.
+    start = load_file(Path(model) / "model.safetensors")
+    moved = sum(float((expected_weights[name].float() - start[name].float()).abs().sum()) for name in weights)
+    apart = sum(
+        float((weight.float() - expected_weights[name].float()).abs().sum()) for name, weight in weights.items()
+    )
+    print(f"{case}: apart by {apart / moved:.4f} of how far the weights moved")
+    assert moved > 0 and apart < 0.05 * moved
     # Float32 weights and two moments.
     kept = 12 * parameters * CASES[case]["optimizer_offload_fraction"]
     print(f"{case}: {parameters:,} parameters, {held / 2**20:,.0f} MiB held, {expected_held / 2**20:,.0f} without")

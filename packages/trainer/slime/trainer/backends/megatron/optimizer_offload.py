@@ -49,8 +49,18 @@ def allocate(optimizer: HybridDeviceOptimizer, updates: int) -> None:
     for part in optimizer.sub_optimizers:
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
             part.state[parameter] = {
-                "step": torch.tensor(float(updates)),
+                "step": torch.tensor(float(updates), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
     optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+@torch.no_grad()
+def settle(optimizer: HybridDeviceOptimizer) -> None:
+    """Has what was loaded lie where it is updated: where Transformer Engine is missing, one class of optimizer is on
+    both sides, and megatron-core takes all of it for the host's."""
+    for part in optimizer.sub_optimizers:
+        for parameter, state in part.state.items():
+            for name, value in state.items():
+                state[name] = parameter if name == "master_param" else value.to(parameter.device)

@@ -31,7 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from slime.converters.mapping import Index, Shape
-from slime.trainer.backends.megatron.optimizer_offload import allocate
+from slime.trainer.backends.megatron.optimizer_offload import allocate, settle
 
 Chunks = list[torch.nn.Module]
 # (key, the part of that tensor, what to fill with it)
@@ -145,6 +145,8 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        settle(optimizer.optimizer)
 
 
 def _allocate(optimizer: Any, updates: int) -> None:
