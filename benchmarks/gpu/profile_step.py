@@ -33,7 +33,7 @@ from train_step import SHAPES, device_name, make_samples, release, step_of, writ
 KINDS = {
     "attention": r"flash|fmha|attention|varlen|softmax_warp|mem_eff",
     "matrix products": r"gemm|cutlass|nvjet|xmma|wgmma|cublas|splitK",
-    "optimizer": r"multi_tensor|adam|lamb|foreach",
+    "optimizer": r"multi_tensor|adam|foreach",
     "softmax and log-probs": r"softmax|logsumexp|gather|scatter|index",
     "copies and casts": r"memcpy|memset|copy|cast|CatArray|fill",
     "reductions and norms": r"reduce|norm|mean|sum",

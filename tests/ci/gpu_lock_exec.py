@@ -8,7 +8,7 @@ A lock is an exclusive flock on a file of each GPU. It ends with this process, h
 session of its own and, on Linux, does not outlive this process.
 
 Exit status: that of the command, 128 + n where signal n ended it or this process; 1 for no GPUs within --timeout,
-2 for wrong arguments, 126 or 127 for a command that cannot be run.
+2 for wrong arguments or lock files that cannot be made, 126 or 127 for a command that cannot be run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Stopped(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
+
+
+class NoLock(Exception):
+    """A lock file cannot be opened or made."""
 
 
 class Signals:
@@ -71,6 +75,12 @@ class GpuLocks:
     def open(self, gpu: int) -> int:
         """The descriptor of a GPU's lock file, which is made if need be, for every user of the machine."""
         path = self.pattern.format(gpu_id=gpu)
+        try:
+            return self._open(path)
+        except OSError as error:
+            raise NoLock(f"--lock-path-pattern {self.pattern}: {error}, expected files that can be made") from error
+
+    def _open(self, path: str) -> int:
         try:
             # Without O_CREAT: the kernel may refuse it for a file of another user in a shared directory.
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -215,10 +225,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _devices(text: str) -> list[int]:
-    devices = [int(part) for part in text.split(",")]
-    if len(set(devices)) != len(devices) or min(devices) < 0:
-        raise ValueError(text)
-    return devices
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) != len(parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected different numbers of GPUs such as 0,3")
+    return [int(part) for part in parts]
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -242,7 +252,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     locks = GpuLocks(options.lock_path_pattern)
     if options.print_only:
-        gpus = locks.free(options.devices or range(options.total_gpus))
+        try:
+            gpus = locks.free(options.devices or range(options.total_gpus))
+        except NoLock as error:
+            return _complain(error, 2)
         print("Free GPUs: " + ",".join(map(str, gpus)))
         return 0
     signals = Signals()
@@ -259,9 +272,15 @@ def main(arguments: Sequence[str]) -> int:
             return run(options.command, environment, signals, options.grace_seconds)
         except Stopped as stopped:
             return 128 + stopped.signum
+        except NoLock as error:
+            return _complain(error, 2)
         except (TimeoutError, OSError) as error:
-            print(f"[gpu_lock_exec] {type(error).__name__}: {error}", file=sys.stderr)
-            return {FileNotFoundError: 127, PermissionError: 126}.get(type(error), 1)
+            return _complain(error, {FileNotFoundError: 127, PermissionError: 126}.get(type(error), 1))
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"[gpu_lock_exec] {type(error).__name__}: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_memory_is_handed_back_and_forth_and_engines_hold_what_was_trained(
     prompts: tuple[Path, Path], tmp_path: Path, case: str
 ) -> None:
     run = tmp_path / "run"
-    done = slime("train", *flags(prompts, run), *CASES[case], "--offload-train", "--check-weight-update-equal")
+    done = slime("train", *flags(prompts, run), *CASES[case], "--check-weight-update-equal")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs(run)
     steps = steps_of(run)
     assert [step["step"] for step in steps] == [0, 1, 2]
@@ -117,8 +117,8 @@ def test_slime_runner_trains_as_a_job_of_its_own_ray(
 def test_the_doctor_and_a_dry_run_know_the_gpu(prompts: tuple[Path, Path], tmp_path: Path) -> None:
     done = slime("doctor", *flags(prompts, tmp_path / "run"), timeout=120)
     print(done.stdout)
-    assert "H200" in done.stdout or "GPU" in done.stdout
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GPU 0: " in done.stdout
     planned = slime("train", "--dry-run", *flags(prompts, tmp_path / "run"), timeout=120)
     print(planned.stdout)
     assert planned.returncode == 0, planned.stderr

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -113,7 +114,7 @@ def test_answers_become_tokens_of_samples(call: Call) -> None:
     answers = call(lambda c: c.generate([PROMPT, PROMPT[:9]], params, rid=["a", "b"]))
     assert [a["meta_info"]["id"] for a in answers] == ["a", "b"]
     for answer, prompt, count in zip(answers, (PROMPT, PROMPT[:9]), (4, 8), strict=True):
-        sample = Sample(tokens=prompt)
+        sample = Sample(tokens=np.array(prompt, np.int32))
         append_output(Namespace(), sample, answer)
         sample.validate()
         assert sample.response_length == count and sample.weight_versions == ["0"]

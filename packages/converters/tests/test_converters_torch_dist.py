@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from slime.converters import rectangles
 from slime.converters.hf_to_torch_dist import convert
 from slime.converters.rectangles import Stored
-from slime.converters.torch_dist.keys import Layout, Place, extra_states, singletons
+from slime.converters.torch_dist.keys import Layout, Place, extra_states, other_keys, singletons
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, write_common, write_metadata
 from slime.converters.verify import compare
@@ -130,6 +130,15 @@ def test_keys_of_layers_experts_and_norms() -> None:
     assert stacked.aliases(norm) == [Place("decoder.layers.pre_mlp_layernorm.weight", (1,), (3,))]
     latent = Layout(3, None, True, True)
     assert latent.place(norm).key == "decoder.layers.pre_mlp_layernorm.weight"
+    moment = "optimizer.state.exp_avg.decoder.layers"
+    assert other_keys(f"{moment}.pre_mlp_layernorm.weight", latent=True) == [
+        f"{moment}.mlp.linear_fc1.layer_norm_weight"
+    ]
+    fused = f"{moment}.self_attention.linear_q_up_proj.layer_norm_weight"
+    assert other_keys(fused, latent=True) == [f"{moment}.self_attention.q_layernorm.weight"]
+    # Without latent attention these are norms of heads, in layers of either kind.
+    assert other_keys(f"{moment}.self_attention.q_layernorm.weight", latent=False) == []
+    assert other_keys(f"{moment}.input_layernorm.weight", latent=True) == []
     inner = "mtp.layers.0.transformer_layer.input_layernorm.weight"
     assert stacked.place(inner) == Place("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight")
     with pytest.raises(InvalidSetting, match="--num-experts"):

@@ -117,6 +117,6 @@ def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.
         stack.close()
 
 
-def test_memory_is_released_only_where_that_is_asked_for():
+def test_memory_is_released_for_engines_on_the_same_gpus_unless_a_flag_says_otherwise():
     assert [make_settings("m", colocate=c, offload_train=o).offloads_train for c in (False, True)
-            for o in (None, True, False)] == [False, True, False, False, True, False]  # fmt: skip
+            for o in (None, True, False)] == [False, True, False, True, True, False]  # fmt: skip

@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from safetensors.torch import load_file, save_file
 from trainer_tiny import write_model
 
+from slime.converters import hf_to_torch_dist
 from slime.converters.families import find_family, read_config
-from slime.trainer.backends.megatron import model, parallel, weights
+from slime.trainer.backends.megatron import config as megatron_config
+from slime.trainer.backends.megatron import initial, model, parallel, sharded_state, weights
 from slime.trainer.backends.megatron.attention import CoreAttention, Plan
 from slime.trainer.backends.megatron.config import transformer_config
 from slime.trainer.backends.megatron.names import parameter_names
@@ -72,6 +74,18 @@ def test_kernels_that_are_not_there_are_not_used():
     off = (*asked, "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm")
     assert not any(getattr(config, name) for name in off)
     assert config.use_cpu_initialization
+
+
+def test_transformer_engine_is_asked_for_what_its_kernels_can_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(megatron_config, "have_transformer_engine", lambda: True)
+    fusions = megatron_config._fusions
+    asked = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+    assert fusions(asked)["apply_rope_fusion"] and fusions(asked)["moe_grouped_gemm"]
+    for other in ("rotary_interleaved", "multi_latent_attention"):
+        assert not fusions(asked | {other: True})["apply_rope_fusion"]
+    assert not any(fusions(asked | {"transformer_impl": "local", "apply_rope_fusion": True}).values())
+    # Megatron's output layer needs a kernel of Apex for this.
+    assert not fusions({"gradient_accumulation_fusion": True})["gradient_accumulation_fusion"]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +254,60 @@ def test_names_of_transformer_engine_are_those_of_local_layers(monkeypatch: pyte
         "decoder.layers.6.mlp.experts.local_experts.6.linear_fc2.weight",
         "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
     ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "saved"),
+    [
+        ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight"),
+        ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.input_layernorm.weight"),
+        (
+            "optimizer.state.exp_avg.decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight",
+            "optimizer.state.exp_avg.decoder.layers.self_attention.q_layernorm.weight",
+        ),
+        (
+            "optimizer.state.fp32_param.decoder.layers.pre_mlp_layernorm.weight",
+            "optimizer.state.param.decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        ),
+    ],
+)
+def test_norms_are_found_under_the_names_that_other_layers_give_them(wanted: str, saved: str):
+    asked: list[str] = []
+    stored = SimpleNamespace(
+        directory="saved", tensors={saved: torch.zeros(2, 4)}, read=lambda name, index, out: asked.append(name)
+    )
+    initial.reading(stored, "--load")(wanted, (slice(0, 1), slice(0, 4)), torch.zeros(1, 4))
+    assert asked == [saved]
+
+
+def test_a_part_of_a_larger_model_is_no_model(tmp_path: Path):
+    directory = write_model(tmp_path / "model")
+    hf_to_torch_dist.convert(directory, tmp_path / "saved")
+    config = read_config(directory)
+    for changes in ({"hidden_size": config["hidden_size"] // 2}, {"num_hidden_layers": 1}, {"intermediate_size": 8}):
+        smaller = config | {"head_dim": 8} | changes
+        args = find_family(smaller).arguments(smaller)
+        with pytest.raises(InvalidFile, match=r"^--ref-load: .* has shape .*, expected") as caught:
+            initial.load([], args, smaller, str(tmp_path / "saved"), flag="--ref-load")
+        assert caught.value.field == "--ref-load"
+
+
+def test_a_fused_optimizer_goes_on_counting_the_steps_of_its_groups(monkeypatch: pytest.MonkeyPatch):
+    class Fused(torch.optim.Optimizer):
+        """As those of Transformer Engine and Apex are."""
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+
+    def make_room(optimizer: torch.optim.Optimizer, config: Any) -> None:
+        optimizer.state[weight]["exp_avg"] = torch.zeros(2)
+
+    fused = Fused([weight], {"lr": 0.1})
+    part = SimpleNamespace(optimizer=fused, init_state_fn=make_room, config=None, load_state_dict=lambda state: None)
+    wrapped = SimpleNamespace(chained_optimizers=[part], sharded_state_dict=lambda *args, **kwargs: {})
+    monkeypatch.setattr(sharded_state, "model_state", lambda chunks: {})
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **kwargs: None)
+    sharded_state.load_optimizer(wrapped, [], lambda key, index, out: None, 3)
+    assert fused.param_groups[0]["step"] == 3 and list(fused.state[weight]) == ["exp_avg"]
 
 
 def test_a_model_provider_takes_the_place_of_the_model(monkeypatch: pytest.MonkeyPatch):

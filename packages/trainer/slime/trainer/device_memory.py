@@ -21,16 +21,12 @@ PARTS = (WEIGHTS, TRAINING)
 class DeviceMemory:
     """The parts WEIGHTS and TRAINING of `backend`, each on the device or in host memory. Not collective.
 
-    enabled: False leaves everything where it is. shared: others use the device's memory too, so what is cached and not
-    used goes back to it. device_types: where memory can be released.
+    enabled: False leaves everything where it is. device_types: where memory can be released.
     """
 
-    def __init__(
-        self, backend: Backend, *, enabled: bool, shared: bool = False, device_types: Sequence[str] = ("cuda",)
-    ) -> None:
+    def __init__(self, backend: Backend, *, enabled: bool, device_types: Sequence[str] = ("cuda",)) -> None:
         self._backend = backend
         self._enabled = enabled
-        self._shared = shared or enabled
         self._device_types = device_types
         self._away: dict[str, list[_Away]] = {}
         # Of each part, by what it is a copy of: pinned memory is slow to get, so the next release has it again.
@@ -45,15 +41,16 @@ class DeviceMemory:
 
     def release(self, *parts: str) -> None:
         """Has `parts` in host memory, and the device's memory free of them. Between steps only."""
-        if self._enabled:
-            for part in parts:
-                if part not in self._away:
-                    self._away[part] = self._move(part)
-        self.trim()
+        if not self._enabled:
+            return
+        for part in parts:
+            if part not in self._away:
+                self._away[part] = self._move(part)
+        self._trim()
 
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Gives memory back to the device that is cached and not used."""
-        if not self._shared or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             return
         gc.collect()
         _synchronize()

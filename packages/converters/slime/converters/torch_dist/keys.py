@@ -108,6 +108,20 @@ class Layout:
         return Place(name, lead, shape)
 
 
+def other_keys(key: str, *, latent: bool) -> list[str]:
+    """Where the tensor of `key`, or what an optimizer has of it, lies when layers are made of other modules.
+
+    A norm is a module of its own or a part of the linear layer behind it. latent: multi-latent attention.
+    """
+    pairs = [(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")]
+    if latent:
+        pairs += [(f".{of}_layernorm.", f".linear_{of}_up_proj.layer_norm_") for of in ("q", "kv")]
+    else:
+        pairs.append((".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"))
+    both = [*pairs, *((fused, apart) for apart, fused in pairs)]
+    return [key.replace(name, other) for name, other in both if name in key]
+
+
 def singletons(name: str) -> tuple[str, ...]:
     """Keys of a checkpoint saved with `singleton_local_shards`: nothing stacked, gate and up projection apart.
 

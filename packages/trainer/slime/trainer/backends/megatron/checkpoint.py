@@ -25,7 +25,7 @@ import torch
 
 from slime.converters.torch_dist.description import describe
 from slime.converters.torch_dist.directory import HF_DIR, TRACKER, is_torch_dist
-from slime.converters.torch_dist.keys import Place
+from slime.converters.torch_dist.keys import Place, other_keys
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
 from slime.trainer.backends.megatron import sharded_state
@@ -94,10 +94,11 @@ class TorchDistCheckpoints:
         directory = self._ranks.together(lambda: WholeDirectory(path, size) if self._ranks.rank == 0 else None)
         partial = Path(self._ranks.gather(str(directory.partial) if directory else "")[0])
         job = self._pending = _Save(state.step, directory, partial)
+        latent = bool(self._backend.args.get("multi_latent_attention"))
 
         def write() -> None:
             try:
-                job.chunks = _write(partial, self._ranks.rank, parts)
+                job.chunks = _write(partial, self._ranks.rank, parts, latent=latent)
                 if directory is not None:
                     self._describe(partial, state, common)
             except Exception as error:  # raised on every rank by `finish`
@@ -193,10 +194,12 @@ class TorchDistCheckpoints:
                 job.directory.discard()
 
 
-def _write(directory: Path, rank: int, parts: Iterable[sharded_state.Part]) -> list[WrittenChunk]:
+def _write(directory: Path, rank: int, parts: Iterable[sharded_state.Part], *, latent: bool) -> list[WrittenChunk]:
     with ChunkFile(directory, rank) as file:
         for part in parts:
-            file.add(Place(part.key), part.shape, part.tensor.cpu().view(part.size), part.start)
+            # Megatron-LM, with Transformer Engine or without, looks for its own names.
+            aliases = [Place(key) for key in other_keys(part.key, latent=latent)]
+            file.add(Place(part.key), part.shape, part.tensor.cpu().view(part.size), part.start, aliases)
         return file.chunks
 
 

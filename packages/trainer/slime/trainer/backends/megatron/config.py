@@ -26,6 +26,10 @@ def have_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def uses_transformer_engine(args: Mapping[str, Any]) -> bool:
+    return have_transformer_engine() and args.get("transformer_impl") != "local"
+
+
 def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) -> TransformerConfig:
     """The configuration for `args`, Megatron's arguments by attribute name; MLATransformerConfig for latent attention.
 
@@ -115,7 +119,7 @@ def _parallel(args: Mapping[str, Any], params_dtype: torch.dtype) -> dict[str, A
         # gloo has no batched messages that may be waited for in any order.
         "batch_p2p_comm": cuda and not overlap,
         "batch_p2p_sync": cuda,
-        "cp_comm_type": args.get("cp_comm_type") if have_transformer_engine() else None,
+        "cp_comm_type": args.get("cp_comm_type") if uses_transformer_engine(args) else None,
     }
     if isinstance(settings["cp_comm_type"], list | tuple) and len(settings["cp_comm_type"]) == 1:
         settings["cp_comm_type"] = settings["cp_comm_type"][0]
@@ -129,13 +133,16 @@ def _parallel(args: Mapping[str, Any], params_dtype: torch.dtype) -> dict[str, A
 
 def _fusions(args: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM has these on by default; each is switched off where its kernel is missing."""
-    engine, cuda = have_transformer_engine(), torch.cuda.is_available()
+    engine, cuda = uses_transformer_engine(args), torch.cuda.is_available()
     missing = [name for name in _OF_TRANSFORMER_ENGINE if args.get(name) and not engine]
     if missing:
         _log.info("without Transformer Engine the same numbers come without %s", ", ".join(missing))
-    accumulation = engine or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    # Of Apex: Transformer Engine can do without in its own layers, Megatron's output layer cannot.
+    accumulation = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    # The kernel for packed rows turns halves of a head, whatever is asked for; that for latent attention needs YaRN.
+    turns_halves = not args.get("rotary_interleaved") and not args.get("multi_latent_attention")
     fusions = {
-        "apply_rope_fusion": engine and args.get("apply_rope_fusion", True),
+        "apply_rope_fusion": engine and turns_halves and args.get("apply_rope_fusion", True),
         "masked_softmax_fusion": engine and args.get("masked_softmax_fusion", True),
         "persist_layer_norm": engine and not args.get("no_persist_layer_norm"),
         "gradient_accumulation_fusion": cuda and accumulation and args.get("gradient_accumulation_fusion", True),

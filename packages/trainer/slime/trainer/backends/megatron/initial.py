@@ -11,9 +11,10 @@ from torch import Tensor
 
 from slime.converters.mapping import Index, Shape
 from slime.converters.torch_dist.directory import is_torch_dist
-from slime.converters.torch_dist.reader import TorchDist
+from slime.converters.torch_dist.keys import other_keys
+from slime.converters.torch_dist.reader import Parameters, TorchDist
 from slime.trainer.backends.megatron import sharded_state, weights
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, NotFound
 
 Chunks = list[torch.nn.Module]
 
@@ -24,8 +25,21 @@ def load(chunks: Chunks, args: Mapping[str, Any], config: Mapping[str, Any], pat
         weights.load_hf(chunks, args, config, path)
         return
     checkpoint = TorchDist(path)
+    _check_shapes(checkpoint, args, config, flag)
     sharded_state.load_model(chunks, reading(checkpoint, flag))
     checkpoint.close()
+
+
+def _check_shapes(checkpoint: TorchDist, args: Mapping[str, Any], config: Mapping[str, Any], flag: str) -> None:
+    """A part of a larger tensor would be read as if it were the whole; one that is missing is told when it is read."""
+    found = Parameters(checkpoint, args)
+    for parameter in weights.table(args, config).values():
+        try:
+            found.check(parameter)
+        except NotFound:
+            continue
+        except InvalidFile as error:
+            raise InvalidFile(f"{flag}: {error}", field=flag, value=error.value, expected=error.expected) from None
 
 
 def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
@@ -44,13 +58,12 @@ def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
 
 
 def _names(key: str) -> list[str]:
-    """Where a tensor may be: each of Megatron's optimizers has a name of its own for float32 weights, or none."""
+    """Where a tensor may be: each of Megatron's optimizers has a name of its own for float32 weights, or none, and
+    norms go by other names with Transformer Engine than without."""
     match = re.fullmatch(r"optimizer\.state\.(?:param|fp32_param)\.(.*)", key)
-    return (
-        [key, *(f"{prefix}{match[1]}" for prefix in ("optimizer.state.param.", "optimizer.state.fp32_param.", ""))]
-        if match
-        else [key]
-    )
+    prefixes = ("optimizer.state.param.", "optimizer.state.fp32_param.", "") if match else ()
+    names = [key, *(prefix + match[1] for prefix in prefixes if match)]
+    return [*names, *(other for name in names for latent in (False, True) for other in other_keys(name, latent=latent))]
 
 
 def _rows_there(index: Index, shape: Shape) -> int:

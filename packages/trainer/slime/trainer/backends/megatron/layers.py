@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from slime.trainer.backends.megatron.norms import LATENT_EPSILON
+
 Output = tuple[Tensor, Tensor | None]
 Add = Callable[[Output, Tensor, float], Tensor]
 
@@ -61,10 +63,15 @@ class LatentAttention(MLASelfAttention):
 
     The rotated part of a key belongs to all heads. Where the down projection is cut over ranks, Megatron hands each
     rank the gradient of its own heads alone; here the gradients of all ranks are added up.
+
+    Norms inside Transformer Engine's linear layers have the epsilon of `LatentNorm`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            if hasattr(getattr(self, name, None), "layer_norm_weight"):
+                getattr(self, name).eps = LATENT_EPSILON
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
         if self.linear_kv_down_proj.weight.shape[0] != width:
             self.linear_kv_down_proj.register_forward_hook(self._whole)

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.converters.megatron_args import padded_vocab_size
 from slime.converters.megatron_flags.table import config_fields
 from slime.trainer.backends.megatron.attention import CoreAttention
-from slime.trainer.backends.megatron.config import have_transformer_engine
+from slime.trainer.backends.megatron.config import uses_transformer_engine
 from slime.trainer.backends.megatron.layers import LatentAttention, PostNormLayer, PostNormSubmodules, PredictionLayer
 from slime.trainer.backends.megatron.norms import LatentNorm, norm_of
 from slime.trainer.backends.megatron.policy_model import PolicyModel
@@ -83,10 +83,6 @@ def _policy_model(
     )
 
 
-def uses_transformer_engine(args: Mapping[str, Any]) -> bool:
-    return have_transformer_engine() and args.get("transformer_impl") != "local"
-
-
 def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """What the layers of this rank's stage are made of: Transformer Engine's parts where it is there, else our own."""
     engine = uses_transformer_engine(args)
@@ -95,6 +91,8 @@ def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int
     )
     # Layers of a kind are one object.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
         if not engine:
             _use_own_parts(layer, config)
         if args.get("post_self_attn_layernorm") or args.get("post_mlp_layernorm"):
@@ -111,7 +109,6 @@ def _use_own_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     attention.submodules.core_attention = CoreAttention
     norms = {"q_layernorm": norm, "k_layernorm": norm}
     if config.multi_latent_attention:
-        attention.module = LatentAttention
         norms = {"q_layernorm": LatentNorm, "kv_layernorm": LatentNorm}
     for name, cls in norms.items():
         if getattr(attention.submodules, name) is not IdentityOp:

@@ -10,6 +10,9 @@ from torch import nn
 
 from slime.types.errors import InvalidSetting
 
+# DeepSeek's own code and transformers leave this one as it is, whatever `rms_norm_eps` is.
+LATENT_EPSILON = 1e-6
+
 
 class RMSNorm(nn.RMSNorm):
     """[..., hidden_size] -> the same."""
@@ -28,13 +31,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class LatentNorm(RMSNorm):
-    """Of the compressed queries, keys and values of latent attention.
-
-    DeepSeek's own code and transformers leave its epsilon at 1e-6, whatever `rms_norm_eps` is.
-    """
+    """Of the compressed queries, keys and values of latent attention; its epsilon is LATENT_EPSILON."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(config, hidden_size, 1e-6, **kwargs)
+        super().__init__(config, hidden_size, LATENT_EPSILON, **kwargs)
 
 
 def norm_of(config: TransformerConfig) -> type[nn.Module]:

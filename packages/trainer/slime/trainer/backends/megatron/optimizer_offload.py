@@ -47,6 +47,10 @@ def check_optimizer(args: Mapping[str, Any], *, bf16: bool, on_gpu: bool) -> Non
 def allocate(optimizer: HybridDeviceOptimizer, updates: int) -> None:
     """Room for the moments, as after the first update, without moving a weight. updates: done so far."""
     for part in optimizer.sub_optimizers:
+        if not isinstance(part, torch.optim.Adam | torch.optim.AdamW):
+            # Fused kernels count the steps of a group.
+            for group in part.param_groups:
+                group["step"] = updates
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
             part.state[parameter] = {
                 "step": torch.tensor(float(updates), device=parameter.device),

@@ -1,0 +1,159 @@
+"""Seconds to read a step with large tensors from the buffer: `--rollout-data-transport` grpc beside object-store.
+
+    python benchmarks/launcher/data_transport.py [--json] [--samples 256] [--kib 1024] [--repeats 3] [--same-in-group]
+
+Each sample carries routed experts of `--kib` KiB; with `--same-in-group` the eight samples of a group carry the same,
+as those do that look at one image. Buffer and readers are processes of their own on one node, as in a
+run, and read the same step, for which the buffer puts nothing in the store before it is asked:
+
+    one reader      a trainer of one rank
+    two replicas    two ranks that read a half each
+    one replica     two ranks that need the same samples: with grpc one reads, and the other has them from it
+
+Every reader ends with arrays of its own. Minimum, median and maximum of the repeats, which take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from slime.buffer.settings import BufferSettings
+from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
+from slime.launcher.placement import ray_cluster
+from slime.launcher.supervise import Supervisor
+from slime.types import Sample
+from slime.types.clients import BufferClient
+from slime.types.rpc import RpcSettings
+
+GROUP, LAYERS, TOP_K = 8, 32, 8
+TRANSPORTS = ("grpc", "object-store")
+CASES = ("one reader", "two replicas", "one replica")
+SECONDS = 300.0
+
+
+class Reader:
+    """A trainer's rank, as far as it reads."""
+
+    def __init__(self, rank: int, master: str, address: str, blobs: ObjectStoreReader) -> None:
+        import torch.distributed as dist
+
+        self.rank = rank
+        dist.init_process_group("gloo", init_method=f"file://{master}", rank=rank, world_size=2)
+        settings = RpcSettings(call_timeout_seconds=SECONDS)
+        self.clients = {
+            "grpc": BufferClient(address, settings=settings),
+            "object-store": BufferClient(address, settings=settings, blobs=blobs),
+        }
+
+    def read(self, transport: str, positions: Sequence[int], shared: bool) -> int:
+        """How many samples it has then."""
+        import torch.distributed as dist
+
+        from slime.trainer.sharing import share
+
+        from_other = shared and transport == "grpc"
+        samples = [] if from_other and self.rank else list(self.clients[transport].read_step(0, positions))
+        if from_other:
+            samples = share(samples, self.rank, 0, dist.group.WORLD)
+        return sum(sample.rollout_routed_experts is not None for sample in samples)
+
+
+def fill(client: BufferClient, samples: int, rows: int, same: bool) -> None:
+    """Completes groups of GROUP samples, and seals them as step 0."""
+    random = np.random.default_rng(0)
+    client.open_run("benchmark")
+    client.add_prompts([f"prompt {number}" for number in range(samples // GROUP)])
+    for lease in client.lease_groups(samples // GROUP, wait_seconds=10):
+        experts = random.integers(0, 128, (rows, LAYERS, TOP_K), dtype=np.int32)
+        for shift, sample in enumerate(lease.group.samples):
+            sample.tokens = random.integers(0, 150_000, rows + 1, dtype=np.int32)
+            sample.response_length = rows
+            sample.reward = 1.0
+            sample.loss_mask = np.ones(rows, np.uint8)
+            sample.rollout_log_probs = np.zeros(rows, np.float32)
+            sample.rollout_routed_experts = experts if same else np.roll(experts, shift, axis=1)
+            sample.status = Sample.Status.COMPLETED
+        client.complete_group(lease.token, lease.group.samples)
+    client.seal_step(0, samples // GROUP)
+
+
+def measure(client: BufferClient, readers: list[Any], transport: str, case: str, samples: int) -> float:
+    # A run that is opened again forgets what was put.
+    client.open_run("benchmark")
+    whole = range(samples)
+    shares = {"one reader": [whole], "two replicas": [whole[::2], whole[1::2]], "one replica": [whole, whole]}[case]
+    started = time.perf_counter()
+    calls = [
+        reader.read.remote(transport, list(part), case == "one replica")
+        for reader, part in zip(readers, shares, strict=False)
+    ]
+    found = ray.get(calls, timeout=SECONDS)
+    seconds = time.perf_counter() - started
+    assert found == [len(part) for part in shares]
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--kib", type=int, default=1024, help="of routed experts in a sample")
+    parser.add_argument("--same-in-group", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    seconds: dict[tuple[str, str], list[float]] = {(case, name): [] for case in CASES for name in TRANSPORTS}
+    with tempfile.TemporaryDirectory(prefix="slime-") as directory, ray_cluster(None, object_store_bytes=None):
+        supervisor = Supervisor(Path(directory, "logs"), start_seconds=SECONDS, stop_seconds=20)
+        try:
+            process = supervisor.spawn("buffer", {"num_cpus": 0})
+            settings = BufferSettings(n_samples_per_prompt=GROUP, rollout_global_dataset=False)
+            address = supervisor.start(
+                process, "slime.buffer.service", settings, RpcSettings(), blobs=ObjectStoreWriter(inline_bytes=1 << 10)
+            )
+            blobs = ObjectStoreReader(process.actor, SECONDS)
+            make = ray.remote(num_cpus=0)(Reader).remote
+            readers = [make(rank, f"{directory}/rendezvous", address, blobs) for rank in range(2)]
+            with BufferClient(address, settings=RpcSettings(call_timeout_seconds=SECONDS)) as client:
+                fill(client, args.samples, args.kib * 1024 // (LAYERS * TOP_K * 4), args.same_in_group)
+                for repeat in range(args.repeats + 1):
+                    for case, name in seconds:
+                        took = measure(client, readers, name, case, args.samples)
+                        if repeat:  # the first is to warm up
+                            seconds[case, name].append(took)
+        finally:
+            supervisor.stop()
+
+    report: dict[str, Any] = {"samples": args.samples, "kib": args.kib, "repeats": args.repeats}
+    report["same_in_group"] = args.same_in_group
+    print_table = not args.json
+    if print_table:
+        print(f"{args.samples} samples of {args.kib} KiB, seconds: minimum - median - maximum of {args.repeats}\n")
+        print(f"{'':14}{'grpc':>24}{'object-store':>24}{'grpc / object-store':>22}")
+    for case in CASES:
+        columns = []
+        for name in TRANSPORTS:
+            found = seconds[case, name]
+            three = min(found), statistics.median(found), max(found)
+            report[f"{case} {name}"] = [round(value, 3) for value in three]
+            columns.append(" - ".join(f"{value:.2f}" for value in three))
+        ratio = statistics.median(seconds[case, "grpc"]) / statistics.median(seconds[case, "object-store"])
+        report[f"{case} ratio"] = round(ratio, 2)
+        if print_table:
+            print(f"{case:14}{columns[0]:>24}{columns[1]:>24}{ratio:>21.2f}x")
+    if args.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
