@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -72,15 +72,20 @@ def write_inputs(directory: Path) -> Path:
     return directory
 
 
-def command(name: str, inputs: Path, output_dir: Path, *flags: str) -> subprocess.Popen[str]:
-    """`slime NAME` on them, with as few flags as it takes; rollouts of eight groups of four."""
+def command(
+    name: str, inputs: Path, output_dir: Path, *flags: str, program: Sequence[str] = ("-m", "slime.launcher.cli")
+) -> subprocess.Popen[str]:
+    """`slime NAME` on them, with as few flags as it takes; rollouts of eight groups of four.
+
+    program: what Python runs.
+    """
     words = [
         "--hf-checkpoint", inputs / "model", "--prompt-data", inputs / "train.jsonl", "--input-key", "prompt",
         "--label-key", "label", "--custom-rm-path", "slime.launcher.quickstart.reverse.reward",
         "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "5", "--lr", "1e-3",
         "--rollout-engine", "embedded", "--output-dir", output_dir,
     ]  # fmt: skip
-    line = [sys.executable, "-m", "slime.launcher.cli", name, *map(str, words), *flags]
+    line = [sys.executable, *program, name, *map(str, words), *flags]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

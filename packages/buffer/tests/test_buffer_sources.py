@@ -98,6 +98,14 @@ def test_a_missing_label_names_the_row(write_jsonl):
         read_dataset(write_jsonl([{"input": "a", "label": 1}, {"input": "b"}]), Columns(label="label"))
 
 
+def test_columns_that_rows_may_leave_out_are_in_some_row_where_they_are_named(write_jsonl):
+    path = write_jsonl([{"input": "a"}, {"input": "b", "extra": {"x": 1}}])
+    assert [p.metadata for p in read_dataset(path, Columns(metadata="extra")).prompts] == [{}, {"x": 1}]
+    with pytest.raises(InvalidFile, match="no row has a column 'functions'"):
+        read_dataset(path, Columns(tools="functions"))
+    assert len(read_dataset(path, Columns(tools="functions"), all_columns=False)) == 2
+
+
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(MissingFile, match="no such file"):
         read_dataset(str(tmp_path / "none.jsonl"), Columns())

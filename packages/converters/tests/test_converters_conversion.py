@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 
 from slime.converters import hf_to_torch_dist, to_hf, torch_dist_to_hf
 from slime.converters.cli import main
+from slime.converters.in_progress import directory_in_progress
 from slime.converters.safetensors_dir import INDEX, SafetensorsDir
+from slime.converters.torch_dist import writer
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.verify import compare
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace
@@ -88,6 +90,7 @@ def test_tensors_that_are_no_parameters_come_back(tmp_path: Path) -> None:
     assert "output_layer.weight" not in TorchDist(tmp_path / "td").tensors
     back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
     assert not list(compare(source, back))
+    assert not list(compare(source, tmp_path / "td"))
 
 
 def test_mixed_dtypes_keep_theirs(tmp_path: Path) -> None:
@@ -158,9 +161,18 @@ def test_fp8_becomes_bfloat16(tmp_path: Path) -> None:
         hf_to_torch_dist.convert(hf_directory(tmp_path / "less", config, stored), tmp_path / "td2")
 
 
-def test_another_quantisation_is_refused(tmp_path: Path) -> None:
-    source = hf_directory(tmp_path / "hf", QWEN3 | {"quantization_config": {"quant_method": "awq", "bits": 4}})
-    with pytest.raises(NotAvailable, match="awq"):
+@pytest.mark.parametrize(
+    ("quantization", "told"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]"),
+        ({"quant_method": "fp8", "weight_block_size": ["128", 128]}, r"weight_block_size \['128', 128\]"),
+    ],
+)
+def test_another_quantisation_is_refused(tmp_path: Path, quantization: dict[str, Any], told: str) -> None:
+    source = hf_directory(tmp_path / "hf", QWEN3 | {"quantization_config": quantization})
+    with pytest.raises(NotAvailable, match=told):
         hf_to_torch_dist.convert(source, tmp_path / "td")
 
 
@@ -181,6 +193,24 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_named(tmp_path: Path) 
     assert not (tmp_path / "td").exists()
 
 
+def test_weights_of_whole_numbers_are_named(tmp_path: Path) -> None:
+    tensors = random_tensors(QWEN3)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    with pytest.raises(InvalidFile, match=r"no floating point: model\.norm\.weight I8"):
+        hf_to_torch_dist.convert(hf_directory(tmp_path / "hf", tensors=tensors), tmp_path / "td")
+
+
+def test_an_output_layer_of_its_own_contradicts_a_tied_embedding(tmp_path: Path) -> None:
+    config = QWEN3 | {"tie_word_embeddings": True}
+    tensors = random_tensors(QWEN3)
+    source = hf_directory(tmp_path / "hf", config, tensors)
+    with pytest.raises(InvalidFile, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word"):
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+    assert not (tmp_path / "td").exists()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    hf_to_torch_dist.convert(hf_directory(tmp_path / "copy", config, tensors), tmp_path / "td")
+
+
 def test_contradictory_flags_are_told_with_both_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = hf_directory(tmp_path / "hf")
     where = ["--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
@@ -191,9 +221,13 @@ def test_contradictory_flags_are_told_with_both_values(tmp_path: Path, capsys: p
     assert "--num-layers 36: config.json says 3" in capsys.readouterr().err
     assert main(["hf-to-torch-dist", "--num-layer", "3", *where]) == 2
     assert "did you mean --num-layers?" in capsys.readouterr().err
+    assert main(["hf-to-torch-dist", "--hf-chekpoint", str(source), "--save", str(tmp_path / "td")]) == 2
+    assert "did you mean --hf-checkpoint?" in capsys.readouterr().err
+    assert main(["hf-to-torch-dist", "--lr", "1e-6", *where]) == 2
+    assert "--lr is a flag of training" in capsys.readouterr().err
     assert not (tmp_path / "td").exists()
     assert (
-        main(["hf-to-torch-dist", "--num-layers", "3", "--swiglu", "--pipeline-model-parallel-size", "2", *where]) == 0
+        main(["hf-to-torch-dist", "--num-layers", "3", "--swiglu", "--pipeline-model-parallel-size", "3", *where]) == 0
     )
 
 
@@ -237,6 +271,21 @@ def test_what_was_made_of_the_same_files_is_kept(tmp_path: Path) -> None:
     run()
     with pytest.raises(InvalidSetting, match="other flags"):
         run(dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", "hf/config.json", ".metadata"])
+def test_a_conversion_that_lost_a_file_is_not_kept(tmp_path: Path, name: str) -> None:
+    source = hf_directory(tmp_path / "hf")
+    directory = hf_to_torch_dist.convert(source, tmp_path / "td")
+    back = torch_dist_to_hf.convert(directory, tmp_path / "back")
+    (directory / name).unlink()
+    with pytest.raises(InvalidSetting, match=rf"damaged.*{name}.*--overwrite"):
+        hf_to_torch_dist.convert(source, tmp_path / "td")
+    hf_to_torch_dist.convert(source, tmp_path / "td", overwrite=True)
+    torch_dist_to_hf.convert(directory, back, overwrite=True)
+    (back / "config.json").unlink()
+    with pytest.raises(InvalidSetting, match=r"damaged.*config\.json.*--overwrite"):
+        torch_dist_to_hf.convert(directory, back)
 
 
 def test_directories_of_others_are_never_replaced(tmp_path: Path) -> None:
@@ -325,10 +374,47 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OutOfSpace):
         torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OutOfSpace):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(OutOfSpace):
+            hf_to_torch_dist.convert(source, tmp_path / "td2")
+    monkeypatch.setattr(writer._Whole, "write", full)
+    with pytest.raises(OutOfSpace, match=r"__0_0\.distcp"):
         hf_to_torch_dist.convert(source, tmp_path / "td2")
     assert names(tmp_path) == ["hf", "td"]
+
+
+def test_a_place_that_takes_no_files_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_directory(tmp_path / "hf")
+    inside = str(source / "config.json" / "out")
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    for words in (
+        ["hf-to-torch-dist", "--hf-checkpoint", str(source), "--save", inside],
+        ["torch-dist-to-hf", "--input-dir", str(tmp_path / "td"), "--output-dir", inside],
+        ["model-args", "--hf-checkpoint", str(source), "--output", inside],
+    ):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "cannot write" in told and "Not a directory" in told and str(source / "config.json") in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-model-parallel-size", "8"], "--tensor-model-parallel-size 8 does not divide num_attention_heads 4"),
+        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 does not divide num_layers 3"),
+        (["--expert-model-parallel-size", "3"], "--expert-model-parallel-size 3 does not divide num_experts 4"),
+        (["--expert-tensor-parallel-size", "3"], "--expert-tensor-parallel-size 3: decoder.layers.0.mlp.experts"),
+    ],
+)
+def test_sizes_that_the_model_cannot_be_cut_by_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    source = hf_directory(tmp_path / "hf", MOE)
+    where = ["--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert main(["hf-to-torch-dist", *flags, *where]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "td").exists()
 
 
 def test_a_checkpoint_of_another_model_is_told_apart(tmp_path: Path) -> None:
@@ -410,3 +496,12 @@ def test_ranks_of_torchrun_share_the_work(tmp_path: Path) -> None:
     assert not list(compare(source, tmp_path / "back"))
     code, told = run("to-hf", "--load", tmp_path / "td", "--output-dir", source)
     assert code != 0 and "holds something that slime-convert did not write" in told
+
+
+def test_a_failure_is_told_whatever_became_of_the_directory_around_it(tmp_path: Path) -> None:
+    for number, change in enumerate((shutil.rmtree, lambda parent: (parent / "mine").touch())):
+        parent = tmp_path / str(number)
+        with pytest.raises(KeyError, match="told"), directory_in_progress(parent / "out", flag="--save"):
+            change(parent)
+            raise KeyError("told")
+    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["mine"]

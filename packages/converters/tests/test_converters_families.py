@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from converters_published import ARGUMENTS, DEEPSEEK_V3, GLM45, LLAMA32_1B, QWEN3_4B, QWEN3_30B_A3B, QWEN25_05B, SAME
+from converters_tiny import QWEN3
 
 from slime.converters.families import FAMILIES, find_family, read_config
 from slime.converters.mapping import Parameter
@@ -99,6 +101,7 @@ def test_dense_layers_among_those_with_experts_are_listed() -> None:
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 6}, "topk_group"),
     ],
 )
 def test_what_megatron_cannot_build_is_refused_by_name(
@@ -142,3 +145,33 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert str(tmp_path) in raised.value.message
     (tmp_path / "config.json").write_text(json.dumps(GLM45))
     assert read_config(tmp_path) == GLM45
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "2560"}, "hidden_size = '2560', expected a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, expected a whole number of at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True, expected a whole number"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3, expected a divisor of num_attention_heads = 4"),
+        ({"rope_theta": -1.0}, "rope_theta = -1.0, expected a number above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5, expected a number above 0, at most 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn', expected an object"),
+        ({"rope_scaling": {"factor": 4.0}}, "expected a rope_type in it"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor = '4', expected a number above 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no', expected true or false"),
+        ({"model_type": ["qwen3"]}, "expected a string"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5, expected at most num_experts = 4"),
+        ({"n_routed_experts": 6, "n_group": 4}, "n_group = 4, expected a divisor of n_routed_experts = 6"),
+        ({"mlp_only_layers": [1.5]}, "mlp_only_layers = [1.5], expected a list of whole numbers"),
+    ],
+)
+def test_a_value_that_no_model_has_is_named_with_what_it_should_be(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | changes))
+    with pytest.raises(InvalidFile, match=re.escape(words)) as caught:
+        read_config(tmp_path)
+    assert caught.value.field in changes or caught.value.field == "factor"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | dict.fromkeys(("rope_theta", "partial_rotary_factor"))))
+    read_config(tmp_path)

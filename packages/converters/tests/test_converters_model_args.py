@@ -236,10 +236,18 @@ def test_the_command_makes_a_script_from_a_config_and_holds_others_against_it(
     assert "--hidden-sise is no flag of Megatron" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "MODEL_ARGS=(", "exit 3", "MODEL_ARGS=()"])
-def test_a_file_without_model_args_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "sets no MODEL_ARGS"),
+        ("MODEL_ARGS=(", "unexpected EOF"),
+        ("exit 3", "bash ended with exit code 3"),
+        ("MODEL_ARGS=()", "sets no MODEL_ARGS"),
+    ],
+)
+def test_a_file_without_model_args_is_named(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "x.sh").write_text(text)
-    with pytest.raises(InvalidFile, match="x.sh"):
+    with pytest.raises(InvalidFile, match=rf"x\.sh.*{reason}"):
         read_script(tmp_path / "x.sh")
     with pytest.raises(MissingFile, match="none.sh"):
         read_script(tmp_path / "none.sh")

@@ -98,8 +98,15 @@ def test_broken_files_and_indexes(tmp_path: Path) -> None:
     (directory / INDEX).write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
     with pytest.raises(InvalidFile, match="outside"):
         SafetensorsDir(directory)
-    (directory / INDEX).write_text("{")
-    with pytest.raises(InvalidFile, match="weight_map"):
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"w": 1}}))
+    with pytest.raises(InvalidFile, match="outside"):
+        SafetensorsDir(directory)
+    for text in ("{", "[]", '{"weight_map": ["w0"]}'):
+        (directory / INDEX).write_text(text)
+        with pytest.raises(InvalidFile, match="weight_map"):
+            SafetensorsDir(directory)
+    (directory / INDEX).unlink()
+    with pytest.raises(MissingFile, match="model-00001-of-00003.safetensors is one of several shards"):
         SafetensorsDir(directory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,11 +84,21 @@ def test_a_ray_of_this_run_leaves_no_token_that_other_clusters_would_ask_for(tmp
 
 def test_a_cluster_that_is_not_there_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**options: Any) -> None:
-        raise ConnectionError("Failed to connect to Ray cluster at there:1\nand much more")
+        raise ConnectionError("Failed to connect to Ray cluster\nand much more")
 
     monkeypatch.setattr("ray.init", refuse)
-    with pytest.raises(Unavailable, match="--ray-address there:1: .*Failed to connect"), ray_cluster("there:1"):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=f"--ray-address {there}: .*Failed to connect"), ray_cluster(there):
+            pass
+    with pytest.raises(Unavailable, match=f"--ray-address {there}: .*refused"), ray_cluster(there):
         pass
+    for wrong in ("there", "there:port", "there:70000"):
+        with (
+            pytest.raises(InvalidSetting, match=f"--ray-address: got '{wrong}', expected HOST:PORT"),
+            ray_cluster(wrong),
+        ):
+            pass
     with pytest.raises(NotAvailable, match="ray job submit"), ray_cluster("ray://there:10001"):
         pass
 

@@ -13,6 +13,7 @@ import pytest
 
 from slime.launcher import flag_table, flags
 from slime.launcher.declared import SETTINGS, Flag, build_parser, declared, declared_by
+from slime.launcher.runner_flags import AGENT_ROLLOUT
 from slime.types.errors import (
     ConfigError,
     InvalidFile,
@@ -80,8 +81,8 @@ def test_file_then_flag_then_custom_file(base: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "text, error, words",
     [
-        ("learning_rte: 1", UnknownFlag, "--learning-rte"),
-        ("use_opd: true", NotAvailable, "--use-opd"),
+        ("learning_rte: 1", UnknownFlag, "--config .*config.yaml: learning_rte: .*--learning-rte"),
+        ("use_opd: true", NotAvailable, "--config .*config.yaml: use_opd: --use-opd"),
         ("[1, 2]", InvalidFile, "mapping"),
         ("lr: fast", InvalidSetting, "--lr"),
         ("disable_grpo_std_normalization: 3", InvalidSetting, "true or false"),
@@ -197,6 +198,27 @@ def test_plugins_are_loaded_first(base: list[str], tmp_path: Path) -> None:
             flags.parse([*base, "--dynamic-sampling-filter-path", path])
 
 
+def test_the_settings_of_agents_are_read_first(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACR_AGENT_RUNTIME_ARN", "ACR_S3_BUCKET"):
+        monkeypatch.delenv(name, raising=False)
+    toolkit = tmp_path / "toolkit.yaml"
+    words = [*base, "--rollout-function-path", AGENT_ROLLOUT, "--custom-config-path", str(toolkit)]
+    toolkit.write_text("agent_runtime_arn: http://127.0.0.1:8080/invocations\n")
+    assert flags.parse(words).flat["agent_runtime_arn"]
+    for text, named in (("agent_runtime_arn: agent-1", "'agent-1'"), ("exp_id: e", "agent_runtime_arn: got None")):
+        toolkit.write_text(text)
+        with pytest.raises(InvalidSetting, match=f"agent_runtime_arn.*{named}|{named}"):
+            flags.parse(words)
+
+
+def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:
+    for words in (["--actor-num-nodes", "2000000"], ["--num-gpus-per-node", "1000001"], ["--dry-run-gpus", "1000001"]):
+        with pytest.raises(InvalidSetting, match=f"{words[0]} {words[1]}: expected at most 1,000,000"):
+            flags.parse([*base, *words, *(["--dry-run"] if "dry" in words[0] else [])])
+
+
 def test_when_the_loop_saves_and_evaluates(base: list[str], files: dict[str, Path], tmp_path: Path) -> None:
     evaluation = ["--eval-prompt-data", "sums", str(files["prompts"])]
     config = flags.parse(
@@ -209,6 +231,12 @@ def test_when_the_loop_saves_and_evaluates(base: list[str], files: dict[str, Pat
     plain = flags.parse(base)
     assert not plain.evaluates and not plain.evaluates_after(3) and not plain.saves_after(3)
     assert plain.output_dir == Path("runs") / str(plain.launcher.run_name) and plain.launcher.use_tensorboard
+
+
+def test_a_run_is_named_by_no_path(base: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="--run-name a/../../b: names a directory below runs, expected no path"):
+        flags.parse([*base, "--run-name", "a/../../b"])
+    assert flags.parse([*base, "--run-name", "a/b", "--output-dir", str(tmp_path)]).output_dir == tmp_path
 
 
 def test_help_is_light() -> None:

@@ -32,9 +32,10 @@ WHOLE = frozenset(
     custom-rollout-log-function-path custom-eval-rollout-log-function-path buffer-filter-path update-weight-buffer-size
     update-weights-interval keep-old-actor rollout-data-postprocess-path rollout-data-transport
     rollout-external-engine-addrs num-rollout num-epoch disable-rollout-global-dataset data-source-path prompt-data
-    apply-chat-template apply-chat-template-kwargs input-key label-key metadata-key tool-key start-rollout-id
-    rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout micro-batch-size balance-data
-    balance-by-flops use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu eval-function-path
+    apply-chat-template apply-chat-template-kwargs input-key label-key metadata-key multimodal-keys tool-key
+    start-rollout-id rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout micro-batch-size
+    balance-data balance-by-flops use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu
+    eval-function-path
     eval-interval eval-prompt-data eval-config skip-eval-before-train eval-input-key eval-label-key eval-tool-key
     n-samples-per-eval-prompt eval-temperature eval-top-p eval-top-k eval-max-response-len eval-max-prompt-len
     eval-min-new-tokens eval-max-context-len save-debug-rollout-data load-forge-rollout-data
@@ -66,6 +67,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(model_config(name)))
         (directory / "tokenizer.json").write_text("{}")
+    (root / "vision").mkdir()
+    (root / "vision" / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    for name in ("tokenizer.json", "processor_config.json"):
+        (root / "vision" / name).write_text("{}")
     (checkpoint / "config.json").write_text("{}")
     (checkpoint / STATE_FILE).write_text("{}")
     (root / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
@@ -76,6 +81,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "model": model,
         "mtp": root / "mtp",
+        "vision": root / "vision",
         "checkpoint": checkpoint.parent,
         "dir": root / "empty",
         "file": root / "prompts.jsonl",

@@ -153,8 +153,8 @@ def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path) -> 
     assert parse("--max-turns", "5", "--custom-generate-function-path", str(plugin)).flat["max_turns"] == 5
     with pytest.raises(InvalidSetting, match="--rollout-num-gpus.*--rollout-external-engine-addrs"):
         parse("--rollout-num-gpus", "0")
-    with pytest.raises(NotAvailable, match="--rollout-data-transport object-store is not available yet"):
-        parse("--rollout-data-transport", "object-store")
+    with pytest.raises(NotAvailable, match="--rollout-data-transport nixl is not available: it moves .* GPUs"):
+        parse("--rollout-data-transport", "nixl")
     evaluation = parse("--eval-prompt-data", "aime", str(prompts), "--eval-prompt-data", "gsm8k", str(prompts))
     assert list(evaluation.buffer.evaluation_sets()) == ["aime", "gsm8k"]
 
@@ -193,7 +193,7 @@ def test_the_command_line_of_a_runner_is_understood(parse: Parse, tmp_path: Path
     assert config.trainer.train_backend == "megatron"
     assert config.flat["exp_id"] == "one" and config.trainer.use_dynamic_global_batch_size
     with pytest.raises(InvalidSetting, match="needs --train-backend megatron; this is --train-backend fsdp"):
-        parse("--optimizer-cpu-offload", "--attention-backend", "flash", "--train-backend", "fsdp")
+        parse("--use-distributed-optimizer", "--attention-backend", "flash", "--train-backend", "fsdp")
 
 
 def test_the_command_lines_of_a_guide_are_understood(parse: Parse, tmp_path: Path, model: Path, prompts: Path) -> None:

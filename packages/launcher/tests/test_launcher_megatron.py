@@ -17,7 +17,7 @@ from slime.launcher import flags
 from slime.launcher.checkpoints import STATE_FILE, find_checkpoint, has_checkpoint, prune
 from slime.launcher.declared import SETTINGS, declared
 from slime.launcher.megatron import ranks_needed
-from slime.types.errors import ConfigError, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
 # Small enough to read: 4 layers, 8 heads in 2 groups, 8 experts.
 MODEL = model_config("qwen3-30B-A3B") | {
@@ -200,6 +200,10 @@ def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> Non
     initial, run = tmp_path / "initial", tmp_path / "run"
     initial.mkdir()
     (initial / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(MissingFile, match=r"release: no \.metadata"):
+        flags.parse([*megatron, "--load", str(initial)])
+    (initial / "release").mkdir()
+    (initial / "release" / ".metadata").touch()
     run.mkdir()
     both = ["--initial-megatron-checkpoint", str(initial), "--load", str(run)]
     assert flags.parse([*megatron, *both[:2]]).trainer.load == str(initial)
@@ -212,6 +216,28 @@ def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> Non
         flags.parse([*megatron, *both, "--ckpt-step", "2"])
     with pytest.raises(MissingFile, match="--initial-megatron-checkpoint"):
         flags.parse([*megatron, "--initial-megatron-checkpoint", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load"])
+def test_a_checkpoint_of_megatrons_is_held_against_the_model(megatron: list[str], tmp_path: Path, flag: str) -> None:
+    saved = tmp_path / "saved" / "release"
+    (saved / "hf").mkdir(parents=True)
+    (saved / ".metadata").touch()
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("release")
+    (saved / "hf" / "config.json").write_text(json.dumps(MODEL))
+    config = flags.parse([*megatron, flag, str(saved.parent)])
+    assert str(saved.parent) in (config.trainer.load, config.trainer.ref_load)
+    (saved / "hf" / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 5, "hidden_size": 1024}))
+    with pytest.raises(InvalidSetting, match=rf"by the checkpoint of {flag}") as caught:
+        flags.parse([*megatron, flag, str(saved.parent)])
+    assert "--num-layers 5: config.json says 4" in str(caught.value)
+    assert "--hidden-size 1024: config.json says 2048" in str(caught.value)
+
+
+def test_the_reference_of_another_backend_is_a_hugging_face_directory(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(InvalidFile, match=r"--ref-load: .* has no config\.json"):
+        flags.parse([*base, "--train-backend", "fsdp", "--ref-load", str(tmp_path)])
 
 
 def test_old_checkpoints_go_and_incomplete_ones_do_not_count(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_a_run_ends_with_a_table_a_plot_and_samples_before_and_after(tmp_path: P
     assert (evaluation["before"], evaluation["after"]) == (0.25, 0.75)
     assert evaluation["sets"]["sums"]["history"] == [{"step": 0, "score": 0.25}, {"step": 2, "score": 0.75}]
     rows = files.read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["rollout/raw_reward"] for row in rows] == [0.2, 0.8]
+    assert [row["rollout/raw_reward"] for row in rows if "train/loss" in row] == [0.2, 0.8]
+    assert rows[0]["eval/sums"] == 0.25 and rows[-1]["eval/sums"] == 0.75
     assert (tmp_path / "reward.png").stat().st_size > 1000
     assert list((tmp_path / "tensorboard").iterdir())
 
@@ -83,5 +84,27 @@ def test_a_full_disk_has_a_name_and_keeps_what_was_there(tmp_path: Path, monkeyp
 
 
 def test_scores_of_sets_are_told_from_their_details() -> None:
-    metrics = {"eval/a": 1.0, "eval/a-truncated_ratio": 0.0, "eval/b-c": 0.5, "rollout/raw_reward": 2.0}
-    assert evaluation_scores(metrics) == {"a": 1.0, "b-c": 0.5}
+    scores = {"eval/a": 1.0, "eval/b-c": 0.5}
+    details = {"eval/a-truncated_ratio": 0.0, "eval/b-c-response_length": 3.0}
+    assert evaluation_scores(scores | details | {"rollout/raw_reward": 2.0}) == {"a": 1.0, "b-c": 0.5}
+    assert evaluation_scores(scores | details | {"eval/n_samples": 64.0}) == {"a": 1.0, "b-c": 0.5}
+    assert evaluation_scores(scores) == {"a": 1.0, "b-c": 0.5}
+
+
+def test_an_evaluation_that_no_step_follows_has_a_row_of_its_own(tmp_path: Path) -> None:
+    shown, _ = report(tmp_path, num_steps=0)
+    with shown:
+        shown.started(76_032, 0, 0)
+        shown.evaluation(0, {"eval/sums": 0.25, "eval/sums-pass@2": 0.5}, [])
+        shown.finished()
+    assert files.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "eval/sums": 0.25, "eval/sums-pass@2": 0.5}]
+
+
+def test_a_rollout_that_failed_as_a_whole_is_said(tmp_path: Path) -> None:
+    shown, text = report(tmp_path)
+    with shown:
+        shown.started(76_032, 0)
+        shown.step(0, {"rollout/raw_reward": 0.0, "rollout/failed_ratio": 0.5}, [])
+        assert "every sample" not in text.getvalue()
+        shown.step(1, {"rollout/raw_reward": 0.0, "rollout/failed_ratio": 1.0}, [])
+    assert "step 1: every sample failed" in text.getvalue() and "rollout.log" in text.getvalue()

@@ -59,6 +59,7 @@ class FakeEngine:
         self.answer = answer
         self.version = "0"
         self.status = 200
+        self.tokens_an_image = 4
         self.die_after: int | None = None
         self.held_prompts: set[tuple[int, ...]] = set()
         self.paused = False
@@ -158,6 +159,8 @@ class FakeEngine:
             assert self._abort is not None
             await self._abort.wait()
         outputs = [self._output(p, s, aborted=held) for p, s in zip(prompts, params, strict=True)]
+        for output, images in zip(outputs, body.get("image_data") or [], strict=False):
+            output["meta_info"]["prompt_tokens"] += (self.tokens_an_image - 1) * len(images)
         return web.json_response(outputs[0] if single else outputs)
 
     def _output(self, prompt: list[int], params: dict[str, Any], aborted: bool) -> dict[str, Any]:

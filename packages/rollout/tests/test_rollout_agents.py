@@ -22,7 +22,7 @@ from slime.rollout.agents.sessions import Turn
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.agents.transport import extract_reward
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, RemoteError
+from slime.types.errors import ConfigError, InvalidField, InvalidSetting, NotAvailable, RemoteError
 
 URL = "http://127.0.0.1:9/invocations"
 TOKENS = st.lists(st.integers(2, 50), min_size=1, max_size=6)
@@ -187,6 +187,31 @@ def test_an_invocation_is_not_tried_again_once_its_episode_is_over(monkeypatch: 
     with pytest.raises(RemoteError, match="is over"):
         runtime._invoke(session_id, {})
     assert len(sent) == 1
+
+
+def test_what_aws_would_refuse_every_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.exceptions import ClientError, NoCredentialsError
+
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    arn = "arn:aws:bedrock-agentcore:eu-central-1:1:runtime/a-b"
+    runtime = AgentCore(AgentSettings(agent_runtime_arn=arn, s3_bucket="b"))
+
+    def answers(error: Exception) -> None:
+        def invoke(**kwargs: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(runtime._client, "invoke_agent_runtime", invoke)
+
+    def refusal(code: str) -> ClientError:
+        return ClientError({"Error": {"Code": code, "Message": "no"}}, "InvokeAgentRuntime")
+
+    for error in (NoCredentialsError(), refusal("AccessDeniedException"), refusal("ResourceNotFoundException")):
+        answers(error)
+        with pytest.raises(ConfigError, match="runtime/a-b.*expected"):
+            runtime._invoke("s", {})
+    answers(refusal("ThrottlingException"))
+    with pytest.raises(RemoteError, match="Throttling"):
+        runtime._invoke("s", {})
 
 
 def test_without_boto3_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

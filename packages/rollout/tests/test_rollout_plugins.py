@@ -33,11 +33,10 @@ def run(state, buffer, function=generate_rollout, rollout_id=7):
 async def over_http(args, sample, sampling_params):
     """What code written for slime does: posts to the engine by itself."""
     state = GenerateState(args)
-    ids = state.tokenizer.encode(sample.prompt)
-    payload = {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+    sample.tokens = state.tokenizer.encode(sample.prompt)
+    payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
     output = await post(get_model_url(args), payload)
     new = output["meta_info"]["output_token_logprobs"]
-    sample.tokens = ids
     sample.append_response_tokens(
         args,
         tokens=[t[1] for t in new],

@@ -115,6 +115,13 @@ def test_what_is_no_number_names_the_sample_and_the_function(name):
         asyncio.run(score_sample(args(custom_rm_path=f"{__name__}.{name}"), finished("x", "x")))
 
 
+def test_a_number_has_no_key():
+    with pytest.raises(InvalidField, match="gives_length gave sample 3.*'score'.*--reward-key"):
+        asyncio.run(
+            score_sample(args(custom_rm_path=f"{__name__}.gives_length", reward_key="score"), finished("four", "x"))
+        )
+
+
 def test_dict_rewards_and_functions_that_are_not_async():
     sample = finished("four", "x")
     asyncio.run(score_sample(args(custom_rm_path=f"{__name__}.gives_dict", reward_key="score"), sample))

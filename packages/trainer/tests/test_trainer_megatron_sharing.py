@@ -25,6 +25,10 @@ def test_one_rank_of_a_replica_reads_and_the_others_have_the_same(results: dict[
     assert second["1"] == [[[5, 0, 7]], True, 3, 0]
 
 
+def test_ranks_of_a_replica_that_have_blobs_in_common_read_for_themselves(results: dict[str, list[Any]]):
+    assert [result["1 each"] for result in results["reading"]] == [[[[5, 0, 7]], True, 3, 0]] * 2
+
+
 def test_replicas_of_one_rank_read_for_themselves(results: dict[str, list[Any]]):
     assert [result["2"] for result in results["reading"]] == [[[[0]], True, 1, 0], [[[1]], True, 1, 0]]
 

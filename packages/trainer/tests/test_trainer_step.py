@@ -150,7 +150,7 @@ def test_plugins_take_part(model: str, tmp_path: Any):
         "import torch\n"
         "def advantages(args, rollout_data):\n"
         "    rollout_data['advantages'] = [torch.full_like(m, args.lr) for m in rollout_data['loss_masks']]\n"
-        "def tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):\n"
+        "def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):\n"
         "    return pg_loss * 0.5, loss_masks, {'mine': torch.cat(rollout_log_probs)}\n"
         "def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
         "    return lambda x: x.sum() * 0.0 + 3.0\n"

@@ -62,20 +62,23 @@ def _differences(ranks: Ranks, tokens: int, padded: int, temperature: float, chu
     }
 
 
-def _reader(ranks: Ranks, replicas: int) -> ReplicaReader:
+def _reader(ranks: Ranks, replicas: int, *, each_reads: bool = False) -> ReplicaReader:
     """Of one replica whose last rank leads it, or of a replica for each rank."""
     one = replicas == 1
     leads = ranks.rank == ranks.world_size - 1 if one else True
     backend = SimpleNamespace(replicas=replicas, replica=0 if one else ranks.rank, leads_replica=leads)
-    return ReplicaReader(ranks, backend)
+    return ReplicaReader(ranks, backend, each_reads=each_reads)
 
 
 def reading(ranks: Ranks, models: Path) -> dict[str, Any]:
-    """How often this rank read, and whether it has the samples; of one replica, of two, and of nothing."""
+    """How often this rank read, and whether it has the samples; of one replica, of two, and of nothing.
+
+    "1 each": of one replica whose ranks read by themselves.
+    """
     samples = make_samples()
     found: dict[str, Any] = {}
-    for replicas in (1, ranks.world_size):
-        reader = _reader(ranks, replicas)
+    for name, replicas in (("1", 1), ("1 each", 1), (str(ranks.world_size), ranks.world_size)):
+        reader = _reader(ranks, replicas, each_reads="each" in name)
         calls: list[list[int]] = []
 
         def read(positions: Any, calls: list[Any] = calls) -> Any:
@@ -85,7 +88,7 @@ def reading(ranks: Ranks, models: Path) -> dict[str, Any]:
         wanted = [5, 0, 7] if replicas == 1 else [ranks.rank]
         got = reader.read(read, wanted)
         none = reader.read(read, [])
-        found[str(replicas)] = [calls, all(map(_equal, got, (samples[p] for p in wanted))), len(got), len(none)]
+        found[name] = [calls, all(map(_equal, got, (samples[p] for p in wanted))), len(got), len(none)]
     return found
 
 

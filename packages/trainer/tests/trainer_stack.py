@@ -18,6 +18,8 @@ WRITER = Writer("run", 3)
 
 
 class StandInBuffer:
+    blobs = None
+
     def __init__(self) -> None:
         self.writer: Writer | None = None
         self.calls: list[tuple[Any, ...]] = []

@@ -94,6 +94,15 @@ def test_list_idioms_work_on_token_arrays() -> None:
         bool(sample.tokens == sample.tokens)
 
 
+def test_what_a_list_does_in_place_is_refused_with_what_to_write() -> None:
+    sample = Sample(tokens=[1, 2])
+    with pytest.raises(AttributeError, match=r"no attribute 'extend'.*`sample.tokens \+= \[...\]`"):
+        sample.tokens.extend([3])
+    assert not hasattr(sample.tokens, "append") and not hasattr(sample.tokens, "no_such")
+    sample.tokens += [3]
+    assert sample.tokens.tolist() == [1, 2, 3]
+
+
 def test_samples_compare_copy_and_pickle() -> None:
     sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float("nan")], reward={"a": float("nan")})
     for twin in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), Sample.from_dict(sample.to_dict())):

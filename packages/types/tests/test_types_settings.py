@@ -83,7 +83,8 @@ def test_classes_that_share_a_field_share_its_flag() -> None:
         (["--seed", "-1"], ["--seed", "-1", "at least 0"]),
         (["--extra", "[1]"], ["--extra", "'[1]'", "JSON object"]),
         (["--extra", "{"], ["--extra"]),
-        (["--varnish=yes"], ["--varnish"]),
+        (["--varnish=yes"], ["--varnish", "'yes'", "no value"]),
+        (["--seed", "9" * 20], ["--seed", "64 bits"]),
         (["stray"], ["unexpected argument 'stray'"]),
     ],
 )

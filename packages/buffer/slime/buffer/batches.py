@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from slime.buffer.samples import encoded_samples
 from slime.buffer.store.base import Group, Payloads, State, Step, Store
 from slime.types.errors import InvalidField, NotFound, WrongState
 
 READ_BYTES = 4 << 20
+
+
+class Place(NamedTuple):
+    """A sample of a sealed step: of which group, and which of its samples."""
+
+    group: Group
+    position: int
+
+    @property
+    def size(self) -> int:
+        """In bytes, encoded."""
+        return self.group.sizes[self.position]
 
 
 class Batches:
@@ -142,38 +156,32 @@ class Batches:
     def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
         """Encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.
 
-        Raises NotFound for a step that is not sealed, InvalidField for a position out of range, both at the call.
+        Raises what `places` raises, at the call.
+        """
+        return map(self.encoded, chunks(self.places(step, positions), READ_BYTES))
+
+    def places(self, step: int, positions: Sequence[int]) -> list[Place]:
+        """Where the samples at `positions` are.
+
+        Raises NotFound for a step that is not sealed, InvalidField for a position out of range.
         """
         known = self._step(step)
         groups = self._groups(known)
-        places = [(group, position) for group in groups for position in range(len(group.sizes))]
+        places = [Place(group, position) for group in groups for position in range(len(group.sizes))]
         for position in positions:
             if not 0 <= position < len(places):
                 released = any(group.payload is None for group in groups)
                 expected = f"0 to {len(places) - 1}" if not released else "a step whose samples were not released"
                 raise InvalidField("positions", position, expected)
-        return self._chunks([places[position] for position in positions])
+        return [places[position] for position in positions]
 
-    def _chunks(self, places: Sequence[tuple[Group, int]]) -> Iterator[list[bytes]]:
-        start = 0
-        while start < len(places):
-            stop, size = start, 0
-            while stop < len(places) and (stop == start or size + _size(places[stop]) <= READ_BYTES):
-                size += _size(places[stop])
-                stop += 1
-            yield self._read(places[start:stop])
-            start = stop
-
-    def _read(self, places: Sequence[tuple[Group, int]]) -> list[bytes]:
+    def encoded(self, places: Sequence[Place]) -> list[bytes]:
+        """The encoded samples at `places`."""
         # Neighbours of one group come from one read of its file.
         found: list[bytes] = []
-        start = 0
-        while start < len(places):
-            group, stop = places[start][0], start
-            while stop < len(places) and places[stop][0] is group:
-                stop += 1
-            found += encoded_samples(group, self.payloads, [position for _, position in places[start:stop]])
-            start = stop
+        for _, neighbours in groupby(places, lambda place: place.group.group_index):
+            group, positions = zip(*neighbours, strict=True)
+            found += encoded_samples(group[0], self.payloads, positions)
         return found
 
     def _groups(self, step: Step) -> list[Group]:
@@ -190,6 +198,15 @@ class Batches:
         self.store.update_groups(step.group_indexes, state=state)
 
 
-def _size(place: tuple[Group, int]) -> int:
-    group, position = place
-    return group.sizes[position]
+def chunks(places: Sequence[Place], max_bytes: int) -> Iterator[list[Place]]:
+    """In order, in lists of about `max_bytes` of samples; a larger sample is a list of its own."""
+    chunk: list[Place] = []
+    size = 0
+    for place in places:
+        if chunk and size + place.size > max_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(place)
+        size += place.size
+    if chunk:
+        yield chunk

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 from slime.buffer.batches import Batches
+from slime.buffer.detached import DetachedSteps
 from slime.buffer.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.filters import BufferFilter
 from slime.buffer.leases import Leased, Leases
@@ -31,7 +32,9 @@ from slime.buffer.sources.dataset import Dataset, read_dataset
 from slime.buffer.store.base import Group, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.sqlite import SqliteStore
+from slime.types.blobs import BlobWriter
 from slime.types.errors import DeadlineExceeded, InvalidField, InvalidSetting, NotFound, Unavailable
+from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
 
 T = TypeVar("T")
@@ -41,10 +44,12 @@ PAGE = 64
 class Buffer:
     """Opens, or makes, the directory of `settings`. Thread-safe. Raises ConfigError for files it cannot use.
 
-    clock: wall-clock seconds, for leases.
+    clock: wall-clock seconds, for leases. blobs: where large tensors of a step go, for readers that know the store.
     """
 
-    def __init__(self, settings: BufferSettings, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, settings: BufferSettings, *, clock: Callable[[], float] = time.time, blobs: BlobWriter | None = None
+    ) -> None:
         self.settings = settings
         self._closing = False
         dataset = _read_prompts(settings)
@@ -70,6 +75,7 @@ class Buffer:
                     clock=clock,
                 )
                 self.batches = Batches(self.store, self.payloads, release_committed=settings.release_committed)
+                self.detached = None if blobs is None else DetachedSteps(self.batches, blobs)
                 self.evaluation = EvaluationSets(self.store, evaluation, settings.n_samples_per_eval_prompt)
             except BaseException:
                 self.store.close()
@@ -95,6 +101,8 @@ class Buffer:
             released = self.batches.rewind(last_committed_step)
             next_step = self.batches.next_step()
         self._delete(released)
+        if self.detached is not None:
+            self.detached.release()
         return writer, next_step
 
     def add_prompts(self, prompts: Sequence[Prompt], *, key: str, dataset: str) -> tuple[int, int, bool]:
@@ -167,12 +175,16 @@ class Buffer:
         with self.store.transaction():
             self.runs.check(writer)
             self.batches.acknowledge(step)
+        if self.detached is not None:
+            self.detached.release(step)
 
     def commit(self, writer: Writer, step: int) -> None:
         with self.store.transaction():
             self.runs.check(writer)
             released = self.batches.commit(step)
         self._delete(released)
+        if self.detached is not None:
+            self.detached.release(step)
 
     def groups(
         self, states: Sequence[State], indexes: Sequence[int], *, after: int | None, limit: int
@@ -244,7 +256,8 @@ class Buffer:
 def _read_prompts(settings: BufferSettings) -> Dataset | None:
     if not settings.prompt_data or not settings.rollout_global_dataset:
         return None
-    columns = Columns(settings.input_key, settings.label_key, settings.metadata_key, settings.tool_key)
+    images = settings.multimodal_keys.get(IMAGE)
+    columns = Columns(settings.input_key, settings.label_key, settings.metadata_key, settings.tool_key, images)
     return read_dataset(settings.prompt_data, columns, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed)
 
 

@@ -11,6 +11,7 @@ from slime.buffer.sources.dataset import read_dataset
 from slime.buffer.store.base import Store
 from slime.types.codec import encode_sample
 from slime.types.errors import NotFound
+from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
 
 
@@ -54,9 +55,17 @@ def read_evaluation_files(settings: BufferSettings) -> dict[str, list[bytes]]:
 
     def columns(name: str) -> Columns:
         own = common | settings.eval_columns.get(name, {})
-        return Columns(own["input_key"], own["label_key"], own["metadata_key"], own["tool_key"])
+        return Columns(
+            own["input_key"],
+            own["label_key"],
+            own["metadata_key"],
+            own["tool_key"],
+            settings.multimodal_keys.get(IMAGE),
+        )
 
     return {
-        name: [encode_sample(prompt.to_sample()) for prompt in read_dataset(path, columns(name)).prompts]
+        name: [
+            encode_sample(prompt.to_sample()) for prompt in read_dataset(path, columns(name), all_columns=False).prompts
+        ]
         for name, path in settings.evaluation_sets().items()
     }

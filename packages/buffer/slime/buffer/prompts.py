@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from slime.buffer.media import Image, images_in_messages
 from slime.buffer.sources.base import Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset
 from slime.buffer.store.base import Group, State, Store
@@ -97,20 +98,24 @@ class Prompts:
 def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
     """Raises InvalidField naming `prompts[position]` and the field."""
     prompt: str | list[dict[str, Any]]
+    images: list[Image] = []
     match message.WhichOneof("prompt"):
         case "text":
             prompt = message.text
         case "messages_json":
             field = f"prompts[{position}].messages_json"
-            prompt = _parse(field, message.messages_json, list, "a JSON list of chat messages")
-            if not prompt or not all(isinstance(turn, dict) and "role" in turn for turn in prompt):
+            messages = _parse(field, message.messages_json, list, "a JSON list of chat messages")
+            if not messages or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
                 raise InvalidField(field, message.messages_json, "chat messages: objects with a role")
+            prompt, images = images_in_messages(
+                messages, where=field, refuse=lambda value, expected: InvalidField(field, value, expected)
+            )
         case _:
             raise InvalidField(f"prompts[{position}].prompt", "nothing", "text or messages_json")
     metadata = {}
     if message.metadata_json:
         metadata = _parse(f"prompts[{position}].metadata_json", message.metadata_json, dict, "a JSON object")
-    return Prompt(prompt, message.label if message.HasField("label") else None, metadata)
+    return Prompt(prompt, message.label if message.HasField("label") else None, metadata, images)
 
 
 def _parse(field: str, text: str, kind: type, expected: str) -> Any:

@@ -15,6 +15,7 @@ from slime.buffer.samples import group_message
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Prompt
 from slime.buffer.store.base import Group, State
+from slime.types.blobs import BlobWriter
 from slime.types.errors import InvalidField, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
@@ -135,7 +136,12 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return buffer_pb2.GetPlanResponse(plan_json=plan)
 
     def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[buffer_pb2.ReadStepResponse]:
-        for chunk in self.buffer.batches.read(request.step, request.positions):
+        detached = self.buffer.detached
+        if detached is not None and request.blob_store == detached.blobs.name:
+            read = detached.read(request.step, request.positions)
+        else:
+            read = self.buffer.batches.read(request.step, request.positions)
+        for chunk in read:
             yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
 
     def AcknowledgeStep(
@@ -225,9 +231,14 @@ class RunningBuffer(RunningService):
         super().stop(grace_seconds)
 
 
-def serve(settings: BufferSettings, rpc: RpcSettings | None = None) -> RunningBuffer:
-    """Serves a buffer until `stop`. Raises ConfigError for files or settings that do not fit, PortInUse."""
-    return serve_buffer(Buffer(settings), rpc)
+def serve(
+    settings: BufferSettings, rpc: RpcSettings | None = None, *, blobs: BlobWriter | None = None
+) -> RunningBuffer:
+    """Serves a buffer until `stop`. Raises ConfigError for files or settings that do not fit, PortInUse.
+
+    blobs: through which readers of a step that know it get large tensors.
+    """
+    return serve_buffer(Buffer(settings, blobs=blobs), rpc)
 
 
 def serve_buffer(buffer: Buffer, rpc: RpcSettings | None = None) -> RunningBuffer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.buffer.media import check_keys
 from slime.types.errors import InvalidSetting
-from slime.types.settings import setting
+from slime.types.settings import json_object, setting
 
 # What a set of its own may say of the columns of its file.
 COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key")
@@ -28,6 +29,11 @@ class BufferSettings:
     label_key: str | None = setting(None, "column of the label, any JSON value", metavar="NAME")
     metadata_key: str = setting("metadata", "column of a JSON object that travels with the sample", metavar="NAME")
     tool_key: str = setting("tools", 'column of tool definitions; they become metadata["tools"]', metavar="NAME")
+    multimodal_keys: dict[str, str] = setting(
+        dict,
+        'JSON object, kind of media -> column: {"image": "images"}, of the `<image>` of a prompt',
+        parse=json_object,
+    )
     rollout_shuffle: bool = setting(False, "shuffle the prompts anew in each epoch")
     rollout_seed: int = setting(42, "seed of that shuffle: epoch e uses seed + e")
     n_samples_per_prompt: int = setting(1, "samples in a group", minimum=1)
@@ -62,6 +68,7 @@ class BufferSettings:
     )
 
     def __post_init__(self) -> None:
+        check_keys(self.multimodal_keys)
         for name, columns in self.eval_columns.items():
             if not isinstance(columns, dict) or not all(
                 key in COLUMNS and isinstance(value, str) for key, value in columns.items()

@@ -25,6 +25,7 @@ from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, MissingFile, WrongState
+from slime.types.vision import IMAGE
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
 
@@ -236,6 +237,7 @@ def _read(args: Any) -> Dataset | None:
         label=getattr(args, "label_key", None),
         metadata=getattr(args, "metadata_key", "metadata"),
         tools=getattr(args, "tool_key", "tools"),
+        images=(getattr(args, "multimodal_keys", None) or {}).get(IMAGE),
     )
     shuffle, seed = getattr(args, "rollout_shuffle", False), getattr(args, "rollout_seed", 42)
     return read_dataset(path, columns, shuffle=shuffle, seed=seed)

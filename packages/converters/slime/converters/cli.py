@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
     except SlimeError as error:
         print(f"slime-convert: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        print(f"slime-convert: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _parse(argv: list[str], command: str, settings: type, *positionals: str) -> tuple[Any, dict[str, Any]]:
@@ -102,15 +105,17 @@ def _progress() -> Callable[[str], None]:
     return show
 
 
-def _parse_with_megatron(argv: list[str], command: str, settings: type) -> tuple[Any, dict[str, Any], list[str]]:
-    """(own settings, Megatron's arguments, the other words)"""
+def _parse_with_megatron(
+    argv: list[str], command: str, settings: type
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(what is set of its own, Megatron's arguments, the other words)"""
     from slime.converters.megatron_args import parse_model_args
 
     parser = Parser(prog=f"slime-convert {command}", description=settings.__doc__)
     add_flags(parser, settings)
     own, rest = parser.parse_known_args(argv)
     given, rest = parse_model_args(rest)
-    return build(settings, vars(own)), given, rest
+    return vars(own), given, rest
 
 
 def _refuse(words: list[str], settings: type, also: Iterable[str] = ()) -> None:
@@ -118,15 +123,21 @@ def _refuse(words: list[str], settings: type, also: Iterable[str] = ()) -> None:
     if words:
         parser = Parser()
         add_flags(parser, settings)
-        known = [*parser.flag_names(), *(row.flag for row in table()), *also]
-        if words[0].startswith("--"):
-            raise unknown_flag(words[0].split("=", 1)[0], known)
+        flag, known = words[0].split("=", 1)[0], [*parser.flag_names(), *(row.flag for row in table()), *also]
+        if flag in known:
+            raise InvalidSetting(
+                f"{flag} is a flag of training, which is not taken here", field=flag, expected="flags of the model"
+            )
+        if flag.startswith("--"):
+            raise unknown_flag(flag, known)
         raise InvalidSetting(f"unexpected argument {words[0]!r}", value=words[0])
 
 
 def _hf_to_torch_dist(argv: list[str]) -> int:
-    settings, given, rest = _parse_with_megatron(argv, "hf-to-torch-dist", HfToTorchDistSettings)
+    own, given, rest = _parse_with_megatron(argv, "hf-to-torch-dist", HfToTorchDistSettings)
+    # First what is misspelt, then what is missing for it.
     _refuse(rest, HfToTorchDistSettings)
+    settings = build(HfToTorchDistSettings, own)
     if settings.model_type is not None:
         from slime.converters.megatron_args import model_args
         from slime.converters.model_scripts import model_config
@@ -156,12 +167,13 @@ def _torch_dist_to_hf(argv: list[str]) -> int:
 
 
 def _to_hf(argv: list[str], training: Parser | None) -> int:
-    settings, given, rest = _parse_with_megatron(argv, "to-hf", ToHfSettings)
+    own, given, rest = _parse_with_megatron(argv, "to-hf", ToHfSettings)
     known: list[str] = []
     for parser in [training] if training is not None else _training_parsers():
         _, rest = parser.parse_known_args(rest)
         known += parser.flag_names()
     _refuse(rest, ToHfSettings, known)
+    settings = build(ToHfSettings, own)
     from slime.converters.to_hf import convert
 
     convert(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from slime.converters.safetensors_dir import SafetensorsDir, disk_errors
-from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.errors import InvalidSetting, MissingFile, SlimeError
 
 MARK = "slime.json"
 
@@ -34,6 +34,8 @@ def check_hf_output(target: Path, mark: str, overwrite: bool) -> bool:
     try:
         found = json.loads((target / MARK).read_text()).get("source")
         SafetensorsDir(target)
+        if not (target / "config.json").is_file():
+            raise MissingFile("no config.json", field="path", value=str(target / "config.json"))
     except (ValueError, AttributeError, SlimeError) as error:
         raise _taken(target, f"is damaged ({error})", "--overwrite, to replace it") from None
     if found != mark:

@@ -14,12 +14,15 @@ from pathlib import Path
 import torch
 
 from slime.converters.families import read_config
+from slime.converters.families.base import Config
+from slime.converters.families.config_json import tied
 from slime.converters.hf_source import HfSource
 from slime.converters.hf_writer import HfFiles, HfTensor
 from slime.converters.mapping import Parameter
 from slime.converters.rectangles import Stored, open_file, pieces, read
 from slime.converters.safetensors_dir import write
 from slime.converters.torch_dist.reader import TorchDist
+from slime.types.errors import InvalidFile
 
 # Within the `hf` directory of a checkpoint.
 OTHERS = "others"
@@ -59,6 +62,26 @@ def keep(source: HfSource, parameters: Iterable[Parameter], hf_dir: Path) -> tup
     return copies, lost
 
 
+def kept(checkpoint: TorchDist) -> HfSource | None:
+    """The small ones that a checkpoint holds as they were; None where it has none."""
+    if checkpoint.hf_dir is None or not (checkpoint.hf_dir / OTHERS).is_dir():
+        return None
+    return HfSource(checkpoint.hf_dir / OTHERS, {})
+
+
+def check_tied(source: HfSource, config: Config) -> None:
+    """Raises InvalidFile where config.json ties the output layer to the embedding and the weights have two."""
+    first, second = "model.embed_tokens.weight", "lm_head.weight"
+    if not tied(config) or not {first, second} <= source.tensors.keys() or _equal(source, first, second):
+        return
+    raise InvalidFile(
+        f"{source.path}: {second} differs from {first}; config.json says tie_word_embeddings = true, "
+        "which makes them one",
+        field=second,
+        expected=f"{first}, or tie_word_embeddings = false",
+    )
+
+
 def _equal(source: HfSource, first: str, second: str) -> bool:
     """Bit for bit, some rows at a time."""
     shape, dtype = source.tensors[first].shape, source.dtype(first)
@@ -91,8 +114,8 @@ class Leftovers:
         self._taken: list[tuple[HfSource, list[str]]] = []
         self.notes: list[str] = []
         source = HfSource(origin, read_config(origin)) if any(origin.glob("*.safetensors")) else None
-        if checkpoint.hf_dir is not None and (checkpoint.hf_dir / OTHERS).is_dir():
-            others = HfSource(checkpoint.hf_dir / OTHERS, {})
+        others = kept(checkpoint)
+        if others is not None:
             self._taken.append((others, list(others.tensors)))
         elif source is not None and "copies" not in description:
             copies, small, lost = find(source, parameters)

@@ -52,14 +52,15 @@ class HfSource:
         if not quantization:
             return None
         method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        if method != "fp8" or not isinstance(block, (list, tuple)) or len(block) != 2:
+        sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        if method != "fp8" or not sizes:
             raise NotAvailable(
                 f"{self.path}/config.json: quantization_config: quant_method {method!r}, weight_block_size {block!r} "
                 "is not available; expected fp8 in blocks, or plain weights",
                 field="quantization_config",
                 value=dict(quantization),
             )
-        return int(block[0]), int(block[1])
+        return block[0], block[1]
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -78,7 +79,7 @@ class HfSource:
         """Holds the headers against the tensors that the parameters are made of.
 
         ignored: patterns of names that may be there too. Raises InvalidFile naming missing and unexpected tensors,
-        those of another shape, and fp8 without its factors.
+        those of another shape or of whole numbers, and fp8 without its factors.
         """
         wanted: dict[str, Shape] = {block.name: block.shape for p in parameters for block in p.blocks}
         found, patterns = self.tensors, [re.compile(pattern) for pattern in ignored]
@@ -93,6 +94,11 @@ class HfSource:
             for name, shape in wanted.items()
             if name in found and found[name].shape != shape
         ]
+        kinds = [
+            f"{name} {found[name].dtype}"
+            for name in wanted
+            if name in found and not found[name].dtype.startswith(("F", "BF"))
+        ]
         scales = [
             f"{name}{SCALE_SUFFIX}" for name in wanted if name in found and not self._has_scale(name, found[name])
         ]
@@ -102,6 +108,7 @@ class HfSource:
                 ("missing", missing),
                 ("unexpected", unexpected),
                 ("of another shape", shapes),
+                ("of a type that is no floating point", kinds),
                 ("factors of fp8 missing or of another shape", scales),
             )
             if names
@@ -110,7 +117,7 @@ class HfSource:
             raise InvalidFile(
                 f"{self.path}: its tensors are not those of the model in config.json: " + "; ".join(problems),
                 field="tensors",
-                value=(missing + unexpected + shapes + scales)[0],
+                value=(missing + unexpected + shapes + kinds + scales)[0],
                 expected="the tensors of its config.json",
             )
 

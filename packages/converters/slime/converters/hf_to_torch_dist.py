@@ -20,19 +20,20 @@ import torch
 from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
 from slime.converters.hf_files import copy_side_files
-from slime.converters.hf_leftovers import SHOWN, keep
+from slime.converters.hf_leftovers import SHOWN, check_tied, keep
 from slime.converters.hf_source import NAMES, HfSource
 from slime.converters.in_progress import check_space, directory_in_progress, fingerprint
 from slime.converters.mapping import Parameter
 from slime.converters.megatron_args import check_model_args, model_args, padded_vocab_size, read_model_config
+from slime.converters.parallel_sizes import check_parallel_sizes
 from slime.converters.ranks import Ranks, divide, run_jobs
 from slime.converters.safetensors_dir import disk_errors
 from slime.converters.torch_dist.description import describe
-from slime.converters.torch_dist.directory import HF_DIR, RELEASE, TRACKER
+from slime.converters.torch_dist.directory import COMMON, CONFIG, HF_DIR, RELEASE, TRACKER
 from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
-from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.errors import InvalidSetting, MissingFile, SlimeError
 
 # Of a chunk: loading a part of one reads all of it.
 CHUNK_BYTES = 128 << 20
@@ -109,6 +110,7 @@ def convert(
         if ranks.on_first(lambda: _is_done(save, mark, overwrite)):
             progress(f"{target} is complete: kept")
             return target
+        ranks.on_first(lambda: check_tied(source, model.config))
         _write(ranks, model, source, target, mark, num_workers, progress)
     return target
 
@@ -116,13 +118,16 @@ def convert(
 def read_model(
     hf_checkpoint: str | Path, given: Mapping[str, Any], dtype: str | None, model_name: str | None = None
 ) -> Model:
-    """Raises MissingFile, InvalidFile, or InvalidSetting with each contradiction between flags and config."""
+    """Raises MissingFile, InvalidFile, or InvalidSetting with each contradiction between flags and config,
+    or with a parallel size that the model cannot be cut by."""
     path = Path(hf_checkpoint)
     config = read_model_config(path, model_name)
     check_model_args(dict(given), dict(config))
     args = model_args(config, given)
     args.setdefault("padded_vocab_size", padded_vocab_size(args))
-    return Model(str(path), config, args, None if dtype is None else getattr(torch, dtype), model_name)
+    model = Model(str(path), config, args, None if dtype is None else getattr(torch, dtype), model_name)
+    check_parallel_sizes(args, model.parameters())
+    return model
 
 
 def _is_done(save: Path, mark: str, overwrite: bool) -> bool:
@@ -148,6 +153,9 @@ def _is_done(save: Path, mark: str, overwrite: bool) -> bool:
         return False
     try:
         same = TorchDist(save / RELEASE).description.get("source") == mark
+        for name in (COMMON, CONFIG, f"{HF_DIR}/config.json"):
+            if not (save / RELEASE / name).is_file():
+                raise MissingFile(f"no {name}", field="path", value=str(save / RELEASE / name))
     except SlimeError as error:
         raise _taken(save, f"holds a damaged checkpoint ({error})", "--overwrite, to replace it") from None
     if not same:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ def directory_in_progress(target: Path, *, flag: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             if made:
-                target.parent.rmdir()
+                # Not where someone else has put something there, or has removed it.
+                with suppress(OSError):
+                    target.parent.rmdir()
             raise
     finally:
         os.close(handle)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.converters.megatron_args import PRECISION, check_model_args, parse_model_args, render_flags
+from slime.converters.safetensors_dir import disk_errors
 from slime.converters.settings import ModelArgsSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
 from slime.types.settings import nearest
@@ -118,7 +119,8 @@ def read_script(path: str | Path) -> list[str]:
     except subprocess.TimeoutExpired:
         raise InvalidFile(f"{path}: bash did not end in {SECONDS:g} s", field="--check", value=str(path)) from None
     if done.returncode:
-        raise InvalidFile(f"{path}: {done.stderr.strip()}", field="--check", value=str(path), expected="a shell file")
+        reason = done.stderr.strip() or f"bash ended with exit code {done.returncode}"
+        raise InvalidFile(f"{path}: {reason}", field="--check", value=str(path), expected="a shell file")
     words = done.stdout.split("\0")[:-1]
     if not any(words):
         raise InvalidFile(f"{path} sets no MODEL_ARGS", field="--check", value=str(path), expected="MODEL_ARGS=(...)")
@@ -155,7 +157,8 @@ def run(settings: ModelArgsSettings) -> int:
     if settings.check is not None:
         return _report(settings.check, config, source)
     if settings.output is not None:
-        Path(settings.output).write_text(text, encoding="utf-8")
+        with disk_errors(Path(settings.output)):
+            Path(settings.output).write_text(text, encoding="utf-8")
     else:
         print(text, end="")
     return 0

@@ -6,7 +6,6 @@ straight into the tensor that wants it, so a rectangle costs its own size and at
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.converters.mapping import Index, Shape
-from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
+from slime.converters.safetensors_dir import write_error
+from slime.types.errors import InvalidFile, MissingFile
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ def _read_exactly(fd: int, stored: Stored, element: int, out: torch.Tensor) -> N
 
 
 def write(fd: int, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
-    """`stored[index] = tensor`, converted to the dtype of the file. Raises OutOfSpace."""
+    """`stored[index] = tensor`, converted to the dtype of the file. Raises OutOfSpace, InvalidSetting."""
     if tensor.numel() == 0:
         return
     shape, index = _merge(stored.shape, index)
@@ -135,11 +135,7 @@ def write(fd: int, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
             try:
                 position += os.pwrite(fd, view[position : position + (1 << 30)], offset + position)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise OutOfSpace(
-                    f"no space left while writing {stored.file}", field="path", value=str(stored.file)
-                ) from None
+                raise write_error(error, stored.file) from None
 
 
 def _runs(shape: Shape, index: Index, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

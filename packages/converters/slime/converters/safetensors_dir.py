@@ -9,19 +9,24 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.types.errors import InvalidFile, MissingFile, NotFound, OutOfSpace
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotFound, OutOfSpace
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Of a file's name: of how many it is one.
+_SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
+# Of a place that takes no files.
+_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 SHARD_BYTES = 5 << 30
 # The format's own limit on its JSON header.
 MAX_HEADER_BYTES = 100_000_000
@@ -116,6 +121,13 @@ class SafetensorsDir:
             raise MissingFile(f"no such file or directory {self.path}", field="path", value=str(self.path))
         index = self._weight_map()
         files = sorted({self.path / name for name in index.values()} if index else self.path.glob("*.safetensors"))
+        if not index and any(int(match[1]) > 1 for file in files if (match := _SHARD.search(file.name))):
+            raise MissingFile(
+                f"no such file {self.path / INDEX}, and {files[0].name} is one of several shards",
+                field="path",
+                value=str(self.path / INDEX),
+                expected="the index of its shards",
+            )
         if not files:
             raise MissingFile(
                 f"{self.path}: no .safetensors files",
@@ -130,13 +142,13 @@ class SafetensorsDir:
         if not index.is_file():
             return {}
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            weight_map = dict(json.loads(index.read_text())["weight_map"].items())
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise _invalid(index, "not an index: expected JSON with a weight_map") from None
-        outside = [name for name in weight_map.values() if Path(name).name != name]
+        outside = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
         if outside:
             raise _invalid(index, f"names a file outside the directory: {outside[0]}")
-        return dict(weight_map)
+        return weight_map
 
     def _check_index(self) -> None:
         for name, file in (self._weight_map() if self.path.is_dir() else {}).items():
@@ -216,18 +228,39 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         os.chmod(path, 0o644)
 
 
+def write_error(error: OSError, path: Path) -> Exception:
+    """What to raise where `path` could not be written: OutOfSpace, InvalidSetting, or `error` where it is neither."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpace(f"no space left while writing {path}", field="path", value=str(path))
+    if error.errno == errno.EFBIG:
+        return OutOfSpace(
+            f"{path} becomes larger than this process or file system may write",
+            field="path",
+            value=str(path),
+            expected="a higher limit (ulimit -f)",
+        )
+    if error.errno in _CLOSED:
+        return InvalidSetting(
+            f"cannot write {path}: {error.strerror}", field="path", value=str(path), expected="a place to write to"
+        )
+    return error
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk while writing `path` becomes OutOfSpace."""
+    """While writing `path`: a full disk becomes OutOfSpace, a place that takes no files InvalidSetting."""
     from safetensors import SafetensorError
 
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OutOfSpace(f"no space left while writing {path}", field="path", value=str(path)) from None
+        raise write_error(error, path) from None
     except SafetensorError as error:
         if "os error 28" not in str(error) and "No space left" not in str(error):
             raise
         raise OutOfSpace(f"no space left while writing {path}", field="path", value=str(path)) from None
+    except RuntimeError as error:
+        # torch.save raises one of its own on the way out, with what the file raised as its context.
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise write_error(error.__context__, path) from None

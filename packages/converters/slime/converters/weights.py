@@ -89,6 +89,7 @@ class HfView:
     """
 
     def __init__(self, path: str | Path, other: str | Path) -> None:
+        from slime.converters.hf_leftovers import kept
         from slime.converters.hf_source import NAMES
         from slime.converters.torch_dist.reader import Parameters, TorchDist
         from slime.converters.torch_dist_to_hf import hf_tensors, read_export
@@ -111,12 +112,20 @@ class HfView:
         for name, original in self._originals.items():
             tensor = self._stored[original]
             self.tensors[name] = TensorInfo(name, NAMES[tensor.dtype], tensor.shape, tensor.num_bytes, self.path, 0)
+        self._others = kept(checkpoint)
+        if self._others is not None:
+            self.tensors |= self._others.tensors
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         import torch
 
         from slime.converters.rectangles import pieces
 
+        if name not in self._originals and self._others is not None:
+            other = self._others.load(name)
+            for index in pieces(tuple(other.shape), other.dtype):
+                yield other[index]
+            return
         tensor = self._stored[self._originals[name]]
         for index in pieces(tensor.shape, tensor.dtype):
             out = torch.empty([part.stop - part.start for part in index], dtype=tensor.dtype)

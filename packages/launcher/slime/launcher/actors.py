@@ -13,7 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from slime.launcher.object_store import ObjectStoreWriter
 from slime.rollout.engines.gpus import visible_gpus
+from slime.types.errors import WrongState
 from slime.types.rpc import RpcSettings, RunningService
 
 
@@ -30,6 +32,7 @@ class ServiceActor:
         self.host = host
         self._token = token
         self._service: RunningService | None = None
+        self._blobs: ObjectStoreWriter | None = None
         if os.path.isdir(directory):
             # Ray starts processes where the node was started.
             os.chdir(directory)
@@ -56,8 +59,17 @@ class ServiceActor:
         rpc = dataclasses.replace(rpc, host=self.host)
         if self._token is not None:
             rpc = with_token(rpc, self._token)
+        blobs = options.get("blobs")
+        if isinstance(blobs, ObjectStoreWriter):
+            self._blobs = blobs
         self._service = import_module(module).serve(settings, rpc, **options)
         return self._service.address
+
+    def find_blobs(self, wanted: list[bytes]) -> tuple[list[Any], list[tuple[int, int]]]:
+        """See ObjectStoreWriter.objects; raises WrongState where the service keeps no blobs."""
+        if self._blobs is None:
+            raise WrongState(f"{self.name} keeps no blobs", field="blobs", value=self.name)
+        return self._blobs.objects(wanted)
 
     def stop(self, grace_seconds: float) -> None:
         if self._service is not None:

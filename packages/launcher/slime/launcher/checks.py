@@ -5,6 +5,7 @@ Contradictions inside one package are that package's own; here are those between
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +13,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.buffer.sources.dataset import READERS
+from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.declared import declared
 from slime.launcher.implied import check_on_policy
 from slime.launcher.loop_checks import check_loop, check_recordings
 from slime.launcher.metrics.wandb import check_wandb
 from slime.launcher.places import check_places
+from slime.launcher.runner_flags import AGENT_ROLLOUT
+from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.plugins import load_plugin
+from slime.types.vision import require_vision
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ROW_SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
 
 # Plug-in -> the positional arguments that it is called with.
@@ -56,8 +62,13 @@ PLUGINS: dict[str, tuple[str, ...]] = {
 LOADED_ONLY = ("data_source_path", "custom_tis_function_path", "buffer_filter_path", "custom_model_provider_path")
 
 
+# More than that is a slip of the finger, and would be planned rank by rank.
+MOST_GPUS = 1_000_000
+
+
 def check_run(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting or NotAvailable for settings that do not fit together; `args` is flat."""
+    _check_size(args)
     check_loop(args)
     own_source = args["data_source_path"] != DEFAULT_DATA_SOURCE
     if own_source and args["num_epoch"] is not None:
@@ -89,14 +100,18 @@ def check_run(args: Mapping[str, Any]) -> None:
             )
     if args["megatron_to_hf_mode"] is not None and args["train_backend"] != "megatron":
         _needs("megatron_to_hf_mode", args["megatron_to_hf_mode"], "--train-backend megatron")
-    if args["rollout_data_transport"] != "grpc":
+    if args["rollout_data_transport"] == "nixl":
         raise NotAvailable(
-            f"--rollout-data-transport {args['rollout_data_transport']} is not available yet: samples travel by gRPC "
-            "from the buffer, which keeps them; expected grpc",
+            "--rollout-data-transport nixl is not available: it moves tensors between the memories of GPUs, and "
+            "samples are arrays that the buffer keeps in files; expected grpc or object-store",
             field="--rollout-data-transport",
-            value=args["rollout_data_transport"],
-            expected="grpc",
+            value="nixl",
+            expected="grpc or object-store",
         )
+    if args["multimodal_keys"] and args["train_backend"] == "megatron" and not args["debug_rollout_only"]:
+        _contradicts_images("train_backend", "megatron", "fsdp: the models of Megatron read text alone here")
+    if args["multimodal_keys"] and args["sglang_args"].get("skip_tokenizer_init"):
+        _contradicts_images("sglang_skip_tokenizer_init", True, "the engine's tokenizer, which makes tokens of images")
     check_wandb(args)
     check_on_policy(args)
     _check_pipeline_engines(args)
@@ -117,6 +132,19 @@ def check_tensor_parallel(rollout: RolloutSettings) -> None:
         )
 
 
+def _check_size(args: Mapping[str, Any]) -> None:
+    trained = {name: args[name] or 1 for name in ("actor_num_nodes", "actor_num_gpus_per_node")}
+    alone = [{name: args.get(name) or 1} for name in ("num_gpus_per_node", "rollout_num_gpus", "dry_run_gpus")]
+    for group in (trained, *alone):
+        if math.prod(group.values()) > MOST_GPUS:
+            name, value = max(group.items(), key=lambda item: item[1])
+            flag = "--" + name.replace("_", "-")
+            raise InvalidSetting(
+                f"{flag} {value}: expected at most {MOST_GPUS:,} GPUs in all",
+                field=flag, value=value, expected=f"at most {MOST_GPUS}",
+            )  # fmt: skip
+
+
 def _check_template(flag: str, path: str | None) -> None:
     try:
         (path or "").format(rollout_id=0)
@@ -133,6 +161,14 @@ def _needs(name: str, value: Any, other: str) -> None:
     flag = "--" + name.replace("_", "-")
     shown = flag if value is True else f"{flag} {value}"
     raise InvalidSetting(f"{shown} needs {other}", field=flag, value=value, expected=other)
+
+
+def _contradicts_images(name: str, value: Any, expected: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    shown = flag if value is True else f"{flag} {value}"
+    raise InvalidSetting(
+        f"--multimodal-keys contradicts {shown}; expected {expected}", field=flag, value=value, expected=expected
+    )
 
 
 def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
@@ -166,8 +202,12 @@ def _check_batch(args: Mapping[str, Any]) -> None:
 def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Raises MissingFile or InvalidFile naming the flag; nothing is read beyond what tells that a file is there."""
     for name in ("hf_checkpoint", "ref_load"):
-        if args[name] is not None:
+        # The reference may be a checkpoint of Megatron's; the tokenizer lies beside the initial weights.
+        megatrons = name == "ref_load" and args["train_backend"] == "megatron"
+        if args[name] is not None and not (megatrons and is_torch_dist(args[name])):
             _check_model("--" + name.replace("_", "-"), Path(args[name]), tokenizer=name == "hf_checkpoint")
+    if args["multimodal_keys"]:
+        _check_processor(args["hf_checkpoint"])
     if args["load"] is not None and not Path(args["load"]).is_dir():
         raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
     if args["prompt_data"] is not None and args["rollout_global_dataset"]:
@@ -178,6 +218,16 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
     if args["load_forge_rollout_data"] is not None and args["load"] is None:
         _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))
     check_places(args)
+
+
+def _check_processor(directory: str) -> None:
+    require_vision(directory, "--multimodal-keys")
+    if not any((Path(directory) / name).is_file() for name in PROCESSOR_FILES):
+        known = " or ".join(PROCESSOR_FILES)
+        raise InvalidFile(
+            f"--multimodal-keys: {directory} has no processor of images: expected {known}",
+            field="--hf-checkpoint", value=directory, expected=known,
+        )  # fmt: skip
 
 
 def _check_recording(flag: str, template: str, first: int | None) -> None:
@@ -237,3 +287,5 @@ def check_plugins(args: Mapping[str, Any]) -> None:
         if value and value != flags[name].default:
             load_plugin(value, flag="--" + name.replace("_", "-"))
     RolloutPlugins(SimpleNamespace(**args))
+    if args["rollout_function_path"] == AGENT_ROLLOUT:
+        AgentSettings.from_args(SimpleNamespace(**args))

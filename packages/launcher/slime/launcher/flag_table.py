@@ -30,7 +30,6 @@ PLANNED: dict[str, str] = {
         sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",
     "an engine that dies ends the run; its checkpoint takes it up again": "use-fault-tolerance",
-    "the models here read text alone, no images, video or sound": "multimodal-keys",
     "groups are kept by the buffer of this system; clients reach it by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "masks of whole conversations for supervised training": "loss-mask-type",

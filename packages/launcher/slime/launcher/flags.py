@@ -28,6 +28,7 @@ from slime.launcher.settings import LauncherSettings
 from slime.launcher.sources import Sources, refuse_names
 from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings import TrainerSettings
+from slime.types.errors import InvalidSetting
 from slime.types.settings import Parser, build, merge
 
 
@@ -189,6 +190,13 @@ def _name_run(values: dict[str, Any]) -> None:
         name = Path(output_dir).resolve().name if isinstance(output_dir, str) else ""
         values["run_name"] = name or f"{datetime.now():%Y%m%d-%H%M%S}"
     if not output_dir:
+        if Path(str(values["run_name"])).name != values["run_name"]:
+            raise InvalidSetting(
+                f"--run-name {values['run_name']}: names a directory below runs, expected no path (or an --output-dir)",
+                field="--run-name",
+                value=values["run_name"],
+                expected="a name without slashes",
+            )
         values["output_dir"] = str(Path("runs") / str(values["run_name"]))
     if values.get("use_tensorboard") is None:
         values["use_tensorboard"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.converters.megatron_flags import by_dest, check_backend
@@ -81,7 +82,29 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
         )
     if launcher.train_backend == "megatron":
         check_model_args(values, config, source=source)
+        for flag, directory in (("--load", trainer.load), ("--ref-load", trainer.ref_load)):
+            _check_checkpoint(flag, directory, config, source, trainer.model_name)
         _check_divisible(model_args(config, values))
+
+
+def _check_checkpoint(
+    flag: str, directory: str | None, config: Mapping[str, Any], source: str, model_name: str | None
+) -> None:
+    """Holds the config that a torch_dist checkpoint carries against `config`; one that carries none passes."""
+    from slime.converters.families import find_family
+    from slime.converters.megatron_args import check_model_args, read_model_config
+    from slime.converters.torch_dist.directory import HF_DIR, is_torch_dist, iteration_directory
+
+    if directory is None or not is_torch_dist(directory):
+        return
+    hf_dir = iteration_directory(Path(directory)) / HF_DIR
+    if (hf_dir / "config.json").is_file():
+        carried = read_model_config(hf_dir, model_name)
+        described = find_family(carried).arguments(carried)
+        # Layers that predict ahead may be left out of a checkpoint and of a model alike; lengths are no weights.
+        for name in ("mtp_num_layers", "max_position_embeddings"):
+            described.pop(name, None)
+        check_model_args(described, config, source=f"{source}, by the checkpoint of {flag} {directory}")
 
 
 def _check_divisible(args: Mapping[str, Any]) -> None:

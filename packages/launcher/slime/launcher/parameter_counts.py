@@ -14,6 +14,7 @@ from slime.converters.mapping import Parameter
 from slime.converters.megatron_args import padded_vocab_size
 from slime.launcher.rank_layout import Sizes, layers_of_stages
 from slime.types.errors import InvalidFile, NotAvailable
+from slime.types.vision import vision_of
 
 Config = Mapping[str, Any]
 
@@ -32,12 +33,13 @@ def whole_model(config: Config, *, ahead: bool = False) -> int:
 def by_transformers(directory: str | Path) -> int:
     """The same of any model that transformers can build, on no device. Raises InvalidFile."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
+            model = kind.from_config(config)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise InvalidFile(
             f"{directory}: transformers makes no model of its config.json: {error}",

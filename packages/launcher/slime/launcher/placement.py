@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ from slime.types.errors import InvalidSetting, NotAvailable, Unavailable
 log = logging.getLogger(__name__)
 
 AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+CONNECT_SECONDS = 10.0
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray
-OBJECT_STORE_BYTES = 100 << 20  # samples travel by gRPC; Ray carries only settings and addresses
+OBJECT_STORE_BYTES = 100 << 20  # where samples travel by gRPC: Ray carries only settings and addresses
 
 
 # The engine works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
@@ -77,9 +79,12 @@ class Placement:
 
 
 @contextmanager
-def ray_cluster(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
+def ray_cluster(
+    address: str | None, num_cpus: int | None = None, *, object_store_bytes: int | None = OBJECT_STORE_BYTES
+) -> Iterator[None]:
     """Connects to the Ray cluster at `address` or RAY_ADDRESS, or starts one for this run and stops it afterwards.
 
+    object_store_bytes: of a cluster that is started; None for as much as Ray takes by itself, a third of the memory.
     Raises Unavailable where no cluster answers there.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -92,7 +97,7 @@ def ray_cluster(address: str | None, num_cpus: int | None = None) -> Iterator[No
         if address:
             _join(address, options)
         else:
-            local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+            local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=object_store_bytes)
             with _token_of_this_process():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), **local, **options)
         if threading.current_thread() is threading.main_thread():
@@ -142,8 +147,9 @@ def _join(address: str, options: dict[str, Any]) -> None:
         # The nodes were started without it. A job brings the environment that it was submitted with.
         options = options | {"runtime_env": {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}}
     try:
+        _check_that_somebody_listens(address)
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise Unavailable(
             f"--ray-address {address}: no Ray cluster that lets us in: {str(error).splitlines()[0]}; one with tokens "
             "needs RAY_AUTH_MODE=token and its token in ~/.ray/auth_token",
@@ -151,6 +157,21 @@ def _join(address: str, options: dict[str, Any]) -> None:
             value=address,
             expected="a running cluster",
         ) from error
+
+
+def _check_that_somebody_listens(address: str) -> None:
+    """Raises OSError, and InvalidSetting. Ray itself tries for minutes to reach a cluster that is gone."""
+    from slime.launcher.doctor.probes import local_ray_address
+
+    known = (local_ray_address() or "") if address == "auto" else address
+    host, _, port = known.rpartition(":")
+    if host and port.isdecimal() and 0 < int(port) < 65536:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    elif address not in ("auto", "local"):
+        raise InvalidSetting(
+            f"--ray-address: got {address!r}, expected HOST:PORT or auto",
+            field="--ray-address", value=address, expected="HOST:PORT or auto",
+        )  # fmt: skip
 
 
 def plan_placement(

@@ -28,7 +28,6 @@ from slime.types.errors import NotAvailable, PortInUse, SlimeError, Unavailable
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
-OBJECT_STORE_BYTES = 100 << 20  # samples travel by gRPC; Ray carries only settings and addresses
 LOG_LINES = 15
 
 
@@ -190,7 +189,7 @@ class RayHead:
             "--node-ip-address", self.host, "--port", str(gcs),
             "--dashboard-host", LOOPBACK, "--dashboard-port", str(self.dashboard_port),
             "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
-            "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(self._directory),
+            "--temp-dir", str(self._directory),
         ]  # fmt: skip
 
     def _wait(self, deadline: float, seconds: float) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from slime.converters.megatron_flags import given
 from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
+from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
 from slime.launcher.replay import Replay
 from slime.launcher.supervise import Process, Supervisor, uninterrupted
@@ -89,7 +90,8 @@ class Services:
             prompts = replace(
                 prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None
             )
-        buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc)
+        blobs = ObjectStoreWriter() if self._settings.rollout_data_transport == "object-store" else None
+        buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc, blobs=blobs)
         self.buffer = BufferClient(buffer_address, settings=supervisor.client_settings)
         self._count_rollouts()
         if rollout is None:
@@ -97,7 +99,8 @@ class Services:
         else:
             self._start_rollout(rollout, buffer_address)
         if trainers:
-            self._start_trainers(trainers, buffer_address)
+            reader = None if blobs is None else ObjectStoreReader(buffer.actor, rpc.call_timeout_seconds)
+            self._start_trainers(trainers, buffer_address, reader)
         else:
             self.first_step = self._settings.start_rollout_id or 0
         self._open_run()
@@ -135,7 +138,7 @@ class Services:
         )
         self.rollout = RolloutClient(address, settings=supervisor.client_settings)
 
-    def _start_trainers(self, trainers: list[Process], buffer_address: str) -> None:
+    def _start_trainers(self, trainers: list[Process], buffer_address: str, blobs: ObjectStoreReader | None) -> None:
         config, supervisor = self.config, self._supervisor
         master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.free_address.remote()))
         addresses = supervisor.start_all(
@@ -149,6 +152,7 @@ class Services:
             rollout_address=None if self.rollout is None else self.rollout.address,
             extra_args=config.flat,
             megatron=given(config.megatron),
+            blobs=blobs,
         )
         self.trainers = [TrainerClient(address, settings=supervisor.client_settings) for address in addresses]
         info = self.trainers[0].info()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from slime.launcher.cluster import place_run
 from slime.launcher.flags import RunConfig
 from slime.launcher.metrics.report import Report
-from slime.launcher.placement import ray_cluster
+from slime.launcher.placement import OBJECT_STORE_BYTES, ray_cluster
 from slime.launcher.services import Services
 
 
@@ -17,7 +17,8 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
     """The services of the run, stopped at the end, whatever that is; afterwards the report closes, if it went well."""
     settings = config.launcher
     report.status("starting Ray")
-    with ray_cluster(settings.ray_address, settings.ray_num_cpus):
+    size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
+    with ray_cluster(settings.ray_address, settings.ray_num_cpus, object_store_bytes=size):
         placement = place_run(settings, config.rollout, report.status)
         with Services(config, placement, report.output_dir, report.progress) as run:
             report.started(run.num_parameters, run.first_step, run.num_rollout)

@@ -95,7 +95,8 @@ class LauncherSettings(LoopSettings, WandbSettings):
     )
     rollout_data_transport: str = setting(
         "grpc",
-        "how samples reach the trainer: grpc, from the buffer; the others are not available yet",
+        "how large tensors of samples (routed experts, multimodal inputs) reach the trainer: inside the buffer's gRPC "
+        "messages, or beside them through Ray's object store; nixl is refused, for it moves memory of GPUs",
         choices=("grpc", "object-store", "nixl"),
     )
 
@@ -116,7 +117,7 @@ class LauncherSettings(LoopSettings, WandbSettings):
     )
     tb_experiment_name: str | None = setting(None, "see --tb-project-name", metavar="EXPERIMENT")
 
-    seed: int = setting(1234, "seed of the trainer")
+    seed: int = setting(1234, "seed of the trainer", minimum=0, maximum=2**32 - 1)
     deterministic: bool = setting(
         False, "requests in index order and in fixed batches: two runs on one machine give the same metrics"
     )

@@ -140,8 +140,13 @@ class Sources:
                     raise InvalidFile(f"{source}: {key!r}: expected the name of a setting or attribute", field=key)
                 unknown[key] = value
                 return {}
-        refuse_names([name], self.available)
-        raise unknown_flag(f"--{name}", self.available)
+        try:
+            refuse_names([name], self.available)
+            raise unknown_flag(f"--{name}", self.available)
+        except ConfigError as error:
+            raise type(error)(
+                f"{source}: {key}: {error.message}", field=error.field, value=error.value, expected=error.expected
+            ) from None
 
 
 def refuse_names(names: Sequence[str], available: Sequence[str]) -> None:

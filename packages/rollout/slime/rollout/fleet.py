@@ -160,32 +160,37 @@ class Fleet:
         sampling_params: list[dict[str, Any]],
         *,
         rids: list[str] | None = None,
+        images: list[list[str]] | None = None,
         session_id: str | None = None,
         member: Member | None = None,
     ) -> list[dict[str, Any]]:
         """One request of several sequences to one engine; answers in SGLang's format, in order.
 
+        images: data URIs, in each sequence a placeholder token for each of its own.
+
         Raises EngineError when the engine dies, fails, or answers with another number of sequences; InvalidField when
         it refuses the request.
         """
-        return await self.loop.bridge(self._generate(input_ids, sampling_params, rids, session_id, member))
+        return await self.loop.bridge(self._generate(input_ids, sampling_params, rids, images, session_id, member))
 
     async def _generate(
         self,
         input_ids: list[list[int]],
         sampling_params: list[dict[str, Any]],
         rids: list[str] | None,
+        images: list[list[str]] | None,
         session_id: str | None,
         member: Member | None,
     ) -> list[dict[str, Any]]:
         headers = {"X-SMG-Routing-Key": session_id} if session_id else None
         keys = rids or ()
+        extra: dict[str, Any] = {"image_data": images} if any(images or ()) else {}
         try:
             async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
                 self._sent.update(dict.fromkeys(keys, chosen))
                 try:
                     outputs = await chosen.client.generate(
-                        input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers
+                        input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
                     )
                 except EngineError as error:
                     raise await self._explain(chosen, error) from error

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from slime.types.errors import Unavailable
 
 TIMEOUT_SECONDS = 14400.0
+
+
+def _dumps(payload: Any) -> str:
+    """As JSON; the arrays that hold a sample's tokens, and numbers of them, as what they are elsewhere: lists."""
+    return json.dumps(payload, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 async def post(
@@ -22,7 +35,8 @@ async def post(
     """The JSON of the answer (its text, where it is none). Tries again after a second where the server fails or does
     not answer; raises Unavailable after the last try."""
     last: Exception | None = None
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)) as session:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, json_serialize=_dumps) as session:
         for attempt in range(max_retries):
             try:
                 async with session.request(action.upper(), url, json=payload or {}, headers=headers) as response:

@@ -17,7 +17,7 @@ from slime.types.errors import OutOfSpace
 SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "preprocessor_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Loss:
         self._tis = _plugin(
             settings.custom_tis_function_path,
             "--custom-tis-function-path",
-            (
+            keywords=(
                 "args",
                 "pg_loss",
                 "train_log_probs",
@@ -156,8 +156,10 @@ class Loss:
         return pg_loss, batch.weights * torch.cat(list(masks)).to(batch.weights.dtype), metrics
 
 
-def _plugin(path: str | None, flag: str, parameters: tuple[str, ...]) -> Callable[..., Any] | None:
-    return None if path is None else load_plugin(path, flag=flag, parameters=parameters)
+def _plugin(
+    path: str | None, flag: str, parameters: tuple[str, ...] = (), keywords: tuple[str, ...] = ()
+) -> Callable[..., Any] | None:
+    return None if path is None else load_plugin(path, flag=flag, parameters=parameters, keywords=keywords)
 
 
 def _add(sums: Sums, terms: dict[str, Any], loss: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import grpc
 
 from slime.trainer.settings import TrainerSettings
 from slime.trainer.worker import Worker
+from slime.types.blobs import BlobReader
 from slime.types.clients import BufferClient, RolloutClient, Writer
 from slime.types.errors import InvalidField, SlimeError, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
@@ -126,11 +127,13 @@ def serve(
     rollout_address: str | None,
     extra_args: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
+    blobs: BlobReader | None = None,
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
     rollout_address: None where there are no engines to push weights to.
     extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute.
+    blobs: the store through which the buffer may hand over large tensors.
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")
@@ -138,7 +141,7 @@ def serve(
     stack = contextlib.ExitStack()
     stack.callback(worker.stop)
     try:
-        buffer = stack.enter_context(BufferClient(buffer_address, settings=rpc))
+        buffer = stack.enter_context(BufferClient(buffer_address, settings=rpc, blobs=blobs))
         rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc)) if rollout_address else None
 
         def load() -> Any:

@@ -37,7 +37,9 @@ class TrainerSettings(DebugSettings):
         None, "number of the first rollout (default: the one after the checkpoint's, else 0)", minimum=0
     )
     ref_load: str | None = setting(
-        None, "Hugging Face directory of the reference model; default --hf-checkpoint", metavar="DIR"
+        None,
+        "Hugging Face directory, or torch_dist checkpoint (megatron), of the reference model; default --hf-checkpoint",
+        metavar="DIR",
     )
     train_backend: str = setting("fsdp", "trainer implementation", choices=("fsdp", "megatron"))
     model_name: str | None = setting(
@@ -197,7 +199,7 @@ class TrainerSettings(DebugSettings):
     colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
     offload_train: bool | None = setting(
         None,
-        "weights, gradients and optimizer leave the GPU while the trainer is idle (default: they stay); changes "
+        "weights, gradients and optimizer leave the GPU while the trainer is idle (default: with --colocate); changes "
         "nothing where there is no GPU",
     )
     rollout_external_engine_addrs: list[str] | None = setting(
@@ -205,7 +207,7 @@ class TrainerSettings(DebugSettings):
     )
 
     # Process
-    seed: int = setting(1234, "seed of torch")
+    seed: int = setting(1234, "seed of torch", minimum=0, maximum=2**32 - 1)
     deterministic: bool = setting(False, "the same numbers bit for bit on the same machine")
     trainer_num_threads: int | None = setting(None, "threads of torch in a trainer process", minimum=1)
     distributed_backend: str | None = setting(
@@ -365,7 +367,7 @@ class TrainerSettings(DebugSettings):
     @property
     def offloads_train(self) -> bool:
         """Whether the trainer's GPU memory is released while it is idle."""
-        return bool(self.offload_train)
+        return self.colocate if self.offload_train is None else self.offload_train
 
     @property
     def wire_dtype(self) -> str:

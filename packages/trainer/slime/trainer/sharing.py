@@ -1,4 +1,5 @@
-"""Samples for a replica of several ranks: one rank reads them from the buffer, the others have them from it."""
+"""Samples for a replica of several ranks: one rank reads them from the buffer, the others have them from it, or each
+reads what the ranks of a node then have in common."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ ReadSamples = Callable[[Sequence[int]], Iterator[Sample]]
 
 
 class ReplicaReader:
-    """Collective, as every method is."""
+    """Collective, as every method is.
 
-    def __init__(self, ranks: Ranks, backend: Backend) -> None:
+    each_reads: every rank reads by itself, for what is large is in memory that the ranks of a node share.
+    """
+
+    def __init__(self, ranks: Ranks, backend: Backend, *, each_reads: bool = False) -> None:
         self._ranks = ranks
         self._backend = backend
         self._group: dist.ProcessGroup | None = None
         self._source = ranks.rank
-        if ranks.world_size > backend.replicas:
+        if ranks.world_size > backend.replicas and not each_reads:
             places = ranks.gather([backend.replica, backend.leads_replica])
             for replica in range(backend.replicas):
                 members = [rank for rank, (number, _) in enumerate(places) if number == replica]

@@ -25,16 +25,22 @@ from slime.types.sample import Sample
 
 
 class TrainStep:
-    """Runs steps of one trainer; `run` is collective."""
+    """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader."""
 
     def __init__(
-        self, settings: TrainerSettings, backend: Backend, ranks: Ranks, extra_args: dict[str, Any] | None = None
+        self,
+        settings: TrainerSettings,
+        backend: Backend,
+        ranks: Ranks,
+        extra_args: dict[str, Any] | None = None,
+        *,
+        each_reads: bool = False,
     ) -> None:
         self.settings = settings
         self.backend = backend
         self.ranks = ranks
         self.loss = Loss(settings, extra_args)
-        self._reader = ReplicaReader(ranks, backend)
+        self._reader = ReplicaReader(ranks, backend, each_reads=each_reads)
         self.args = flat_args(settings, extra_args)
         self.preparation = Preparation(settings, backend, ranks, self.args)
         self._profiler = Profiler(settings, self.args, ranks.rank)
@@ -96,7 +102,7 @@ class TrainStep:
         s = self.settings
         needs_log_probs = s.use_tis or s.use_rollout_logprobs or s.get_mismatch_metrics
         for position, sample in samples.items():
-            check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs)
+            check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             expected = plan["lengths"][position]
             if len(sample.tokens) != expected:
                 raise InvalidField("tokens", len(sample.tokens), f"{expected} tokens, as planned (position {position})")
@@ -120,6 +126,7 @@ class TrainStep:
             [plan["weights"][p] for p in positions],
             share_prompts=self.backend.can_share_prompts,
             multiple=self.backend.row_multiple,
+            vision=self.backend.vision,
             device=self.backend.device,
         )
 

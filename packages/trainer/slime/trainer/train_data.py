@@ -11,6 +11,7 @@ fn(args, samples) -> dict of lists of one length
     rollout_ids           which make up one rollout together; default each is one
     rollout_mask_sums     what the mean over a rollout's tokens divides by; default the sum of its masks
     rollout_log_probs     the engine's, a number for each response token; default none
+    multimodal_train_inputs   of the images of the prompt; default those of the sample that it was made from
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from slime.types.sample import Sample, SampleStatus
 
 REQUIRED = ("tokens", "response_lengths", "rewards", "loss_masks")
 OPTIONAL = (
-    "raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_log_probs"
+    "raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_log_probs",
+    "multimodal_train_inputs",
 )  # fmt: skip
 
 
@@ -115,6 +117,10 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
     source = by_index.get(sample.index) if sample.index is not None else None
     if source is not None and source.response_length == sample.response_length:
         sample.spans, sample.weight_versions = source.spans, source.weight_versions
+    sample.multimodal_train_inputs = entry("multimodal_train_inputs")
+    if source is not None and data.get("multimodal_train_inputs") is None:
+        sample.multimodal_train_inputs = source.multimodal_train_inputs
+        sample.multimodal_train_input_id = source.multimodal_train_input_id
     return sample
 
 

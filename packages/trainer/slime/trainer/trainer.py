@@ -66,7 +66,8 @@ class Trainer:
             self._resume_reference()
         if settings.start_rollout_id is not None:
             self.state = dataclasses.replace(self.state, step=settings.start_rollout_id - 1)
-        self._step = TrainStep(settings, self.backend, ranks, extra_args)
+        # A node has blobs once, for all its ranks.
+        self._step = TrainStep(settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None)
         self._planner = Planner(settings)
         self._weight_updates = (
             None if rollout is None else WeightUpdates(settings, ranks, self.backend, rollout, self._source)
@@ -84,7 +85,7 @@ class Trainer:
         # Of the last step that was trained, for a call that is made again.
         self._last_metrics: dict[str, float] = {}
         self._acknowledged = True
-        self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train, shared=settings.colocate)
+        self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train)
         self._memory.release(*PARTS)
 
     def _resume_reference(self) -> None:

@@ -33,6 +33,12 @@ class TokenArray(np.ndarray):
             return self + other
         return super().__iadd__(other)
 
+    def __getattr__(self, name: str) -> Any:
+        # Arrays have one length: what a list does in place has to be an assignment.
+        how = {"append": "tokens += [token]", "extend": "tokens += [...]"}.get(name)
+        hint = f": an array does not grow in place; `sample.{how}` does it (likewise loss_mask, ...)" if how else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         # Results of arithmetic are plain numpy: only fields and slices of them are TokenArrays.
         plain = np.asarray(array)

@@ -115,6 +115,11 @@ class Parser(argparse.ArgumentParser):
         named = re.match(r"argument (--[\w-]+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
         if named is None:
             raise InvalidSetting(message)
+        joined = re.fullmatch(r"ignored explicit argument (.*)", named[2])
+        if joined is not None:
+            raise InvalidSetting(
+                f"{named[1]}: got {joined[1]}, expected no value: it is a switch", field=named[1], expected="no value"
+            )
         raise InvalidSetting(f"{named[1]}: {named[2]}", field=named[1])
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -321,6 +326,10 @@ def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
             raise InvalidSetting(
                 f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}"
             )
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise InvalidSetting(
+            f"{flag}: got {value}, expected an integer of 64 bits", field=flag, value=value, expected="64 bits"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidSetting(
             f"{flag}: got {value}, expected a finite number", field=flag, value=value, expected="a finite number"

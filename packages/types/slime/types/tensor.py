@@ -15,8 +15,8 @@ import numpy as np
 from slime.types.errors import InvalidField
 from slime.v1 import tensor_pb2
 
-# Bytes of a blob store; the receiver's configuration decides which stores it knows.
-Resolver = Callable[[tensor_pb2.BlobReference], bytes]
+# Bytes of a blob store, as bytes or a flat array of them; the receiver's configuration decides which stores it knows.
+Resolver = Callable[[tensor_pb2.BlobReference], Any]
 
 BFLOAT16 = tensor_pb2.DATA_TYPE_BFLOAT16
 _DTYPES: dict[int, np.dtype] = {
@@ -90,7 +90,7 @@ def tensor_from_proto(
     return array.copy() if copy else array
 
 
-def _other_data(tensor: tensor_pb2.Tensor, field: str, resolve: Resolver | None) -> bytes:
+def _other_data(tensor: tensor_pb2.Tensor, field: str, resolve: Resolver | None) -> Any:
     kind = tensor.WhichOneof("data")
     if kind == "inline":
         return b""

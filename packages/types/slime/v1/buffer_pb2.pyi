@@ -272,12 +272,14 @@ class GetPlanResponse(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ...) -> None: ...
 
 class ReadStepRequest(_message.Message):
-    __slots__ = ("step", "positions")
+    __slots__ = ("step", "positions", "blob_store")
     STEP_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOB_STORE_FIELD_NUMBER: _ClassVar[int]
     step: int
     positions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
+    blob_store: str
+    def __init__(self, step: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., blob_store: _Optional[str] = ...) -> None: ...
 
 class ReadStepResponse(_message.Message):
     __slots__ = ("samples",)

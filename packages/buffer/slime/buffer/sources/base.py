@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from slime.buffer.media import Image, with_images
 from slime.types import Sample
 from slime.types.errors import InvalidFile
+from slime.types.vision import IMAGE
 
 
 @dataclass
 class Prompt:
-    """prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object."""
+    """prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object; images: of its items."""
 
     prompt: str | list[dict[str, Any]]
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: list[Image] = field(default_factory=list)
 
     def to_sample(self) -> Sample:
-        return Sample(prompt=self.prompt, label=self.label, metadata=self.metadata)
+        """Raises InvalidFile for the file of an image that is gone."""
+        media = {IMAGE: [image.read() for image in self.images]} if self.images else None
+        return Sample(prompt=self.prompt, label=self.label, metadata=self.metadata, multimodal_inputs=media)
 
 
 class RowReader(Protocol):
@@ -40,6 +46,12 @@ class Columns:
     label: str | None = None
     metadata: str = "metadata"
     tools: str = "tools"
+    # None: `<image>` in a prompt is text as any other.
+    images: str | None = field(default=None, repr=False)
+
+    @property
+    def identity(self) -> str:
+        return repr(self) if self.images is None else f"{self!r}, images {self.images!r}"
 
 
 def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where: str) -> Prompt:
@@ -69,6 +81,16 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
             raise invalid(columns.input, prompt, "chat messages: objects with a role")
     elif not isinstance(prompt, str):
         raise invalid(columns.input, prompt, "text or a list of chat messages")
+    images: list[Image] = []
+    if columns.images is not None:
+        column = columns.images
+        prompt, images = with_images(
+            prompt,
+            row.get(column),
+            base=Path(path).parent,
+            where=f"{path}, {where}: column {column!r}",
+            refuse=lambda value, expected: invalid(column, value, expected),
+        )
     label = None if columns.label is None else required(columns.label)
     metadata = row.get(columns.metadata)
     if metadata is not None and not isinstance(metadata, dict):
@@ -84,4 +106,4 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
         if not isinstance(tools, list):
             raise invalid(columns.tools, tools, "a list of tool definitions")
         metadata["tools"] = tools
-    return Prompt(prompt, label, metadata)
+    return Prompt(prompt, label, metadata, images)

@@ -71,8 +71,12 @@ class Dataset:
         return taken, Cursor(epoch, offset)
 
 
-def read_dataset(source: str, columns: Columns, *, shuffle: bool = False, seed: int = 42) -> Dataset:
+def read_dataset(
+    source: str, columns: Columns, *, shuffle: bool = False, seed: int = 42, all_columns: bool = True
+) -> Dataset:
     """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end).
+
+    all_columns: a column of metadata or tools that is called otherwise than usual must be in some row.
 
     Raises MissingFile, InvalidFile (broken row, empty file, empty slice) or InvalidSetting (unknown ending).
     """
@@ -91,12 +95,23 @@ def read_dataset(source: str, columns: Columns, *, shuffle: bool = False, seed: 
     if _counts_from_start(rows):
         read = islice(read, rows.start, rows.stop)
         rows = slice(None)
-    prompts = [prompt_of_row(row, columns, path=path, where=where) for where, row in read][rows]
+    optional = (columns.metadata, columns.tools) if all_columns else ()
+    absent = {name for name in optional if name not in (Columns.metadata, Columns.tools)}
+    prompts = []
+    for where, row in read:
+        absent -= row.keys()
+        prompts.append(prompt_of_row(row, columns, path=path, where=where))
+    prompts = prompts[rows]
     if not prompts:
         raise InvalidFile(f"{source}: no rows", field="prompt_data", value=source, expected="at least one row")
+    if absent:
+        name = min(absent)
+        raise InvalidFile(
+            f"{source}: no row has a column {name!r}", field=name, value=source, expected="a column of it"
+        )
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    digest.update(source[len(path) :].encode() + repr(columns).encode())
+    digest.update(source[len(path) :].encode() + columns.identity.encode())
     return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
 
 

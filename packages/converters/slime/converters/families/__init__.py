@@ -10,6 +10,7 @@ from typing import Any
 from slime.converters.families import config_json
 from slime.converters.families.ahead import without_missing
 from slime.converters.families.base import Config, Family
+from slime.converters.families.config_values import check_values
 from slime.converters.families.deepseek import DEEPSEEK_V3
 from slime.converters.families.glm import GLM4, GLM4_MOE
 from slime.converters.families.llama import LLAMA
@@ -59,6 +60,7 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
         raise InvalidFile(f"{path}: {error}", field="config.json", value=str(path), expected="JSON") from None
     if not isinstance(config, dict):
         raise InvalidFile(f"{path}: not an object", field="config.json", value=str(path), expected="an object")
+    check_values(path, config)
     names = _tensor_names(path.parent) if config_json.layers_ahead(config) else []
     return without_missing(config, names) if names else config
 

@@ -22,6 +22,9 @@ from slime.types.errors import NotAvailable
 # What Megatron's code has for Llama 3's rotary scaling, without arguments.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+# Experts of a group whose scores make up the group's; Megatron takes topk // chosen groups.
+BEST_OF_GROUP = 2
+
 
 def decoder(config: Config) -> dict[str, Any]:
     """Sizes, norms and activation; what every family has."""
@@ -113,6 +116,15 @@ def sigmoid_router(config: Config) -> dict[str, Any]:
         args["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     if groups > chosen:
+        each = config["num_experts_per_tok"] // chosen
+        if each != BEST_OF_GROUP:
+            raise NotAvailable(
+                f"config.json: num_experts_per_tok = {config['num_experts_per_tok']} with topk_group = {chosen} is not "
+                f"available: the family scores a group of experts by its best {BEST_OF_GROUP}, Megatron by {each}",
+                field="topk_group",
+                value=chosen,
+                expected=f"num_experts_per_tok // topk_group = {BEST_OF_GROUP}",
+            )
         args |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     shared = config.get("n_shared_experts") or 0
     if shared:

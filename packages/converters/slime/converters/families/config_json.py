@@ -48,8 +48,8 @@ def layers_ahead(config: Config) -> int:
 
 def rope(config: Config) -> dict[str, Any]:
     """`rope_theta`, `rope_type`, and what that type has: one dict, whichever keys config.json spreads them over."""
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10000.0)}
-    if "partial_rotary_factor" in config:
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
+    if config.get("partial_rotary_factor") is not None:
         found["partial_rotary_factor"] = config["partial_rotary_factor"]
     for key in ("rope_scaling", "rope_parameters"):
         found |= {name: value for name, value in (config.get(key) or {}).items() if value is not None}

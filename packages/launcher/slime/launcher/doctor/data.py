@@ -11,6 +11,7 @@ from slime.buffer.sources.base import Columns, prompt_of_row
 from slime.buffer.sources.dataset import READERS, split_slice
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.types.errors import ConfigError, SlimeError
+from slime.types.vision import IMAGE
 
 # Rows of a file that are read; a run reads all of them.
 ROWS = 2000
@@ -34,6 +35,7 @@ def _columns(args: Mapping[str, Any], *, evaluation: bool = False) -> Columns:
         label=name("label_key", None),
         metadata=args.get("metadata_key") or "metadata",
         tools=name("tool_key", "tools"),
+        images=(args.get("multimodal_keys") or {}).get(IMAGE),
     )
 
 

@@ -60,7 +60,9 @@ class Report:
         self._rewards: dict[int, float] = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
+        # Of an evaluation: they go into the row of the next step, or into one of their own where none comes.
         self._pending: Metrics = {}
+        self._pending_step = 0
         output_dir.mkdir(parents=True, exist_ok=True)
         self._sinks = [TensorBoard(tensorboard_dir), *sinks]
         self._log: MetricsLog | None = None
@@ -101,7 +103,7 @@ class Report:
             self._evaluations.setdefault(name, []).append((step, score))
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
         self._examples = [*self._examples[:1], (step, examples)]
-        self._pending |= metrics
+        self._pending, self._pending_step = self._pending | metrics, step
         self._write(step, metrics)
         self._write_evaluations()
 
@@ -118,6 +120,14 @@ class Report:
         if step % (self._print_every or max(1, self._num_steps // 40)) == 0 or step == self._num_steps - 1:
             row = metrics | {"step": float(step)}
             self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
+        if metrics.get("rollout/failed_ratio") == 1:
+            why = self.output_dir / "logs" / "rollout.log"
+            self._print(f"step {step}: every sample failed, so that nothing was trained on; the reasons are in {why}")
+
+    def _write_pending(self) -> None:
+        if self._pending and self._log is not None:
+            self._log.append(self._pending_step, self._pending)
+        self._pending = {}
 
     def _write(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
@@ -126,6 +136,7 @@ class Report:
     def finished(self) -> None:
         """The closing table, the plot, samples before and after, and where things are."""
         self._clear_status()
+        self._write_pending()
         plot = self.output_dir / "reward.png"
         plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
         table = Table("", "before", "after", title="reward")
@@ -179,10 +190,15 @@ class Report:
 
 
 def evaluation_scores(metrics: Metrics) -> dict[str, float]:
-    """The score of each set: the keys "eval/NAME" without a further "-detail"."""
+    """The score of each set: the keys "eval/NAME" without a further "-detail".
+
+    Where some have details, those that have none are other numbers, of a function for evaluations.
+    """
     names = {key.removeprefix("eval/") for key in metrics if key.startswith("eval/")}
     details = {name for name in names if any(name.startswith(other + "-") for other in names)}
-    return {name: metrics[f"eval/{name}"] for name in sorted(names - details)}
+    scores = names - details
+    detailed = {name for name in scores if any(detail.startswith(name + "-") for detail in details)}
+    return {name: metrics[f"eval/{name}"] for name in sorted(detailed or scores)}
 
 
 def _prompt_text(sample: Sample) -> str:

@@ -11,17 +11,22 @@ from typing import Any
 from slime.rollout.agents.results import S3Results, aws_client
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_key
-from slime.types.errors import RemoteError
+from slime.types.errors import ConfigError, RemoteError, SlimeError
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
+# What the next episode would be answered too.
+REFUSALS = (
+    "AccessDeniedException", "InvalidClientTokenId", "InvalidSignatureException", "ResourceNotFoundException",
+    "UnrecognizedClientException",
+)  # fmt: skip
 
 
 class AgentCore:
     """Invokes the runtime of an ARN, waits for results in S3, and ends the session afterwards, whatever became of it.
 
-    Raises NotAvailable where boto3 is not installed.
+    Raises NotAvailable where boto3 is not installed, ConfigError where AWS knows no such runtime or no such caller.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -72,7 +77,7 @@ class AgentCore:
             )
             body = answer["response"].read()
         except (BotoCoreError, ClientError) as error:
-            raise RemoteError(f"agent {arn}: {error}", field="agent_runtime_arn", value=arn) from error
+            raise _failure(arn, error) from error
         status = int(answer.get("statusCode") or 200)
         if status >= 400:
             text = body[:500].decode(errors="replace")
@@ -102,3 +107,21 @@ class AgentCore:
         self._results.close()
         for threads in (self._threads, self._stops):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _failure(arn: str | None, error: Exception) -> SlimeError:
+    from botocore.exceptions import NoCredentialsError, PartialCredentialsError
+
+    answer = getattr(error, "response", {})
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+        return ConfigError(
+            f"agent {arn}: {error}: AWS takes no call without; expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
+            "profile, or a role",
+            field="agent_runtime_arn", value=arn, expected="credentials of AWS",
+        )  # fmt: skip
+    if answer.get("Error", {}).get("Code") in REFUSALS:
+        return ConfigError(
+            f"agent {arn}: {error}; expected a runtime that there is, and credentials that may invoke it",
+            field="agent_runtime_arn", value=arn, expected="a runtime that may be invoked",
+        )  # fmt: skip
+    return RemoteError(f"agent {arn}: {error}", field="agent_runtime_arn", value=arn)

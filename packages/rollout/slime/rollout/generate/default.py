@@ -123,6 +123,8 @@ class _Rollout:
         length = (
             len(sample.tokens) - sample.response_length
             if len(sample.tokens)
+            else len(await _in_thread(self.state.prompts.encode, sample))
+            if sample.multimodal_inputs
             else len(self.state.prompts.encode(sample))
         )
         if length <= limit:

@@ -66,7 +66,12 @@ async def generate_batch(
     state: GenerateState, samples: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> None:
     """One request for all; several engines each get a run of them, of fixed size."""
-    made = [make_request(state, sample, sampling_params, evaluation=evaluation) for sample in samples]
+
+    def make() -> list[Request | None]:
+        return [make_request(state, sample, sampling_params, evaluation=evaluation) for sample in samples]
+
+    # Decoding images takes its time.
+    made = await asyncio.to_thread(make) if any(sample.multimodal_inputs for sample in samples) else make()
     requests = [request for request in made if request is not None]
     if not requests:
         return

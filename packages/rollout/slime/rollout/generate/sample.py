@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ class Request:
     input_ids: list[int]
     sampling_params: dict[str, Any]
     rid: str
+    # Data URIs; `input_ids` has a placeholder for each, `num_prompt_tokens` counts what the engine makes of them.
+    images: list[str] = field(default_factory=list)
+    num_prompt_tokens: int | None = None
 
 
 def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
@@ -63,7 +67,14 @@ def make_request(
     params = sampling_params | {"max_new_tokens": budget}
     if state.seeded and "sampling_seed" not in params:
         params["sampling_seed"] = sampling_seed(state.args.rollout_seed, sample.index)
-    return Request(sample, sample.tokens.tolist(), params, uuid.uuid4().hex)
+    request = Request(sample, sample.tokens.tolist(), params, uuid.uuid4().hex)
+    if sample.multimodal_inputs:
+        prompt = state.prompts.with_media(sample)
+        sample.multimodal_train_inputs, sample.multimodal_train_input_id = prompt.train_inputs, prompt.input_id
+        request.num_prompt_tokens = len(request.input_ids)
+        request.input_ids = [*prompt.placeholders, *request.input_ids[len(prompt.tokens) :]]
+        request.images = prompt.images
+    return request
 
 
 def prompt_too_long(sample: Sample, length: int, limit: int) -> InvalidField:
@@ -80,6 +91,12 @@ async def send(
     state: GenerateState, requests: Sequence[Request], *, session_id: str | None = None, member: Member | None = None
 ) -> None:
     """Sends them as one call of /generate, and appends the answers to their samples."""
+    with_images = [request for request in requests if request.images]
+    if 0 < len(with_images) < len(requests):
+        # An engine's form of a batch has images in all of its prompts or in none.
+        await send(state, with_images, session_id=session_id, member=member)
+        await send(state, [r for r in requests if not r.images], session_id=session_id, member=member)
+        return
     call = CALL.get()
     rids = [request.rid for request in requests]
     if call is not None:
@@ -89,6 +106,7 @@ async def send(
             [request.input_ids for request in requests],
             [request.sampling_params for request in requests],
             rids=rids,
+            images=[request.images for request in requests],
             session_id=session_id,
             member=member,
         )
@@ -98,7 +116,19 @@ async def send(
     for request, output in zip(requests, outputs, strict=True):
         if "text" not in output:
             output["text"] = response_text(state, request, output)
+        _check_prompt(request, output)
         append_output(state.args, request.sample, output)
+
+
+def _check_prompt(request: Request, output: dict[str, Any]) -> None:
+    """Log-probs of a prompt that the engine tokenised otherwise are not those of the sample."""
+    wanted, made = request.num_prompt_tokens, (output.get("meta_info") or {}).get("prompt_tokens")
+    if wanted is not None and made not in (wanted, None, 0):
+        raise EngineError(
+            f"an engine made {made} tokens of a prompt with {len(request.images)} images, of which the processor of "
+            f"--hf-checkpoint makes {wanted}: it has another processor, or other settings of it",
+            field="prompt_tokens", value=made, expected=str(wanted),
+        )  # fmt: skip
 
 
 def response_text(state: GenerateState, request: Request, output: dict[str, Any]) -> str:
@@ -129,7 +159,10 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The default generation of one sample; what `--custom-generate-function-path` replaces."""
     state = GenerateState(args)
-    request = make_request(state, sample, sampling_params)
+    if sample.multimodal_inputs:
+        request = await asyncio.to_thread(make_request, state, sample, sampling_params)
+    else:
+        request = make_request(state, sample, sampling_params)
     if request is not None:
         await send(state, [request], session_id=sample.session_id)
     return sample

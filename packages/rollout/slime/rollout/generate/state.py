@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet import Fleet, FleetOptions
-from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
+from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.loop import LoopThread
 from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings import RolloutSettings
@@ -65,15 +65,22 @@ class GenerateState:
         self.fleet = fleet
         self.loop = fleet.loop
         self.tokenizer = tokenizer
-        self.processor = None
         self.prompts = PromptEncoder(
-            tokenizer, apply_chat_template=args.apply_chat_template, template_kwargs=args.apply_chat_template_kwargs
+            tokenizer,
+            apply_chat_template=args.apply_chat_template,
+            template_kwargs=args.apply_chat_template_kwargs,
+            hf_checkpoint=args.hf_checkpoint,
         )
         self.context_len = args.rollout_max_context_len or context_length(args.hf_checkpoint)
         self.plugins = plugins
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.sampling_params = rollout_sampling_params(args)
         setattr(args, ATTRIBUTE, self)
+
+    @property
+    def processor(self) -> Any:
+        """Of transformers; None for a model that reads text alone."""
+        return self.prompts.media().processor if reads_images(self.args.hf_checkpoint) else None
 
     @property
     def semaphore(self) -> asyncio.Semaphore:

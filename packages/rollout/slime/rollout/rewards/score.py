@@ -88,6 +88,11 @@ def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
                 f"{name} gave sample {sample.index} the keys {sorted(reward)}, expected {expected}",
             )
         value = reward[key]
+    elif key is not None:
+        expected = f"an object with the key {key!r}, of --reward-key"
+        raise InvalidField(
+            "reward", reward, expected, f"{name} gave sample {sample.index} the reward {reward!r}, expected {expected}"
+        )
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise InvalidField(
             "reward",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
 from slime.types.errors import SlimeError
+from slime.types.vision import Vision
 
 
 class NonFiniteGradient(SlimeError):
@@ -61,6 +62,8 @@ class Backend(abc.ABC):
     replicas: int
     # Of every replica one rank has this; what is summed over ranks is taken from those.
     leads_replica: bool
+    # How images of samples are joined for the model; None where it reads text alone.
+    vision: Vision | None = None
     # A replica's number of micro-batches has to be a multiple of this.
     micro_batch_multiple: int = 1
     # Rows have to be packed to a multiple of this.

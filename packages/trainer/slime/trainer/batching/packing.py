@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from slime.types.errors import InvalidField, NotAvailable
 from slime.types.sample import Sample
+from slime.types.vision import Vision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ class PackedBatch:
     lengths: list[int]  # S response lengths; their sum is K
     total_lengths: list[int]  # S prompt + response lengths
     positions: list[int]  # S positions in the step
+    images: dict[str, Tensor] | None = None  # the model's arguments for the images of the row, in order; on the CPU
+    image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
 
     @property
     def num_samples(self) -> int:
@@ -63,8 +67,10 @@ def loss_mask(sample: Sample) -> np.ndarray:
     return mask
 
 
-def check_sample(sample: Sample, vocab_size: int, *, needs_log_probs: bool = False) -> None:
-    """Raises InvalidField, or NotAvailable for a multimodal sample, where the model cannot be fed with it."""
+def check_sample(
+    sample: Sample, vocab_size: int, *, needs_log_probs: bool = False, vision: Vision | None = None
+) -> None:
+    """Raises InvalidField, or NotAvailable for images without `vision`, where the model cannot be fed with it."""
     total, response = len(sample.tokens), sample.response_length
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
@@ -79,9 +85,15 @@ def check_sample(sample: Sample, vocab_size: int, *, needs_log_probs: bool = Fal
         )
     if log_probs is not None and len(log_probs) != response:
         raise InvalidField("rollout_log_probs", len(log_probs), f"response_length = {response} (sample {sample.index})")
-    if sample.multimodal_inputs or sample.multimodal_train_inputs:
+    if vision is None and (sample.multimodal_inputs or sample.multimodal_train_inputs):
         raise NotAvailable(
-            f"multimodal inputs (sample {sample.index}) are not available yet", field="multimodal_inputs"
+            f"the model reads text alone, and sample {sample.index} has images: --train-backend fsdp trains models "
+            "that read images",
+            field="multimodal_inputs",
+        )
+    if sample.multimodal_inputs and not sample.multimodal_train_inputs:
+        raise InvalidField(
+            "multimodal_train_inputs", None, f"what the processor made of the images (sample {sample.index})"
         )
 
 
@@ -93,6 +105,7 @@ def pack(
     *,
     share_prompts: bool = True,
     multiple: int = 1,
+    vision: Vision | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """One row of `samples` (each passed `check_sample`). rewards, weights: one number a sample.
@@ -104,7 +117,9 @@ def pack(
     owners: list[np.ndarray] = []  # which prompt a token belongs to
     branches: list[np.ndarray] = []  # 0 in a prompt, else which response
     rows: list[np.ndarray] = []
-    prompts: dict[bytes | int, tuple[int, int]] = {}  # which prompt, and where it starts
+    prompts: dict[tuple[bytes | int, str | None], tuple[int, int]] = {}  # which prompt, and where it starts
+    images: list[dict[str, Any]] = []
+    illustrated: list[int] = []  # prompts that have images
     filled = 0
 
     def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
@@ -120,10 +135,15 @@ def pack(
     for branch, sample in enumerate(samples, start=1):
         tokens = np.asarray(sample.tokens, dtype=np.int64)
         split = len(tokens) - sample.response_length
-        key = tokens[:split].tobytes() if share_prompts else branch
+        unknown = sample.multimodal_train_inputs and sample.multimodal_train_input_id is None
+        shareable = share_prompts and not unknown
+        key = tokens[:split].tobytes() if shareable else branch, sample.multimodal_train_input_id
         if key in prompts:
             shared = True
         else:
+            if sample.multimodal_train_inputs:
+                images.append(sample.multimodal_train_inputs)
+                illustrated.append(len(prompts))
             prompts[key] = (len(prompts), lay(tokens[:split], 0, len(prompts), 0))
         owner, start = prompts[key]
         response_start = lay(tokens[split:-1], split, owner, branch)
@@ -145,6 +165,8 @@ def pack(
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(array, dtype=dtype).to(device)
 
+    joined = vision.join(images) if vision is not None and images else {}
+    in_prompt = np.isin(np.concatenate(owners), illustrated) & (np.concatenate(branches) == 0)
     return PackedBatch(
         tokens=to(np.concatenate(row), torch.int64)[None],
         position_ids=to(np.concatenate(places), torch.int64)[None],
@@ -162,6 +184,8 @@ def pack(
         lengths=lengths,
         total_lengths=[len(s.tokens) for s in samples],
         positions=list(positions),
+        images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
+        image_places=torch.from_numpy(in_prompt).to(device)[None] if joined else None,
     )
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.types.blobs import BlobReader, resolver
 from slime.types.clients.base import Client, Writer
 from slime.types.codec import group_from_proto, sample_from_proto
 from slime.types.errors import InvalidField
 from slime.types.json_fields import to_json
-from slime.types.rpc import chunk_messages, chunk_samples
+from slime.types.rpc import RpcSettings, chunk_messages, chunk_samples
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample, SampleGroup
 from slime.types.status import STATUS_BY_NUMBER, SampleStatus
@@ -83,9 +84,22 @@ class Stats:
 
 
 class BufferClient(Client):
-    """Calls of `slime.v1.BufferService`. Writes carry `writer`, which `open_run` and `get_run` set."""
+    """Calls of `slime.v1.BufferService`. Writes carry `writer`, which `open_run` and `get_run` set.
+
+    blobs: the store through which large tensors of a step may come; without one they are in the messages.
+    """
 
     stub = buffer_pb2_grpc.BufferServiceStub
+
+    def __init__(
+        self,
+        address: str,
+        writer: Writer | None = None,
+        settings: RpcSettings | None = None,
+        blobs: BlobReader | None = None,
+    ) -> None:
+        super().__init__(address, writer, settings)
+        self.blobs = blobs
 
     def open_run(self, run_id: str, last_committed_step: int = -1) -> Writer:
         """Starts a new incarnation of `run_id`; older writers are refused from now on."""
@@ -178,8 +192,14 @@ class BufferClient(Client):
 
     def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
         """Samples of a sealed step at `positions` of its summaries, in that order."""
-        for message in self._stream("ReadStep", buffer_pb2.ReadStepRequest(step=step, positions=positions)):
-            yield from map(sample_from_proto, message.samples)
+        blobs = self.blobs
+        request = buffer_pb2.ReadStepRequest(
+            step=step, positions=positions, blob_store="" if blobs is None else blobs.name
+        )
+        for message in self._stream("ReadStep", request):
+            resolve = None if blobs is None else resolver(message.samples, blobs)
+            for sample in message.samples:
+                yield sample_from_proto(sample, resolve=resolve)
 
     def acknowledge_step(self, step: int) -> None:
         self._call("AcknowledgeStep", buffer_pb2.AcknowledgeStepRequest(writer=self._writer(), step=step))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -29,6 +32,7 @@ METADATA_KEY = "slime-error-bin"
 # All of a call's trailing metadata, base64 and escapes included, has to fit into the 8 KiB that clients accept.
 LONGEST_MESSAGE = 2500
 LONGEST_STATUS = 400
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 # What gRPC says where it was this side that cancelled.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
@@ -111,7 +115,7 @@ def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: floa
 class ErrorsToStatus(grpc.ServerInterceptor):
     """Turns what a servicer raises into a status: SlimeError as it says, anything else into RemoteError.
 
-    The traceback of an unexpected exception goes to the log and not to the client.
+    The traceback of an unexpected exception goes to the log and not to the client, which gets the place in a plug-in.
     """
 
     def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
@@ -163,4 +167,16 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
     if context.code() is not None or isinstance(error, grpc.RpcError):  # aborted already, or the client went away
         raise error
     log.exception("%s failed", method)
-    abort_with(context, RemoteError(f"{method}: {type(error).__name__}: {error}", field=method))
+    abort_with(
+        context, RemoteError(f"{method}: {type(error).__name__}: {error}{_place_in_plugin(error)}", field=method)
+    )
+
+
+def _place_in_plugin(error: Exception) -> str:
+    """` (FILE, line N, in FUNCTION)` of the innermost code that is neither ours nor a library's, if there is any."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        ours = str(frame.f_globals.get("__name__", "")).startswith("slime.")
+        if not ours and not file.startswith(("<", *LIBRARIES)):
+            return f" ({os.path.basename(file)}, line {line}, in {frame.f_code.co_name})"
+    return ""

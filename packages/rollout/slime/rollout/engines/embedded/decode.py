@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime.rollout.engines.embedded.images import embed_images
 from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.sampling import sample
 from slime.types.errors import EngineError
+from slime.types.vision import Vision
 
 # Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
 COMPACT_FRACTION = 0.25
@@ -39,6 +41,16 @@ class Response:
     started: float = field(default_factory=time.perf_counter)
     finished: float = 0.0
     on_token: Callable[[], object] | None = None
+    media: dict[str, np.ndarray] = field(default_factory=dict)
+    """The model's arguments for the images of the prompt."""
+    media_id: str = ""
+    image_places: list[int] = field(default_factory=list)
+    """Where tokens of images stand in `prompt_ids`."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """Equal where what is computed first is."""
+        return self.media_id, (*self.prompt_ids, *self.output_ids)
 
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = reason
@@ -55,8 +67,10 @@ class Batch:
         sequences: Sequence[Response],
         eos_ids: frozenset[int],
         rng: np.random.Generator,
+        vision: Vision | None = None,
     ) -> None:
         self._model = model
+        self._vision = vision
         self._tokenizer = tokenizer
         self._eos = eos_ids
         self._rng = rng
@@ -89,13 +103,16 @@ class Batch:
                 self._append(row, token, log_prob)
 
     def _prefill(self) -> torch.Tensor:
-        index: dict[tuple[int, ...], int] = {}
+        index: dict[tuple[str, tuple[int, ...]], int] = {}
         rows: list[int] = []
+        firsts: list[Response] = []
         for s in self._rows:
-            prompt = (*s.prompt_ids, *s.output_ids)
-            s.cached_tokens = len(prompt) if prompt in index else 0
-            rows.append(index.setdefault(prompt, len(index)))
-        prompts = list(index)
+            key = s.key
+            s.cached_tokens = len(key[1]) if key in index else 0
+            if key not in index:
+                firsts.append(s)
+            rows.append(index.setdefault(key, len(index)))
+        prompts = [prompt for _, prompt in index]
         longest = max(map(len, prompts))
         ids_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -103,8 +120,11 @@ class Batch:
             ids_UP[i, longest - len(prompt) :] = torch.tensor(prompt)
             mask_UP[i, longest - len(prompt) :] = 1
         ids_UP, mask_UP = ids_UP.to(self._device), mask_UP.to(self._device)
+        given: dict[str, torch.Tensor] = {"input_ids": ids_UP}
+        if self._vision is not None and any(s.media for s in firsts):
+            given = {"inputs_embeds": embed_images(self._model, self._vision, ids_UP, firsts)}
         output = self._model(
-            input_ids=ids_UP, attention_mask=mask_UP, position_ids=_positions(mask_UP), use_cache=True, logits_to_keep=1
+            **given, attention_mask=mask_UP, position_ids=_positions(mask_UP), use_cache=True, logits_to_keep=1
         )
         self._cache = output.past_key_values
         self._mask = mask_UP

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slime.rollout.engines.embedded.decode import Response
+from slime.rollout.engines.embedded.images import parse_image_data
 from slime.rollout.engines.embedded.loading import Loaded
 from slime.rollout.engines.embedded.params import SamplingParams, parse_sampling_params
 from slime.types.errors import InvalidField
+from slime.types.vision import images_id
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
-         "logprob_start_len", "top_logprobs_num", "model", "priority")  # fmt: skip
-NOT_HERE = ("image_data", "audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
+         "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data")  # fmt: skip
+NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
 
 
 def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Response], bool]:
     """(sequences, whether the request was for a batch). Raises InvalidField."""
     for name, value in body.items():
         if name in NOT_HERE and value:
-            raise InvalidField(name, "given", "nothing: the embedded engine takes text only")
+            raise InvalidField(name, "given", "nothing: the embedded engine takes text and images only")
         if name not in KNOWN and name not in NOT_HERE:
             raise InvalidField(name, value, f"one of {', '.join(KNOWN)}")
     prompts, batched = _prompts(body, loaded)
@@ -30,6 +32,7 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
     rids = _spread("rid", body.get("rid"), len(prompts), str)
     if len(prompts) > 1 and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}-{i}" for i in range(len(prompts))]
+    images = parse_image_data(body.get("image_data"), len(prompts), batched=batched)
     return [
         make_response(
             loaded,
@@ -37,13 +40,19 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             parse_sampling_params(p),
             rid or uuid.uuid4().hex,
             given if not batched else f"{given}[{i}]",
+            images[i],
         )
         for i, (prompt, p, rid) in enumerate(zip(prompts, params, rids, strict=True))
     ], batched
 
 
-def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid: str, field: str) -> Response:
-    """Checks the prompt against vocabulary and context; the response is cut to what the context leaves."""
+def make_response(
+    loaded: Loaded, prompt: list[int], params: SamplingParams, rid: str, field: str, images: Sequence[bytes] = ()
+) -> Response:
+    """Checks the prompt against vocabulary and context; the response is cut to what the context leaves.
+
+    images: encoded, in `prompt` a placeholder token for each.
+    """
     size = loaded.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t < size for t in prompt):
         tokens = prompt if isinstance(prompt, list) else [prompt]
@@ -52,6 +61,12 @@ def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid
     outside = [t for t in params.stop_token_ids if not 0 <= t < loaded.vocab_size]
     if outside:
         raise InvalidField("sampling_params.stop_token_ids", outside[0], f"token ids from 0 to {loaded.vocab_size - 1}")
+    places: list[int] = []
+    media: dict[str, Any] = {}
+    if images:
+        if loaded.media is None:
+            raise InvalidField("image_data", "given", "nothing: the model reads text alone")
+        prompt, places, media = loaded.media().expand(prompt, images)
     room = loaded.context_length - len(prompt)
     if room < 1:
         raise InvalidField(
@@ -60,7 +75,10 @@ def make_response(loaded: Loaded, prompt: list[int], params: SamplingParams, rid
         )  # fmt: skip
     if params.max_new_tokens > room:
         params = replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
-    return Response(rid, list(prompt), params)
+    response = Response(rid, list(prompt), params)
+    if images:
+        response.media, response.media_id, response.image_places = media, images_id(images), places
+    return response
 
 
 def _prompts(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[list[int]], bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.generate.media import Media
 from slime.types.errors import InvalidFile, MissingFile
+from slime.types.vision import Vision, vision_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -26,6 +30,9 @@ class Loaded:
     vocab_size: int
     context_length: int
     eos_ids: frozenset[int]
+    vision: Vision | None = None
+    media: Callable[[], Media] | None = None
+    """Of a model that reads images: its processor, which is loaded with the first of them."""
 
 
 def check_directory(path: str) -> None:
@@ -48,14 +55,16 @@ def check_directory(path: str) -> None:
 def load(options: EmbeddedOptions) -> Loaded:
     """Raises MissingFile, InvalidFile."""
     check_directory(options.model_path)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(options.model_path)
         tokenizer = AutoTokenizer.from_pretrained(options.model_path, padding_side="left")
         device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype or torch.float32
-        model, info = AutoModelForCausalLM.from_pretrained(
+        vision = vision_of(config.to_dict())
+        kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+        model, info = kind.from_pretrained(
             options.model_path, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -76,12 +85,18 @@ def load(options: EmbeddedOptions) -> Loaded:
         vocab_size=model.get_input_embeddings().num_embeddings,
         context_length=min(limit, options.context_length or limit),
         eos_ids=_eos_ids(model, tokenizer),
+        vision=vision,
+        media=None if vision is None else functools.cache(lambda: Media(options.model_path, "--model-path")),
     )
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     ids: set[int] = set()
-    for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for source in (
+        model.generation_config.eos_token_id,
+        model.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         ids.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
     return frozenset(ids)
 

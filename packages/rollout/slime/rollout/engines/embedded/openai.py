@@ -38,6 +38,10 @@ async def chat(server: EngineServer, request: web.Request, body: Mapping[str, An
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise InvalidField("messages", messages, "a list of objects with role and content")
+    for message in messages:
+        for item in message.get("content") if isinstance(message.get("content"), list) else ():
+            if isinstance(item, dict) and item.get("type") != "text":
+                raise InvalidField("messages", item.get("type"), "text: /generate takes images, as image_data")
     tokenizer = server.loaded.tokenizer
     if not tokenizer.chat_template:
         raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")

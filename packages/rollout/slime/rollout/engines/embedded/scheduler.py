@@ -64,13 +64,13 @@ class _Room:
         self.responses: list[Response] = []
         self._sequences = sequences
         self._tokens = prefill_tokens
-        self._prompts: set[tuple[int, ...]] = set()
+        self._prompts: set[tuple[str, tuple[int, ...]]] = set()
         self._longest = 0
 
     def take(self, response: Response) -> bool:
         """Adds it if it fits; the first always does."""
-        prompt = tuple(response.prompt_ids)
-        longest = max(self._longest, len(prompt))
+        prompt = response.media_id, tuple(response.prompt_ids)
+        longest = max(self._longest, len(prompt[1]))
         padded = longest * (len(self._prompts) + (prompt not in self._prompts))
         if self.responses and (len(self.responses) >= self._sequences or padded > self._tokens):
             return False
@@ -225,7 +225,7 @@ class Scheduler:
         for response in chosen.responses:
             response.weight_version = self.weights.version
         loaded = self._loaded
-        self._batch = Batch(loaded.model, loaded.tokenizer, chosen.responses, loaded.eos_ids, self._rng)
+        self._batch = Batch(loaded.model, loaded.tokenizer, chosen.responses, loaded.eos_ids, self._rng, loaded.vision)
 
     def _step(self, batch: Batch) -> None:
         try:

@@ -80,7 +80,10 @@ class EngineServer:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
-        responses, batched = parse_generate(body, self.loaded)
+        if body.get("image_data"):
+            responses, batched = await asyncio.to_thread(parse_generate, body, self.loaded)
+        else:
+            responses, batched = parse_generate(body, self.loaded)
         log_probs = bool(body.get("return_logprob"))
         if body.get("stream"):
             if batched:

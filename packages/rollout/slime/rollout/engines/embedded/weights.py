@@ -15,19 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 
+from slime.rollout.engines.embedded.names import disk_tensors
 from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState
 
 
 class Weights:
-    """The parameters of `model` by their Hugging Face names; not thread-safe: the scheduler's thread calls it."""
+    """The weights of `model` by the names of its files; not thread-safe: the scheduler's thread calls it."""
 
     def __init__(self, model: Any, version: str) -> None:
+        """Raises NotAvailable, naming a tensor, for a model whose files' names say nothing of its tensors."""
         self.version = version
         self.incomplete = False
-        # remove_duplicate=False: a tied weight may arrive under either of its names.
-        self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        persistent = model.state_dict().keys()
-        self.tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
+        self.tensors = disk_tensors(model)
         self._seen: set[int] = set()
         self._pending_version: str | None = None
 

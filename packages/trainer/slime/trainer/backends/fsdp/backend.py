@@ -25,12 +25,14 @@ from slime.trainer.backends.base import (
 )
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.optimizer import build_adamw
+from slime.trainer.backends.fsdp.vision import disk_names
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.collective import Ranks
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import WrongState
+from slime.types.vision import vision_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,6 +52,8 @@ class FsdpBackend(Backend):
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.config = policy.config
+        self.vision = vision_of(policy.config.to_dict())
+        self._disk_names = disk_names(policy) if self.vision is not None else {}
         self.can_share_prompts = loading.can_share_prompts(policy.config)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
@@ -76,6 +80,9 @@ class FsdpBackend(Backend):
         kwargs: dict[str, object] = {}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             kwargs["logits_to_keep"] = batch.rows
+        if batch.images:
+            images = {name: tensor.to(self.device) for name, tensor in batch.images.items()}
+            kwargs |= {"images": images, "image_places": batch.image_places}
         autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.settings.bf16 and self.ranks.world_size == 1:
             autocast = torch.autocast(self.device.type, dtype=torch.bfloat16)
@@ -87,7 +94,7 @@ class FsdpBackend(Backend):
                 use_cache=False,
                 **kwargs,
             ).logits[0]
-        return logits if kwargs else logits[batch.rows]
+        return logits if "logits_to_keep" in kwargs else logits[batch.rows]
 
     def _idle(self, model: nn.Module) -> Tensor:
         """A forward pass over one token, times zero: the other ranks' collective calls need this rank."""
@@ -215,9 +222,12 @@ class FsdpBackend(Backend):
 
     def _weights(self) -> NamedTensors:
         # named_parameters gives a tied weight once; persistent buffers belong to the checkpoint too.
-        yield from self.policy.named_parameters()
+        names = self._disk_names
+        yield from ((names.get(name, name), parameter) for name, parameter in self.policy.named_parameters())
         persistent = self.policy.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in persistent)
+        yield from (
+            (names.get(name, name), buffer) for name, buffer in self.policy.named_buffers() if name in persistent
+        )
 
     def optimizer_state(self) -> NamedTensors:
         for name, parameter in self._stepped():

@@ -1,4 +1,4 @@
-"""Loading a transformers causal language model, and sharding it over ranks."""
+"""Loading a transformers language model, which may read images too, and sharding it over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slime.trainer.backends.fsdp.vision import accept_images
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+from slime.types.vision import vision_of
 
 _FULL = "full_attention"
 _PACKABLE = frozenset({_FULL, "sliding_attention", "chunked_attention"})
@@ -19,7 +21,7 @@ def load_model(path: str, *, flag: str) -> nn.Module:
 
     Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -34,12 +36,13 @@ def load_model(path: str, *, flag: str) -> nn.Module:
         if kind not in _PACKABLE:
             raise NotAvailable(f"{flag}: layers of type {kind} are not available yet", field=flag, value=kind)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
-        )
+        kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
+        model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True)
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
+    if kind is AutoModelForImageTextToText:
+        accept_images(model)
     return model.eval()
 
 
@@ -87,6 +90,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers."""
-    lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers.
+
+    Layers that see images are none of them: a rank whose samples have no images does not run them.
+    """
+    language: Any = model if vision_of(model.config.to_dict()) is None else model.get_decoder()  # type: ignore[operator]
+    lists = [list(m.children()) for m in language.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])

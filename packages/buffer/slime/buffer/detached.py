@@ -1,0 +1,76 @@
+"""Steps whose large tensors go to their readers through a blob store.
+
+What is read is detached once, however many ranks read it, and kept until the step is acknowledged: then every rank has
+it. A step that is read again later is detached again, into the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from slime.buffer.batches import Batches, Place, chunks
+from slime.types.blobs import BlobWriter, detach
+from slime.v1 import sample_pb2
+
+log = logging.getLogger(__name__)
+
+# Blobs of one chunk are put, asked for and read together: larger ones are fewer calls, smaller ones let the reader
+# begin sooner.
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass
+class _Step:
+    """What is left of each sample, encoded, by group and position. size: bytes that went as blobs."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    samples: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    size: int = 0
+    over: bool = False
+
+
+class DetachedSteps:
+    """Thread-safe."""
+
+    def __init__(self, batches: Batches, blobs: BlobWriter) -> None:
+        self.blobs = blobs
+        self._batches = batches
+        self._lock = threading.Lock()
+        self._steps: dict[int, _Step] = {}
+
+    def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
+        """As `Batches.read`, with large tensors as references into the store. Raises what `BlobWriter.put` raises."""
+        places = self._batches.places(step, positions)
+        with self._lock:
+            known = self._steps.setdefault(step, _Step())
+        return (self._chunk(step, known, chunk) for chunk in chunks(places, CHUNK_BYTES))
+
+    def _chunk(self, step: int, known: _Step, places: Sequence[Place]) -> list[bytes]:
+        with known.lock:
+            if known.over:
+                # Nobody would release what is put now.
+                return self._batches.encoded(places)
+            missing = {_key(place): place for place in places if _key(place) not in known.samples}
+            samples = [sample_pb2.Sample.FromString(data) for data in self._batches.encoded(list(missing.values()))]
+            known.size += detach(samples, self.blobs, step)
+            for key, sample in zip(missing, samples, strict=True):
+                known.samples[key] = sample.SerializeToString()
+            return [known.samples[_key(place)] for place in places]
+
+    def release(self, upto: int | None = None) -> None:
+        """Forgets the steps up to and including `upto`, or all."""
+        with self._lock:
+            over = [step for step in self._steps if upto is None or step <= upto]
+            steps = {step: self._steps.pop(step) for step in over}
+        for step, known in steps.items():
+            with known.lock:
+                known.over = True
+                self.blobs.release(step)
+            log.info("step %d: %d bytes of %d samples went as blobs", step, known.size, len(known.samples))
+
+
+def _key(place: Place) -> tuple[int, int]:
+    return place.group.group_index, place.position

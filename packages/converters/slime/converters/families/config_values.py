@@ -1,0 +1,84 @@
+"""What kind of value the keys of a config.json have, so that a table is never made of a size that is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.types.errors import InvalidFile
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole(0), value))
+
+
+# (the kind in words, whether a value is of it, the keys); null is a key that is not there.
+_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("a whole number of at least 1", _whole(1), (
+        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "num_experts", "num_local_experts",
+        "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim",
+    )),
+    ("a whole number of at least 0", _whole(0), (
+        "head_dim", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq",
+        "decoder_sparse_step", "num_nextn_predict_layers", "num_mtp_layers",
+    )),
+    ("a number above 0, at most 1", lambda value: _positive(value) and value <= 1, ("partial_rotary_factor",)),
+    ("a number above 0", _positive, (
+        "rms_norm_eps", "rope_theta", "factor", "original_max_position_embeddings",
+        "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    )),
+    ("a number", _number, ("routed_scaling_factor", "mscale", "mscale_all_dim")),
+    ("true or false", lambda value: isinstance(value, bool), (
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_sliding_window",
+        "rope_interleave",
+    )),
+    ("a list of whole numbers", _whole_numbers, ("mlp_only_layers",)),
+    ("a string", lambda value: isinstance(value, str), (
+        "model_type", "hidden_act", "rope_type", "type", "scoring_func", "topk_method",
+    )),
+    ("an object", lambda value: isinstance(value, dict), ("rope_scaling", "rope_parameters", "quantization_config")),
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# (a key, another one, whether their values go together, what the first is of the second)
+_RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
+    ("num_key_value_heads", "num_attention_heads", lambda a, b: b % a == 0, "a divisor of"),
+    ("n_group", "n_routed_experts", lambda a, b: b % a == 0, "a divisor of"),
+    ("topk_group", "n_group", lambda a, b: a <= b, "at most"),
+    *(("num_experts_per_tok", key, lambda a, b: a <= b, "at most") for key in _EXPERTS),
+)
+
+
+def check_values(path: Path, config: Mapping[str, Any]) -> None:
+    """path: of the file, for the message. Raises InvalidFile naming the first key whose value no model has."""
+    for kind, fits, keys in _KINDS:
+        for where in (config, config.get("rope_scaling"), config.get("rope_parameters")):
+            values = where if isinstance(where, Mapping) else {}
+            for key in keys:
+                if values.get(key) is not None and not fits(values[key]):
+                    raise _wrong(path, key, values[key], kind)
+    for key, other, agree, relation in _RELATIONS:
+        if config.get(key) and config.get(other) and not agree(config[key], config[other]):
+            raise _wrong(path, key, config[key], f"{relation} {other} = {config[other]}")
+    scaling = config.get("rope_scaling")
+    if scaling and not {"rope_type", "type"} & scaling.keys():
+        raise _wrong(path, "rope_scaling", scaling, "a rope_type in it")
+
+
+def _wrong(path: Path, key: str, value: Any, expected: str) -> InvalidFile:
+    return InvalidFile(f"{path}: {key} = {value!r}, expected {expected}", field=key, value=value, expected=expected)

@@ -1,0 +1,67 @@
+"""Images in a request, as SGLang takes them, and in the first forward pass over their prompts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.types.errors import InvalidField
+from slime.types.vision import Vision
+
+if TYPE_CHECKING:
+    from slime.rollout.engines.embedded.decode import Response
+
+EXPECTED = "images as base64, or as data:image/...;base64,...: the embedded engine fetches nothing"
+
+
+def parse_image_data(value: Any, count: int, *, batched: bool) -> list[list[bytes]]:
+    """`image_data` of a request for `count` prompts: the encoded images of each. Raises InvalidField."""
+    if not value:
+        return [[] for _ in range(count)]
+    each = value if batched else [value]
+    if not isinstance(each, list) or len(each) != count:
+        raise InvalidField("image_data", value, f"a list with an entry for each of {count} prompts")
+    return [
+        [_decoded(item, f"image_data[{i}]") for item in (images if isinstance(images, list) else [images])]
+        for i, images in enumerate([entry or [] for entry in each])
+    ]
+
+
+def _decoded(value: Any, field: str) -> bytes:
+    if not isinstance(value, str) or not value:
+        raise InvalidField(field, value, EXPECTED)
+    head, comma, encoded = value.partition(",") if value.startswith("data:") else ("", "", value)
+    if comma and not head.endswith(";base64"):
+        raise InvalidField(field, head, EXPECTED)
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidField(field, value, EXPECTED) from None
+
+
+def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> torch.Tensor:
+    """[U, P, hidden] of left-padded prompts; those of image tokens are what the model sees in the images.
+
+    Other tokens of the same id, which the model wrote itself, keep the embedding of their id.
+    Raises InvalidField where an image has another number of tokens than the model makes of it.
+    """
+    embedded = model.get_input_embeddings()(ids_UP)
+    places = torch.zeros_like(ids_UP, dtype=torch.bool)
+    length = ids_UP.shape[1]
+    for row, prompt in enumerate(prompts):
+        start = length - len(prompt.prompt_ids) - len(prompt.output_ids)
+        places[row, [start + place for place in prompt.image_places]] = True
+    joined = vision.join([prompt.media for prompt in prompts if prompt.media])
+    seen = torch.cat(list(model.get_image_features(**_tensors(model, joined)).pooler_output))
+    if len(seen) != int(places.sum()):
+        raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model sees in the images")
+    return embedded.masked_scatter(places[..., None], seen.to(embedded.dtype))
+
+
+def _tensors(model: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.from_numpy(array).to(model.device) for name, array in arrays.items()}
+    return {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}

@@ -1,0 +1,72 @@
+"""The tensors of a running model by the names of its own files, where transformers keeps them in another form.
+
+It holds the experts of a layer in two tensors, which the files have as three matrices an expert.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from slime.types.errors import NotAvailable
+from slime.types.vision import vision_of
+
+FIELD = "--model-path"
+
+
+class _InPlace(torch.Tensor):
+    """What is cut out of it stays a view: what transformers writes to files is a copy, which here would be no use."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else super().__torch_function__(func, types, args, kwargs)
+
+
+def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Views of the parameters and persistent buffers by their names in the files of a Hugging Face directory.
+
+    A tied weight is there under each of its names. To write to all of them is to write the whole model.
+    Raises NotAvailable, naming a tensor, for a model with one that its files have in a form that is no part of it.
+    """
+    own: dict[str, torch.Tensor] = model.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        # Before transformers 5 models of text had the names of their files.
+        if vision_of(model.config.to_dict()) is None:
+            return own
+        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
+    try:
+        views = revert_weight_conversion(model, {name: t.as_subclass(_InPlace) for name, t in own.items()})
+    except Exception as error:
+        raise _not_available(model, "the tensors", f": {type(error).__name__}: {error}") from error
+    found = {name: view.as_subclass(torch.Tensor) for name, view in views.items()}
+    there, reached = _elements(own.values()), _elements(found.values())
+    for name, tensor in [*found.items(), *own.items()]:
+        storage = tensor.untyped_storage().data_ptr()
+        if there[storage] != reached[storage]:
+            raise _not_available(model, name)
+    return found
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> Counter[int]:
+    """How many are reached, by storage; tied ones count once."""
+    distinct = {(t.untyped_storage().data_ptr(), t.data_ptr(), t.shape) for t in tensors}
+    counted: Counter[int] = Counter()
+    for storage, _, shape in distinct:
+        counted[storage] += shape.numel()
+    return counted
+
+
+def _not_available(model: Any, what: str, why: str = "") -> NotAvailable:
+    kind = model.config.model_type
+    return NotAvailable(
+        f"{FIELD}: the embedded engine cannot take new weights for {what} of a {kind} model by the names of its "
+        f"files{why}",
+        field=FIELD, value=kind, expected="a model whose files have its tensors, or parts of them",
+    )  # fmt: skip

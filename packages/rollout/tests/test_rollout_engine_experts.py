@@ -1,0 +1,171 @@
+"""The embedded engine with experts: weights by the names of the model's files, which transformers keeps otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_tiny_model import write_tiny_model
+from safetensors.torch import load_file, save
+
+from slime.rollout.engines.client import EngineClient
+from slime.rollout.engines.embedded.checks import WeightChecker
+from slime.rollout.engines.embedded.launch import start_embedded
+from slime.rollout.engines.embedded.names import disk_tensors
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.weights import Weights
+from slime.rollout.engines.process import EngineProcess
+from slime.types.errors import InvalidField, NotAvailable
+
+PROMPT = [2, 3, 4, 41]
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 8, "sampling_seed": 5}
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("first"), seed=0, experts=4)
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("second"), seed=1, experts=4)
+
+
+@pytest.fixture(scope="module")
+def engine(first: Path) -> Iterator[EngineProcess]:
+    with start_embedded(EmbeddedOptions(model_path=str(first), threads=1)) as process:
+        yield process.wait_ready(120)
+
+
+@pytest.fixture
+def call(engine: EngineProcess) -> Any:
+    def run(function: Any) -> Any:
+        async def inside() -> Any:
+            async with EngineClient(engine.url, engine.name) as client:
+                return await function(client)
+
+        return asyncio.run(inside())
+
+    return run
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def model_of(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def from_buckets(call: Any, directory: Path) -> None:
+    items = list(tensors(directory).items())
+    half = len(items) // 2
+    call(lambda c: c.update_weights_from_bucket(save(dict(items[half:])), 1, last=False))
+    call(lambda c: c.update_weights_from_bucket(save(dict(items[:half])), 1, last=True))
+
+
+def from_directory(call: Any, directory: Path) -> None:
+    call(lambda c: c.update_weights_from_disk(str(directory), 1))
+
+
+def check_log_probs(call: Any, directory: Path) -> None:
+    answer = call(lambda c: c.generate(PROMPT, SAMPLED))
+    output = answer["output_ids"]
+    with torch.no_grad():
+        logits = model_of(directory)(input_ids=torch.tensor([[*PROMPT, *output]])).logits[0]
+    wanted = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
+    given = [log_prob for log_prob, _, _ in answer["meta_info"]["output_token_logprobs"]]
+    assert given == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("update", [from_buckets, from_directory])
+def test_log_probs_are_those_of_the_weights_that_came(
+    call: Any, first: Path, second: Path, update: Callable[[Any, Path], None]
+) -> None:
+    from_directory(call, first)
+    check_log_probs(call, first)
+    update(call, second)
+    check_log_probs(call, second)
+
+
+def test_an_expert_of_another_shape_or_number_is_refused_by_its_name(call: Any, second: Path) -> None:
+    sent = tensors(second)
+    beyond = EXPERT.replace("experts.2", "experts.4")
+    for change, name, words in (
+        ({EXPERT: sent[EXPERT].T}, EXPERT, r"shape \[16, 32\]"),
+        ({beyond: sent[EXPERT]}, beyond, "the name of a tensor"),
+        ({EXPERT: None}, EXPERT, "missing"),
+    ):
+        bucket = {key: value.contiguous() for key, value in (sent | change).items() if value is not None}
+        with pytest.raises(InvalidField, match=words) as refused:
+            call(lambda c, bucket=bucket: c.update_weights_from_bucket(save(bucket), 9, last=True))
+        assert refused.value.field == name
+
+
+def test_checksums_are_of_the_tensors_of_the_files(call: Any, first: Path, second: Path) -> None:
+    from_directory(call, second)
+    (rank,) = call(lambda c: c.check_weights())["ranks"]
+    assert rank["checksums"].keys() == tensors(second).keys()
+    call(lambda c: c.check_weights("reset_tensors"))
+    from_buckets(call, second)
+    assert call(lambda c: c.check_weights())["ranks"] == [rank]
+    call(lambda c: c.check_weights("snapshot"))
+    changed = tensors(second) | {EXPERT: tensors(first)[EXPERT]}
+    call(lambda c: c.update_weights_from_bucket(save(changed), 2, last=True))
+    with pytest.raises(InvalidField) as different:
+        call(lambda c: c.check_weights("compare"))
+    assert different.value.field == EXPERT and "0 others" in str(different.value.value)
+
+
+def test_weights_come_in_another_type(first: Path, second: Path) -> None:
+    model = model_of(first)
+    weights = Weights(model, "0")
+    halved = {name: tensor.bfloat16() for name, tensor in tensors(second).items()}
+    weights.load_bucket(save(halved), "1", last=True)
+    assert all(torch.equal(weights.tensors[name], tensor.float()) for name, tensor in halved.items())
+    fused = model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(fused[2, 16:], halved[EXPERT].float())
+    assert WeightChecker(weights).run("checksum")["success"] is True
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_other_families_have_the_names_of_their_files(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=32, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, head_dim=8, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    given, files = disk_tensors(model_of(tmp_path)), tensors(tmp_path)
+    assert given.keys() == files.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in files
+    assert all(torch.equal(given[name], tensor) for name, tensor in files.items())
+
+
+def test_a_model_whose_files_have_no_part_of_a_tensor_is_refused_when_it_starts(
+    first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import core_model_loading
+
+    model = model_of(first)
+    revert = core_model_loading.revert_weight_conversion
+    name = "model.norm.weight"
+    for change, named in (
+        (lambda found: found | {name: found[name] * 2}, name),
+        (lambda found: {key: found[key] for key in found if key != EXPERT}, "model.layers.1.mlp.experts"),
+    ):
+        monkeypatch.setattr(
+            core_model_loading, "revert_weight_conversion", lambda m, own, change=change: change(revert(m, own))
+        )
+        with pytest.raises(NotAvailable, match=named) as refused:
+            Weights(model, "0")
+        assert refused.value.field == "--model-path"

@@ -1,0 +1,48 @@
+"""Tensors of the model as the files of a Hugging Face directory have them, where transformers keeps another form.
+
+It holds the experts of a layer in two tensors, which the files have as three matrices an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.types.errors import NotAvailable
+from slime.types.vision import vision_of
+
+
+def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What a whole tensor of `model` is in the files, in their order; on the meta device it tells names and shapes.
+
+    Raises NotAvailable for a model that reads images where transformers is older than 5.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        if vision_of(model.config.to_dict()) is None:
+            return {name: tensor}
+        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
+    parts: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return parts
+
+
+def check_parts(model: Any, flag: str) -> None:
+    """Raises NotAvailable naming a tensor whose form in the files takes several tensors of the model."""
+    for name, tensor in model.state_dict().items():
+        try:
+            elements = sum(part.numel() for part in disk_parts(model, name, torch.empty_like(tensor, device="meta")).values())
+        except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise _not_available(model, flag, name) from error
+        if elements != tensor.numel():
+            raise _not_available(model, flag, name)
+
+
+def _not_available(model: Any, flag: str, name: str) -> NotAvailable:
+    kind = model.config.model_type
+    return NotAvailable(
+        f"{flag}: {name} of a {kind} model has no form of its own in the model's files",
+        field=flag, value=kind, expected="a model whose files have its tensors, or parts of them",
+    )  # fmt: skip

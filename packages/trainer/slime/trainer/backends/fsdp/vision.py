@@ -1,0 +1,62 @@
+"""Models that read images, for packed rows that have images in some of their prompts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.types.errors import InvalidField, NotAvailable
+
+
+def accept_images(model: Any) -> None:
+    """Its forward takes `images`, arguments of `get_image_features`, and `image_places`, [1, T] bool.
+
+    Tokens of images at those places are embedded as what the model sees in the images, in order; a token of the same id
+    elsewhere was written by the model, and is embedded as any other. Raises InvalidField where the images make another
+    number of tokens.
+    """
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(
+        input_ids: Tensor, images: dict[str, Tensor] | None = None, image_places: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        embedded = model.get_input_embeddings()(input_ids)
+        if images:
+            places = image_places & (input_ids == model.config.image_token_id)
+            seen = torch.cat(list(model.get_image_features(**images).pooler_output))
+            if len(seen) != int(places.sum()):
+                raise InvalidField(
+                    "multimodal_train_inputs",
+                    f"images of {len(seen)} tokens",
+                    f"{int(places.sum())}, as in the prompts",
+                )
+            embedded = embedded.masked_scatter(places[..., None], seen.to(embedded.dtype))
+        if torch.is_grad_enabled() and hasattr(model, "unshard"):
+            # Ranks with images and ranks without have to reduce the gradients of the same weights.
+            touched = sum((p.sum() for p in _seeing(model)), embedded.new_zeros(()))
+            embedded = embedded + (0.0 * touched).to(embedded.dtype)
+        return plain(inputs_embeds=embedded, **kwargs)
+
+    model.forward = forward
+
+
+def _seeing(model: Any) -> list[Tensor]:
+    """Parameters that train and are not of the language model."""
+    spoken = {id(p) for p in model.get_decoder().parameters()}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in spoken]
+
+
+def disk_names(model: nn.Module) -> dict[str, str]:
+    """Names of its tensors in the files of a Hugging Face directory, by those in the model."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
+
+    own = {name: torch.empty(0) for name in model.state_dict()}
+    by_identity = {id(tensor): name for name, tensor in own.items()}
+    return {by_identity[id(tensor)]: name for name, tensor in revert_weight_conversion(model, own).items()}

@@ -1,0 +1,66 @@
+"""Models of a few thousand parameters that read images, and samples for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.types import Sample
+
+VOCAB, IMAGE = 32, 2
+# Tokens that a tile, or an image of a Llava, becomes.
+TOKENS = 4
+
+
+def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text: dict[str, Any] = dict(
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    # More layers than the language model has.
+    sees: dict[str, Any] = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=16,
+        initializer_range=0.3,
+    )  # fmt: skip
+    own: dict[str, Any] = dict(
+        vision_config=sees | dict(model_type="clip_vision_model", patch_size=8, projection_dim=16),
+        vision_feature_layer=-2, vision_feature_select_strategy="default",
+    ) if kind == "llava" else dict(
+        vision_config=sees | dict(model_type=f"{kind}_vision", patch_size=4), scale_factor=2, pad_token_id=0
+    )  # fmt: skip
+    config = AutoConfig.for_model(kind, text_config=text, image_token_id=IMAGE, **own)
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return str(path)
+
+
+def make_image_samples(kind: str, groups: int = 4, size: int = 2) -> list[Sample]:
+    """Groups of one prompt: of one image, of two, of the first's tokens with another image, and of text alone."""
+    random = np.random.default_rng(7)
+    samples: list[Sample] = []
+    for group in range(groups):
+        count = (1, 2, 1, 0)[group % 4]
+        prompt = [5, *[IMAGE] * TOKENS * count, 6, 7]
+        pixels = random.normal(size=(count, 3, 16, 16)).astype(np.float32)
+        inputs: dict[str, Any] = {"pixel_values": pixels}
+        if kind != "llava":
+            inputs["pixel_attention_mask"] = np.ones((count, 16, 16), np.int64)
+        for member in range(size):
+            response = random.integers(3, VOCAB, 4)
+            samples.append(
+                Sample(
+                    index=len(samples), group_index=group, tokens=[*prompt, *response], response_length=4,
+                    reward=float(member), rollout_log_probs=np.full(4, -3.0, np.float32),
+                    multimodal_inputs={"image": [b"encoded"] * count} if count else None,
+                    multimodal_train_inputs=inputs if count else None,
+                    multimodal_train_input_id=f"images of {group}" if count else None,
+                )
+            )  # fmt: skip
+    return samples

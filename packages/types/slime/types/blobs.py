@@ -1,0 +1,180 @@
+"""Blobs: large tensors of a message that travel beside it, through a store that both sides were configured with.
+
+    writer: detach(messages, store, owner)    inline bytes -> references, the bytes in the store
+    reader: resolver(messages, store)         references -> bytes, checked against length and SHA-256
+
+A blob lives until each owner that it was put for, a step say, is released.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from slime.types.errors import InvalidField, NotFound
+from slime.types.tensor import Resolver
+from slime.v1 import sample_pb2, tensor_pb2
+
+# Two ranks that need the same tensors of this size have them as soon from their messages: digests, lookup and copies of
+# smaller ones cost more than the messages do (benchmarks/launcher/data_transport.py --kib 64).
+INLINE_BYTES = 64 << 10
+DIGEST_THREADS = 4
+
+
+@dataclass
+class _Kept:
+    handle: Any
+    length: int
+    owners: set[int] = field(default_factory=set)
+
+
+class BlobWriter(ABC):
+    """The side that keeps blobs, each once, by its SHA-256 digest. Thread-safe.
+
+    name: of the store, which references carry. inline_bytes: a tensor of fewer bytes stays in its message.
+    """
+
+    name: str
+
+    def __init__(self, inline_bytes: int = INLINE_BYTES) -> None:
+        self.inline_bytes = inline_bytes
+        self._lock = threading.Lock()
+        self._kept: dict[bytes, _Kept] = {}
+
+    @abstractmethod
+    def hold(self, blobs: Sequence[bytes]) -> list[Any]:
+        """Stores `blobs`; a handle of each, which is dropped to forget it. Raises OutOfSpace."""
+
+    def put(self, blobs: Sequence[bytes], owner: int) -> list[tensor_pb2.BlobReference]:
+        """Keeps `blobs` for `owner`. Raises OutOfSpace."""
+        named = list(zip(digests(blobs), blobs, strict=True))
+        with self._lock:
+            # What is kept already gets its owner now: it must not be released between this look and the next.
+            new = {digest: blob for digest, blob in named if not self._own(digest, owner)}
+        handles = self.hold(list(new.values())) if new else []
+        with self._lock:
+            for (digest, blob), handle in zip(new.items(), handles, strict=True):
+                self._kept.setdefault(digest, _Kept(handle, len(blob))).owners.add(owner)
+        return [tensor_pb2.BlobReference(store=self.name, sha256=digest, length=len(blob)) for digest, blob in named]
+
+    def _own(self, digest: bytes, owner: int) -> bool:
+        kept = self._kept.get(digest)
+        if kept is not None:
+            kept.owners.add(owner)
+        return kept is not None
+
+    def release(self, owner: int) -> None:
+        """Forgets what was put for `owner` and for nobody else."""
+        with self._lock:
+            for kept in self._kept.values():
+                kept.owners.discard(owner)
+            self._kept = {digest: kept for digest, kept in self._kept.items() if kept.owners}
+
+    def find(self, wanted: Sequence[bytes]) -> list[Any]:
+        """The handles of what has these digests. Raises NotFound."""
+        with self._lock:
+            for digest in wanted:
+                if digest not in self._kept:
+                    raise NotFound(
+                        f"no blob {digest.hex()} in the store {self.name}: it was released",
+                        field="reference.sha256",
+                        value=digest.hex(),
+                        expected="a blob of a step that is not acknowledged",
+                    )
+            return [self._kept[digest].handle for digest in wanted]
+
+    def kept_bytes(self) -> int:
+        with self._lock:
+            return sum(kept.length for kept in self._kept.values())
+
+
+class BlobReader(ABC):
+    """The side that reads them. Thread-safe. name: of the store, as references carry it."""
+
+    name: str
+
+    @abstractmethod
+    def read(self, wanted: Sequence[bytes]) -> list[Any]:
+        """The bytes (or a flat, read-only array of them) of each SHA-256 digest of `wanted`.
+
+        Raises NotFound for one that is not kept, Unavailable where the keeper is gone, DeadlineExceeded.
+        """
+
+
+def detach(messages: Iterable[Message], store: BlobWriter, owner: int) -> int:
+    """Puts the tensors of `messages` that have `store.inline_bytes` or more into `store`, all in one call.
+
+    Returns how many bytes the messages lost.
+    """
+    least = max(store.inline_bytes, 1)
+    # Each look at `inline` copies it: what is too small as a whole is not looked at.
+    large = [(tensor, tensor.inline) for tensor in tensors(messages) if tensor.ByteSize() > least]
+    large = [(tensor, data) for tensor, data in large if len(data) >= least]
+    if large:
+        references = store.put([data for _, data in large], owner)
+        for (tensor, _), reference in zip(large, references, strict=True):
+            tensor.reference.CopyFrom(reference)
+    return sum(len(data) for _, data in large)
+
+
+def resolver(messages: Iterable[Message], store: BlobReader) -> Resolver:
+    """What gives the bytes of the references in `messages`, which are read here, all in one call.
+
+    Raises InvalidField for a reference into another store and for bytes of another digest, and what `read` raises.
+    """
+    wanted: dict[bytes, None] = {}
+    for tensor in tensors(messages):
+        if tensor.WhichOneof("data") == "reference":
+            if tensor.reference.store != store.name:
+                raise InvalidField("reference.store", tensor.reference.store, f"{store.name}, which is configured here")
+            wanted[tensor.reference.sha256] = None
+    found = dict(zip(wanted, store.read(list(wanted)), strict=True)) if wanted else {}
+    for digest, actual in zip(found, digests(list(found.values())), strict=True):
+        if actual != digest:
+            raise InvalidField("reference.sha256", actual.hex(), f"{digest.hex()}, the digest of what was put")
+    return lambda reference: found[reference.sha256]
+
+
+def digests(blobs: Sequence[Any]) -> list[bytes]:
+    """The SHA-256 of each, of which a core makes about 1 GB a second: several at once."""
+    if len(blobs) < 2:
+        return [hashlib.sha256(blob).digest() for blob in blobs]
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        return list(pool.map(lambda blob: hashlib.sha256(blob).digest(), blobs))
+
+
+def tensors(messages: Iterable[Message]) -> Iterator[tensor_pb2.Tensor]:
+    """Every tensor that is set in `messages`: samples, or parts of them."""
+    for message in messages:
+        if isinstance(message, tensor_pb2.Tensor):
+            yield message
+        elif isinstance(message, tensor_pb2.Value):
+            yield from _of_value(message)
+        else:
+            for name in _PARTS:
+                if message.HasField(name):
+                    yield from tensors((getattr(message, name),))
+
+
+def _of_value(value: tensor_pb2.Value) -> Iterator[tensor_pb2.Tensor]:
+    kind = value.WhichOneof("kind")
+    if kind == "tensor_value":
+        yield value.tensor_value
+    elif kind == "list_value":
+        yield from tensors(value.list_value.values)
+    elif kind == "map_value":
+        yield from tensors(value.map_value.values.values())
+
+
+_PARTS = tuple(
+    field.name
+    for field in sample_pb2.Sample.DESCRIPTOR.fields
+    if field.message_type in (tensor_pb2.Tensor.DESCRIPTOR, tensor_pb2.Value.DESCRIPTOR)
+)

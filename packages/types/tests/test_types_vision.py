@@ -1,0 +1,62 @@
+"""What a processor makes of images, joined for a call of a model, and models that read none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable
+from slime.types.vision import FAMILIES, images_id, images_of, require_vision, vision_of
+
+
+def test_images_of_several_prompts_are_joined_end_to_end() -> None:
+    family = FAMILIES["llava"]
+    one, two = (family.take({"pixel_values": np.full((n, 3, 4, 4), n), "input_ids": [[1]]}) for n in (1, 2))
+    joined = family.join([one, two])
+    assert joined.keys() == {"pixel_values"} and joined["pixel_values"].shape == (3, 3, 4, 4)
+    assert joined["pixel_values"][:, 0, 0, 0].tolist() == [1, 2, 2]
+
+
+def test_tiles_of_other_sizes_are_padded_with_what_is_not_looked_at() -> None:
+    family = FAMILIES["idefics3"]
+    parts = [
+        family.take(
+            {"pixel_values": np.ones((1, n, 3, size, 4)), "pixel_attention_mask": np.ones((1, n, size, 4), int)}
+        )
+        for n, size in ((2, 4), (1, 6))
+    ]
+    joined = family.join(parts)
+    assert joined["pixel_values"].shape == (1, 3, 3, 6, 4)
+    assert joined["pixel_attention_mask"][0].sum((1, 2)).tolist() == [16, 16, 24]
+    assert joined["pixel_values"].sum() == 3 * (16 + 16 + 24)
+
+
+def test_a_sample_without_pixels_is_refused() -> None:
+    with pytest.raises(InvalidField, match=r"multimodal_train_inputs\.pixel_values"):
+        FAMILIES["llava"].join([{"pixel_values": np.ones((1, 3, 4, 4))}, {}])
+
+
+@pytest.mark.parametrize("inputs", [{"video": [b"x"]}, {"image": ["path"]}, {"image": b"x"}])
+def test_other_inputs_than_encoded_images_are_refused(inputs: dict[str, object]) -> None:
+    with pytest.raises(InvalidField, match="multimodal_inputs"):
+        images_of(inputs)
+
+
+def test_equal_ids_mean_equal_images() -> None:
+    assert images_of({"image": [b"ab"]}) == [b"ab"] and images_of(None) == []
+    assert images_id([b"ab"]) == images_id([b"ab"])
+    assert len({images_id(images) for images in ([b"ab"], [b"a", b"b"], [b"b", b"a"], [])}) == 4
+
+
+def test_models_are_known_by_their_config(tmp_path: Path) -> None:
+    assert vision_of({"model_type": "llava"}) is FAMILIES["llava"] and vision_of({"model_type": "qwen3"}) is None
+    for config, error, named in (
+        ({"model_type": "qwen3"}, InvalidSetting, "reads text alone"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, NotAvailable, "images of a qwen2_5_vl"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(error, match=f"--flag.*{named}"):
+            require_vision(str(tmp_path), "--flag")
