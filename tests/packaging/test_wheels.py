@@ -115,6 +115,7 @@ def find_python(version: str) -> str | None:
 
 # Distributions whose modules have another name.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",

@@ -217,9 +217,8 @@ def library_version() -> None:
     """OptimizerConfig asks whether Transformer Engine is new enough before it asks whether it is there, and compares
     None with a version."""
     from megatron.core import utils
-    from packaging.version import Version
 
-    _replace(utils, _te_version=Version("0"))
+    _replace(utils, _te_version=utils.PkgVersion("0"))
 
 
 def _replace(owner: Any, **values: Any) -> None:
