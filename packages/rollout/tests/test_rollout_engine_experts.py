@@ -100,7 +100,7 @@ def test_an_expert_of_another_shape_or_number_is_refused_by_its_name(call: Any, 
     beyond = EXPERT.replace("experts.2", "experts.4")
     for change, name, words in (
         ({EXPERT: sent[EXPERT].T}, EXPERT, r"shape \[16, 32\]"),
-        ({beyond: sent[EXPERT]}, beyond, "the name of a tensor"),
+        ({beyond: sent[EXPERT].clone()}, beyond, "the name of a tensor"),
         ({EXPERT: None}, EXPERT, "missing"),
     ):
         bucket = {key: value.contiguous() for key, value in (sent | change).items() if value is not None}
@@ -112,7 +112,7 @@ def test_an_expert_of_another_shape_or_number_is_refused_by_its_name(call: Any, 
 def test_checksums_are_of_the_tensors_of_the_files(call: Any, first: Path, second: Path) -> None:
     from_directory(call, second)
     (rank,) = call(lambda c: c.check_weights())["ranks"]
-    assert rank["checksums"].keys() == tensors(second).keys()
+    assert rank["checksums"].keys() - {"lm_head.weight"} == tensors(second).keys()
     call(lambda c: c.check_weights("reset_tensors"))
     from_buckets(call, second)
     assert call(lambda c: c.check_weights())["ranks"] == [rank]

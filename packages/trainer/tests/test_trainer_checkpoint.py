@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from trainer_tiny import Runner, alone, make_settings
+from trainer_tiny import Runner, alone, make_settings, write_biased_model, write_model
 from transformers import AutoModelForCausalLM
 
 from slime.converters import safetensors_dir
 from slime.trainer import checkpoint, hf_directory
-from slime.types.errors import InvalidFile, MissingFile, OutOfSpace
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable, OutOfSpace
 
 
 def save(runner: Runner, path: Path, step: int) -> None:
@@ -59,6 +59,35 @@ def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: st
     for name, weight in runner.weights().items():
         assert torch.equal(loaded.get_parameter(name), weight)
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_are_saved_as_the_files_of_the_model_have_them(family: str, tmp_path: Path):
+    start = tmp_path / "model"
+    source = write_biased_model(start) if family == "glm4_moe" else write_model(start, experts=4)
+    settings = make_settings(source)
+    straight = Runner(settings)
+    given = load_file(start / "model.safetensors")
+    assert all(torch.equal(weight, given[name]) for name, weight in straight.weights().items())
+    straight.run()
+    path = tmp_path / "step_0"
+    save(straight, path, 0)
+    saved = load_file(path / "model.safetensors")
+    assert {name: weight.shape for name, weight in saved.items()} == {name: w.shape for name, w in given.items()}
+    assert straight.backend.weight_sizes() == {name: weight.numel() for name, weight in saved.items()}
+    resumed = Runner(settings, weights=str(path))
+    resumed.backend.load_optimizer_state(checkpoint.read_optimizer(str(path)), straight.backend.updates)
+    assert straight.run(1)["train/grad_norm"] == resumed.run(1)["train/grad_norm"]
+    for name, weight in straight.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+def test_a_tensor_without_a_form_of_its_own_in_the_files_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
+    from transformers import core_model_loading
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", lambda _, tensors: {})
+    with pytest.raises(NotAvailable, match="--hf-checkpoint: .*weight of a qwen3 model"):
+        Runner(make_settings(model))
 
 
 def test_saving_again_replaces(model: str, tmp_path: Path):

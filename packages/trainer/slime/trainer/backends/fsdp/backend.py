@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from slime.trainer.backends.base import (
     Outputs,
 )
 from slime.trainer.backends.fsdp import model as loading
+from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import build_adamw
-from slime.trainer.backends.fsdp.vision import disk_names
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.collective import Ranks
@@ -47,13 +47,14 @@ class FsdpBackend(Backend):
         self.settings = settings
         self.ranks = ranks
         self.device = device
-        policy = loading.load_model(weights or settings.hf_checkpoint, flag="--load" if weights else "--hf-checkpoint")
+        flag = "--load" if weights else "--hf-checkpoint"
+        policy = loading.load_model(weights or settings.hf_checkpoint, flag=flag)
+        self._other_in_files = other_in_files(policy, flag)
         config = policy.config.get_text_config()
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.config = policy.config
         self.vision = vision_of(policy.config.to_dict())
-        self._disk_names = disk_names(policy) if self.vision is not None else {}
         self.can_share_prompts = loading.can_share_prompts(policy.config)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
@@ -215,19 +216,23 @@ class FsdpBackend(Backend):
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         for name, tensor in self._weights():
             tensor = tensor.detach()
-            yield name, _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            whole = _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            yield from self._in_files(name, whole)
 
     def weight_sizes(self) -> dict[str, int]:
-        return {name: tensor.numel() for name, tensor in self._weights()}
+        shapes = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in self._weights())
+        return {n: part.numel() for name, shape in shapes for n, part in self._in_files(name, shape)}
+
+    def _in_files(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        if name not in self._other_in_files:
+            return [(name, tensor)]
+        return disk_parts(self.policy, name, tensor).items()
 
     def _weights(self) -> NamedTensors:
         # named_parameters gives a tied weight once; persistent buffers belong to the checkpoint too.
-        names = self._disk_names
-        yield from ((names.get(name, name), parameter) for name, parameter in self.policy.named_parameters())
+        yield from self.policy.named_parameters()
         persistent = self.policy.state_dict().keys()
-        yield from (
-            (names.get(name, name), buffer) for name, buffer in self.policy.named_buffers() if name in persistent
-        )
+        yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in persistent)
 
     def optimizer_state(self) -> NamedTensors:
         for name, parameter in self._stepped():

@@ -29,15 +29,23 @@ def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def check_parts(model: Any, flag: str) -> None:
-    """Raises NotAvailable naming a tensor whose form in the files takes several tensors of the model."""
+def other_in_files(model: Any, flag: str) -> frozenset[str]:
+    """The tensors of `model` that are not in its files as they are, for `disk_parts` to take.
+
+    Raises NotAvailable naming a tensor whose form in the files takes several tensors of the model.
+    """
+    others = set()
     for name, tensor in model.state_dict().items():
+        whole = torch.empty_like(tensor, device="meta")
         try:
-            elements = sum(part.numel() for part in disk_parts(model, name, torch.empty_like(tensor, device="meta")).values())
+            parts = disk_parts(model, name, whole)
         except (KeyError, ValueError, RuntimeError, AttributeError) as error:
             raise _not_available(model, flag, name) from error
-        if elements != tensor.numel():
+        if sum(part.numel() for part in parts.values()) != tensor.numel():
             raise _not_available(model, flag, name)
+        if parts.get(name) is not whole:
+            others.add(name)
+    return frozenset(others)
 
 
 def _not_available(model: Any, flag: str, name: str) -> NotAvailable:

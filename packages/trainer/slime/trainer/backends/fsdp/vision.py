@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slime.types.errors import InvalidField, NotAvailable
+from slime.types.errors import InvalidField
 
 
 def accept_images(model: Any) -> None:
@@ -48,15 +48,3 @@ def _seeing(model: Any) -> list[Tensor]:
     """Parameters that train and are not of the language model."""
     spoken = {id(p) for p in model.get_decoder().parameters()}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in spoken]
-
-
-def disk_names(model: nn.Module) -> dict[str, str]:
-    """Names of its tensors in the files of a Hugging Face directory, by those in the model."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
-        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
-
-    own = {name: torch.empty(0) for name in model.state_dict()}
-    by_identity = {id(tensor): name for name, tensor in own.items()}
-    return {by_identity[id(tensor)]: name for name, tensor in revert_weight_conversion(model, own).items()}
