@@ -41,6 +41,10 @@ def load_model(path: str, *, flag: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # Rows are packed without padding: this token is one that the model wrote, and trains as any other.
+            module.padding_idx = None
     if kind is AutoModelForImageTextToText:
         accept_images(model)
     return model.eval()
