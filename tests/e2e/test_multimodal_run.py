@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from tiny_colours import write_inputs
-from tiny_runs import DEADLINE, finish, metrics
+from tiny_runs import DEADLINE, evaluations, finish, metrics
 
 REWARD = Path(__file__).with_name("tiny_colours.py")
 
@@ -34,10 +34,12 @@ def train(inputs: Path, output_dir: Path, *flags: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("colours") / "inputs")
+    return write_inputs(tmp_path_factory.mktemp("colours") / "inputs", "llava")
 
 
-def test_a_run_on_images_trains_what_it_generated(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_a_run_on_images_trains_what_it_generated(kind: str, tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs", kind)
     code, output = train(inputs, tmp_path / "run", "--save", str(tmp_path / "saved"), "--save-interval", "3")
     assert code == 0, output
     rows = metrics(tmp_path / "run")
@@ -45,11 +47,12 @@ def test_a_run_on_images_trains_what_it_generated(inputs: Path, tmp_path: Path) 
     assert len(steps) == 3
     for step in steps:
         assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
-    assert any("eval/colours" in row for row in rows)
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    assert all("eval/colours" in row for row in evaluations(tmp_path / "run"))
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-    (saved,) = [path.parent for path in (tmp_path / "saved").rglob("processor_config.json")]
-    AutoProcessor.from_pretrained(saved)
+    (saved,) = [path.parent for path in (tmp_path / "saved").rglob("*processor_config.json")]
+    # The processor of a Qwen-VL wants torchvision.
+    (AutoProcessor if kind == "llava" else AutoImageProcessor).from_pretrained(saved)
     AutoModelForImageTextToText.from_pretrained(saved)
 
 
@@ -57,6 +60,7 @@ def test_what_cannot_be_is_said_before_anything_starts(inputs: Path, tmp_path: P
     for flags, named in (
         (("--train-backend", "megatron"), "--multimodal-keys contradicts --train-backend megatron"),
         (("--multimodal-keys", '{"video": "clips"}'), "--multimodal-keys: video is not available"),
+        (("--rollout-engine", "sglang"), "--multimodal-keys: SGLang takes no token ids beside images"),
     ):
         code, output = train(inputs, tmp_path / "never", *flags)
         assert code == 2 and named in output, output

@@ -6,6 +6,7 @@ import argparse
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 from slime.types import Sample
 
@@ -18,12 +19,12 @@ TEMPLATE = (
 )
 
 
-def write_inputs(directory: Path) -> Path:
-    """model/, and train.jsonl and test.jsonl with images as files and as text, and a row without any."""
+def write_inputs(directory: Path, kind: str) -> Path:
+    """model/ (llava or qwen2_5_vl), and train.jsonl and test.jsonl with images as files, as text, and not at all."""
     import PIL.Image
 
     directory.mkdir(parents=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for colour in COLOURS:
         file = directory / f"{colour}.png"
         PIL.Image.new("RGB", (20, 16), colour).save(file)
@@ -35,48 +36,73 @@ def write_inputs(directory: Path) -> Path:
     rows.append({"prompt": [{"role": "user", "content": "say red"}], "label": "red"})
     for name, chosen in (("train", rows), ("test", rows[:2])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    write_model(directory / "model")
+    (write_llava if kind == "llava" else write_qwen2_5_vl)(directory / "model")
     return directory
 
 
-def write_model(directory: Path) -> None:
-    import torch
+def tokenizer_of_words() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-    )
-    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left", chat_template=TEMPLATE,
         additional_special_tokens=["<image>"],
     )  # fmt: skip
+
+
+def _text() -> dict[str, Any]:
+    return dict(
+        vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+
+
+def write_llava(directory: Path) -> None:
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
     images = LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     LlavaProcessor(
-        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
+        images, tokenizer_of_words(), patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=TEMPLATE,
     ).save_pretrained(directory)  # fmt: skip
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
             patch_size=8, projection_dim=16,
         ),
-        text_config=LlamaConfig(
-            vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        ),
+        text_config=LlamaConfig(**_text()),
         image_token_id=2, image_seq_length=4,
     )  # fmt: skip
     torch.manual_seed(0)
     LlavaForConditionalGeneration(config).save_pretrained(directory)
+
+
+def write_qwen2_5_vl(directory: Path) -> None:
+    """An image is four tokens, in two rows."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer_of_words().save_pretrained(directory)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 64, "longest_edge": 1024}, patch_size=4, merge_size=2
+    ).save_pretrained(directory)
+    config = Qwen2_5_VLConfig(
+        vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=4,
+            window_size=8, fullatt_block_indexes=[1],
+        ),
+        text_config=_text()
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}),
+        image_token_id=2, video_token_id=0, vision_start_token_id=0, vision_end_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(directory)
 
 
 async def reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> float:

@@ -90,3 +90,39 @@ def write_idefics3(directory: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     Idefics3ForConditionalGeneration(config).save_pretrained(directory)
     return directory
+
+
+def write_qwen2_vl(directory: Path, seed: int = 0) -> Path:
+    """An image has a token for each 8 by 8 of its pixels, and positions by row and column."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sees = dict(embed_dim=32, hidden_size=32, mlp_ratio=2)
+    return _write_qwen(directory, seed, Qwen2VLConfig, Qwen2VLForConditionalGeneration, sees)
+
+
+def write_qwen2_5_vl(directory: Path, seed: int = 0) -> Path:
+    """As `write_qwen2_vl`, but a layer sees windows of 8 by 8 pixels."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    sees = dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=8, fullatt_block_indexes=[1])
+    return _write_qwen(directory, seed, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, sees)
+
+
+def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[str, Any]) -> Path:
+    import torch
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer(())
+    tokenizer.save_pretrained(directory)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 64, "longest_edge": 1024}, patch_size=4, merge_size=2
+    ).save_pretrained(directory)
+    made = config(
+        vision_config=sees | dict(depth=2, num_heads=2, patch_size=4, initializer_range=0.2),
+        text_config=_text(tokenizer)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}),
+        image_token_id=2, video_token_id=0, vision_start_token_id=0, vision_end_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model(made).save_pretrained(directory)
+    return directory

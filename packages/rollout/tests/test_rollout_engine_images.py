@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import urllib.error
 import urllib.request
@@ -11,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 import torch
-from rollout_tiny_vision import png, write_idefics3, write_llava
+from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl, write_qwen2_vl
 
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -25,9 +23,13 @@ RED, BLUE, WIDE = png("red"), png("blue"), png("green", (32, 16))
 CASES = [("<image>which?", [RED]), ("<image>which?", [BLUE]), ("a<image>b<image>", [WIDE, RED]), ("text", [])]
 
 
-@pytest.fixture(scope="module", params=[write_llava, write_idefics3])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write: Callable[[Path], Path] = request.param
+@pytest.fixture(scope="module", params=[write_llava, write_idefics3, write_qwen2_vl, write_qwen2_5_vl])
+def write(request: pytest.FixtureRequest) -> Callable[..., Path]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(write: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("model"))
 
 
@@ -59,12 +61,43 @@ def post(engine: EngineProcess, path: str, body: Any) -> Any:
         return error.code, json.loads(error.read())["error"]
 
 
+def inputs_of(media: Media, text: str, images: list[bytes], output: list[int] | None = None) -> dict[str, torch.Tensor]:
+    """A model's of transformers, for a prompt and what it wrote."""
+    if not images:
+        ids = torch.tensor([media.processor.tokenizer.encode(text, add_special_tokens=False) + (output or [])])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    prompt = media.prompt(text, images)
+    inputs = {name: torch.from_numpy(array) for name, array in media.vision.join([prompt.train_inputs]).items()}
+    ids = torch.tensor([[*prompt.tokens.tolist(), *(output or [])]])
+    if media.vision.grids:
+        inputs["mm_token_type_ids"] = (ids == media.image_token).int()
+        inputs["mm_token_type_ids"][:, len(prompt.tokens) :] = 0
+    return inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def expected(media: Media, model: Any, text: str, images: list[bytes], count: int) -> list[int]:
-    pictures = [PIL.Image.open(io.BytesIO(image)) for image in images]
-    inputs = media.processor(text=[text], images=[pictures] if images else None, return_tensors="pt",
-                             add_special_tokens=False)  # fmt: skip
+    if media.vision.grids:
+        output: list[int] = []
+        for _ in range(count):
+            output.append(int(whole(model, inputs_of(media, text, images, output))[-1].argmax()))
+            if output[-1] == model.config.text_config.eos_token_id:
+                break
+        return output
+    inputs = inputs_of(media, text, images)
     made = model.generate(**inputs, do_sample=False, max_new_tokens=count, bad_words_ids=None)
     return made[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@torch.no_grad()
+def whole(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[L, V] without a cache, where tokens of images that the model wrote are text."""
+    if "mm_token_type_ids" not in inputs:
+        return model(**inputs).logits[0]
+    ids, types = inputs["input_ids"], inputs["mm_token_type_ids"]
+    seen = torch.cat(list(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output))
+    embedded = model.get_input_embeddings()(ids).masked_scatter(types[..., None].bool(), seen)
+    positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=inputs["image_grid_thw"])
+    return model(inputs_embeds=embedded, position_ids=positions).logits[0]
 
 
 def request(media: Media, cases: list[tuple[str, list[bytes]]], **params: Any) -> dict[str, Any]:
@@ -110,9 +143,8 @@ def test_log_probs_count_the_image(engine: EngineProcess, model: Any, media: Med
         if media.image_token not in answer["output_ids"]
     )
     prompt, output = media.prompt(*CASES[0]), answer["output_ids"]
-    inputs = {name: torch.from_numpy(array) for name, array in media.vision.join([prompt.train_inputs]).items()}
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt.tokens.tolist(), *output]]), **inputs).logits[0]
+        logits = model(**inputs_of(media, *CASES[0], output)).logits[0]
     wanted = logits[len(prompt.tokens) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
     given = [log_prob for log_prob, _, _ in answer["meta_info"]["output_token_logprobs"]]
     assert given == pytest.approx(wanted.tolist(), abs=1e-5)
@@ -137,9 +169,8 @@ def test_images_that_cannot_be_used_are_refused(
 
 
 def test_new_weights_come_by_the_names_of_the_files(
-    engine: EngineProcess, directory: Path, media: Media, tmp_path: Path
+    engine: EngineProcess, write: Callable[..., Path], media: Media, tmp_path: Path
 ) -> None:
-    write = write_llava if (directory / "config.json").read_text().count('"llava"') else write_idefics3
     other = write(tmp_path / "other", seed=1)
     from transformers import AutoModelForImageTextToText
 

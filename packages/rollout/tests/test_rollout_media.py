@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 from rollout_fakes import EOS, FakeBuffer, FakeEngine
 from rollout_tiny_model import write_tiny_model
-from rollout_tiny_vision import png, write_idefics3, write_llava
+from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl
 
 from slime.rollout.call import CALL, RolloutCall
 from slime.rollout.generate.media import Media, data_uri
@@ -37,6 +37,11 @@ def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_idefics3(tmp_path_factory.mktemp("idefics3"))
 
 
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen2_5_vl(tmp_path_factory.mktemp("qwen"))
+
+
 def sample_with(*images: bytes, **values: Any) -> Sample:
     return Sample(prompt=MESSAGES, multimodal_inputs={"image": list(images)}, index=0, group_index=0, **values)
 
@@ -58,6 +63,21 @@ def test_a_prompt_is_what_the_processor_says_and_an_engine_makes_it_again(
     assert tokens == [*prompt.tokens.tolist(), media.image_token] and len(tokens) - 1 not in places
     assert [tokens[place] for place in places] == [media.image_token] * len(places)
     np.testing.assert_array_equal(inputs["pixel_values"], prompt.train_inputs["pixel_values"])
+
+
+def test_an_image_is_as_many_tokens_as_its_size_makes(qwen: Path) -> None:
+    media = Media(str(qwen))
+    prompt = media.prompt("a<image>b<image>", [RED, WIDE])
+    assert prompt.train_inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 8]]
+    assert prompt.train_inputs["pixel_values"].shape == (16 + 32, 2 * 3 * 4 * 4)
+    letters = [media.processor.tokenizer.convert_tokens_to_ids(letter) for letter in "ab"]
+    image = [media.image_token]
+    assert prompt.tokens.tolist() == [letters[0], *image * 4, letters[1], *image * 8]
+    assert prompt.placeholders == [letters[0], *image, letters[1], *image]
+    tokens, places, inputs = media.expand(prompt.placeholders, [RED, WIDE])
+    assert tokens == prompt.tokens.tolist() and len(places) == 12
+    for name, array in prompt.train_inputs.items():
+        np.testing.assert_array_equal(inputs[name], array)
 
 
 def test_an_engine_gets_placeholders_and_images_and_the_sample_keeps_tokens_and_pixels(

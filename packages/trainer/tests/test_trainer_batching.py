@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slime.trainer.batching.balance import partition
 from slime.trainer.batching.packing import check_sample, pack
 from slime.trainer.batching.plan import Planner, assign
+from slime.trainer.batching.runs import Runs
 from slime.trainer.batching.schedule import schedule
 from slime.trainer.settings import TrainerSettings
 from slime.types import Sample
@@ -166,6 +167,40 @@ def sample(prompt: list[int], response: list[int], **fields: Any) -> Sample:
     return Sample(tokens=prompt + response, response_length=len(response), **fields)
 
 
+def visible(runs: Runs) -> torch.Tensor:
+    """[T, T] bool: whether the second token is seen by the first."""
+    total = int(runs.q_limits[-1])
+    keys = torch.arange(total) if runs.keys is None else runs.keys
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for start, count, first, width in zip(
+        runs.q_limits.tolist(), runs.q_lengths, runs.k_limits.tolist(), runs.k_lengths, strict=False
+    ):
+        for i in range(count):
+            seen[start + i, keys[first : first + width - count + i + 1]] = True
+    return seen
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=8), st.booleans(), st.integers(1, 8)
+)
+def test_a_token_sees_its_prompt_and_what_came_before_it_in_its_response(
+    layout: list[tuple[int, int]], share: bool, multiple: int
+):
+    # Prompt p is p, p, ... of length p + 1; what a token is tells whose it is.
+    samples = [sample([p] * (p + 1), [10 + i] * r) for i, (p, r) in enumerate(layout)]
+    batch = pack(
+        samples, range(len(samples)), [0.0] * len(samples), [1.0] * len(samples), share_prompts=share, multiple=multiple
+    )
+    tokens, positions, seen = batch.tokens[0].tolist(), batch.position_ids[0].tolist(), visible(batch.runs)
+    row = iter(batch.rows.tolist())
+    for i, (p, r) in enumerate(layout):
+        for j in range(r):
+            place = next(row)
+            context = seen[place].nonzero().flatten().tolist()
+            assert [tokens[c] for c in context] == [p] * (p + 1) + [10 + i] * j
+            assert [positions[c] for c in context] == list(range(p + 1 + j))
+
+
 def test_equal_prompts_are_laid_out_once():
     samples = [sample([1, 2, 3], [4, 5], loss_mask=[1, 0]), sample([1, 2, 3], [6]), sample([7], [8, 9, 10])]
     batch = pack(samples, [0, 1, 2], [1.0, 0.0, 0.0], [0.5, 0.25, 0.1])
@@ -176,19 +211,23 @@ def test_equal_prompts_are_laid_out_once():
     assert batch.targets.tolist() == [4, 6, 8, 9, 10]
     assert batch.trained.tolist() == [0, 2, 3, 4, 5]
     assert batch.weights.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.1, 0.1, 0.1])
-    mask = batch.attention_mask
-    assert mask is not None and mask.shape == (1, 1, 7, 7)
-    assert mask[0, 0, 3].tolist() == [True] * 4 + [False] * 3
-    assert mask[0, 0, 4].tolist() == [False] * 4 + [True] + [False] * 2
+    seen = visible(batch.runs)
+    assert seen[3].tolist() == [True] * 4 + [False] * 3
+    assert seen[4].tolist() == [False] * 4 + [True] + [False] * 2
     plain = pack(samples, [0, 1, 2], [0.0] * 3, [1.0] * 3, share_prompts=False)
-    assert plain.attention_mask is None
+    assert plain.runs.keys is None and plain.runs.q_limits.tolist() == [0, 4, 7, 10]
     assert plain.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
 
 
 def test_responses_of_one_prompt_do_not_see_each_other():
     batch = pack([sample([1], [2, 3, 4]), sample([1], [5, 6, 7])], [0, 1], [0.0] * 2, [1.0] * 2)
-    seen = batch.attention_mask[0, 0]
-    assert seen.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+    assert visible(batch.runs).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
 
 
 def test_removed_samples_have_no_weight_and_log_probs_are_all_or_none():

@@ -17,7 +17,7 @@ from slime.converters import hf_to_torch_dist
 from slime.converters.families import find_family, read_config
 from slime.trainer.backends.megatron import config as megatron_config
 from slime.trainer.backends.megatron import initial, model, parallel, sharded_state, weights
-from slime.trainer.backends.megatron.attention import CoreAttention, Plan
+from slime.trainer.backends.megatron.attention import CoreAttention, runs_of
 from slime.trainer.backends.megatron.config import transformer_config
 from slime.trainer.backends.megatron.names import parameter_names
 from slime.types.errors import InvalidField, InvalidFile, InvalidSetting
@@ -179,13 +179,13 @@ def test_each_chunk_sees_the_tokens_before_it_and_its_own():
     # Rank r of 2 holds chunks r and 3 - r of each sequence; gathered, rank 0's tokens come first.
     positions = torch.tensor([0, 1, 6, 7, 0, 3, 2, 3, 4, 5, 1, 2])
     for rank, runs in ((0, [2, 8, 1, 4]), (1, [4, 6, 2, 3])):
-        plan = Plan.of([0, 8, 12], rank, 2, torch.device("cpu"))
+        plan = runs_of([0, 8, 12], rank, 2, torch.device("cpu"))
         assert plan.k_lengths == runs and plan.q_lengths == [2, 2, 1, 1]
         for keys, length in zip(positions[plan.keys].split(plan.k_lengths), runs, strict=True):
             assert keys.tolist() == list(range(length))
         assert plan.q_limits.tolist() == [0, 2, 4, 5, 6]
     with pytest.raises(InvalidField, match="multiple of 4"):
-        Plan.of([0, 6], 0, 2, torch.device("cpu"))
+        runs_of([0, 6], 0, 2, torch.device("cpu"))
 
 
 class Part(torch.nn.Module):

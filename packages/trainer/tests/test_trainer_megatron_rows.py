@@ -1,5 +1,6 @@
 """Rows cut over context-parallel ranks, and micro-batches over replicas: nothing is lost, nothing comes twice."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_tiny import VOCAB
 
+from slime.trainer.backends.megatron.rotary import rotate, rotate_as_megatron_does
 from slime.trainer.backends.megatron.row import Row, cut
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.schedule import schedule
@@ -118,6 +120,38 @@ def test_rows_are_as_long_as_ranks_need_them(batch: PackedBatch, shape: tuple[in
     parts = rows(batch, size, multiple, length=longer)
     assert {part.tokens.shape[1] for part in parts} == {longer}
     assert sorted(sum((p.trained.tolist() for p in parts if p.trained is not None), [])) == list(range(len(batch.rows)))
+
+
+@dataclasses.dataclass
+class ContextGroup:
+    at: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.at
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), SHAPES, st.sampled_from(["halves", "interleaved", "latent"]), st.sampled_from([1.0, 1.3]))
+def test_tokens_are_turned_by_their_positions_as_megatron_turns_them(
+    batch: PackedBatch, shape: tuple[int, int], kind: str, mscale: float
+):
+    kinds = {"rotary_interleaved": kind == "interleaved", "multi_latent_attention": kind == "latent"}
+    for rank, row in enumerate(rows(batch, *shape)):
+        limits = row.packing.cu_seqlens_q
+        freqs = torch.rand(row.packing.max_seqlen_q, 1, 1, 6, dtype=torch.float64) * 6
+        for width in (6, 10):  # all of a head, and a part
+            heads = torch.randn(row.tokens.shape[1], 2, width, dtype=torch.float64, requires_grad=True)
+            weights = torch.randn_like(heads)
+            outputs = [
+                turn(heads, where, freqs, **kinds, mscale=mscale, cp_group=ContextGroup(rank, shape[0]))
+                for turn, where in ((rotate, limits), (rotate_as_megatron_does, limits.clone()))
+            ]
+            torch.testing.assert_close(*outputs)
+            torch.testing.assert_close(*(torch.autograd.grad((out * weights).sum(), heads)[0] for out in outputs))
 
 
 @settings(max_examples=20, deadline=None)

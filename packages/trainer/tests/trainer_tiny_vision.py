@@ -11,8 +11,9 @@ import torch
 from slime.types import Sample
 
 VOCAB, IMAGE = 32, 2
-# Tokens that a tile, or an image of a Llava, becomes.
+# Tokens that a tile, or an image of another model, becomes.
 TOKENS = 4
+GRIDS = ("qwen2_vl", "qwen2_5_vl")
 
 
 def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
@@ -28,12 +29,26 @@ def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=16,
         initializer_range=0.3,
     )  # fmt: skip
-    own: dict[str, Any] = dict(
-        vision_config=sees | dict(model_type="clip_vision_model", patch_size=8, projection_dim=16),
-        vision_feature_layer=-2, vision_feature_select_strategy="default",
-    ) if kind == "llava" else dict(
-        vision_config=sees | dict(model_type=f"{kind}_vision", patch_size=4), scale_factor=2, pad_token_id=0
-    )  # fmt: skip
+    own: dict[str, Any]
+    if kind == "llava":
+        own = dict(
+            vision_config=sees | dict(model_type="clip_vision_model", patch_size=8, projection_dim=16),
+            vision_feature_layer=-2, vision_feature_select_strategy="default",
+        )  # fmt: skip
+    elif kind in GRIDS:
+        text |= dict(
+            model_type=f"{kind}_text",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        )
+        sees = dict(model_type=f"{kind}_vision", depth=3, num_heads=2, patch_size=4, initializer_range=0.3)
+        if kind == "qwen2_vl":
+            sees |= dict(embed_dim=32, hidden_size=32, mlp_ratio=2)
+        else:
+            sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=8)
+            sees |= dict(fullatt_block_indexes=[1])
+        own = dict(vision_config=sees, video_token_id=VOCAB - 1, vision_start_token_id=0, vision_end_token_id=0)
+    else:
+        own = dict(vision_config=sees | dict(model_type=f"{kind}_vision", patch_size=4), scale_factor=2, pad_token_id=0)
     config = AutoConfig.for_model(kind, text_config=text, image_token_id=IMAGE, **own)
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(config).save_pretrained(path)
@@ -47,10 +62,15 @@ def make_image_samples(kind: str, groups: int = 4, size: int = 2) -> list[Sample
     samples: list[Sample] = []
     for group in range(groups):
         count = (1, 2, 1, 0)[group % 4]
-        prompt = [5, *[IMAGE] * TOKENS * count, 6, 7]
+        prompt = [5, *[*[IMAGE] * TOKENS, 8] * count, 6, 7]
         pixels = random.normal(size=(count, 3, 16, 16)).astype(np.float32)
         inputs: dict[str, Any] = {"pixel_values": pixels}
-        if kind != "llava":
+        if kind in GRIDS:
+            # A square of tokens, then a row of them.
+            sizes = np.array([[1, 4, 4], [1, 2, 8]][:count], np.int64).reshape(-1, 3)
+            patches = random.normal(size=(int(sizes.prod(1).sum()), 3 * 2 * 4 * 4)).astype(np.float32)
+            inputs = {"pixel_values": patches, "image_grid_thw": sizes}
+        elif kind != "llava":
             inputs["pixel_attention_mask"] = np.ones((count, 16, 16), np.int64)
         for member in range(size):
             response = random.integers(3, VOCAB, 4)

@@ -63,6 +63,7 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
         ("{dir}/nowhere.py:f", (), ["no such file"]),
         ("{dir}/broken.py:f", (), ["SyntaxError"]),
         ("{dir}/raises.py:f", (), ["ZeroDivisionError"]),
+        ("{dir}/exits.py:f", (), ["loading it raised SystemExit: 3"]),
         ("no_such_package_of_ours.f", (), ["no module named 'no_such_package_of_ours'"]),
         ("os.path.no_such_function", (), ["has no 'no_such_function'"]),
         ("plain", (), ["it is not a path"]),
@@ -74,6 +75,7 @@ def test_what_is_wrong_with_a_path_is_said(
 ) -> None:
     (file.parent / "broken.py").write_text("def f(:\n")
     (file.parent / "raises.py").write_text("1 / 0\n")
+    (file.parent / "exits.py").write_text("import sys\nsys.exit(3)\n")
     given = path.format(file=file, dir=file.parent)
     for _ in range(2):
         with pytest.raises(PluginError) as caught:

@@ -53,10 +53,32 @@ def test_equal_ids_mean_equal_images() -> None:
 
 def test_models_are_known_by_their_config(tmp_path: Path) -> None:
     assert vision_of({"model_type": "llava"}) is FAMILIES["llava"] and vision_of({"model_type": "qwen3"}) is None
+    qwen = vision_of({"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {"spatial_merge_size": 4}})
+    assert qwen is not None and (qwen.image_token, qwen.merge, qwen.grids) == (7, 4, "image_grid_thw")
     for config, error, named in (
         ({"model_type": "qwen3"}, InvalidSetting, "reads text alone"),
-        ({"model_type": "qwen2_5_vl", "vision_config": {}}, NotAvailable, "images of a qwen2_5_vl"),
+        ({"model_type": "gemma3", "vision_config": {}}, NotAvailable, "images of a gemma3"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(error, match=f"--flag.*{named}"):
             require_vision(str(tmp_path), "--flag")
+
+
+def test_positions_count_an_image_by_its_rows_and_columns() -> None:
+    family = FAMILIES["qwen2_vl"]
+    places = np.array([0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0], bool)
+    found = family.positions(places, {"image_grid_thw": np.array([[1, 4, 6], [1, 2, 2]])})
+    assert found.tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 6, 7],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7],
+    ]
+    assert family.positions(np.zeros(3, bool), None).tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("places", "named"), [([1, 1, 0, 1, 1], "text within"), ([1, 1, 1], "images of 4 tokens.*expected 3")]
+)
+def test_positions_of_other_images_than_a_prompt_has_are_refused(places: list[int], named: str) -> None:
+    with pytest.raises(InvalidField, match=named):
+        FAMILIES["qwen2_vl"].positions(np.array(places, bool), {"image_grid_thw": np.array([[1, 4, 4]])})

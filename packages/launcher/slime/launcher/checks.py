@@ -27,7 +27,7 @@ from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.plugins import load_plugin
-from slime.types.vision import require_vision
+from slime.types.vision import FAMILIES, require_vision
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -207,7 +207,7 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
         if args[name] is not None and not (megatrons and is_torch_dist(args[name])):
             _check_model("--" + name.replace("_", "-"), Path(args[name]), tokenizer=name == "hf_checkpoint")
     if args["multimodal_keys"]:
-        _check_processor(args["hf_checkpoint"])
+        _check_processor(args["hf_checkpoint"], args["rollout_engine"])
     if args["load"] is not None and not Path(args["load"]).is_dir():
         raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
     if args["prompt_data"] is not None and args["rollout_global_dataset"]:
@@ -220,8 +220,14 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
     check_places(args)
 
 
-def _check_processor(directory: str) -> None:
-    require_vision(directory, "--multimodal-keys")
+def _check_processor(directory: str, engine: str) -> None:
+    if not require_vision(directory, "--multimodal-keys").sglang and engine == "sglang":
+        known = ", ".join(name for name, family in FAMILIES.items() if family.sglang)
+        raise NotAvailable(
+            f"--multimodal-keys: SGLang takes no token ids beside images from the model in {directory}, expected one "
+            f"of {known}, or --rollout-engine embedded",
+            field="--rollout-engine", value=engine, expected=known,
+        )  # fmt: skip
     if not any((Path(directory) / name).is_file() for name in PROCESSOR_FILES):
         known = " or ".join(PROCESSOR_FILES)
         raise InvalidFile(

@@ -38,7 +38,8 @@ from slime.launcher.runner_ray import (
 )
 from slime.launcher.supervise import terminate_as_interrupt
 from slime.types.errors import InvalidSetting
-from slime.types.settings import check, nearest, read_config, setting
+from slime.types.setting_values import check
+from slime.types.settings import nearest, read_config, setting
 
 DASHBOARD_PORT = 8265
 DEFAULT_GPUS = 8

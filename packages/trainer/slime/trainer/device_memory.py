@@ -26,11 +26,12 @@ class DeviceMemory:
 
     def __init__(self, backend: Backend, *, enabled: bool, device_types: Sequence[str] = ("cuda",)) -> None:
         self._backend = backend
-        self._enabled = enabled
+        self.enabled = enabled
         self._device_types = device_types
         self._away: dict[str, list[_Away]] = {}
         # Of each part, by what it is a copy of: pinned memory is slow to get, so the next release has it again.
         self._host: dict[str, dict[int, Tensor]] = {}
+        self._frozen = False
 
     def need(self, *parts: str) -> None:
         """Has `parts` on the device."""
@@ -41,7 +42,7 @@ class DeviceMemory:
 
     def release(self, *parts: str) -> None:
         """Has `parts` in host memory, and the device's memory free of them. Between steps only."""
-        if not self._enabled:
+        if not self.enabled:
             return
         for part in parts:
             if part not in self._away:
@@ -53,6 +54,10 @@ class DeviceMemory:
         if not torch.cuda.is_available():
             return
         gc.collect()
+        if not self._frozen:
+            # What a process has once it has started, most of it modules, would be gone through each time.
+            gc.freeze()
+            self._frozen = True
         _synchronize()
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()

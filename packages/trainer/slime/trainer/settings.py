@@ -1,26 +1,14 @@
-"""The settings of a trainer, and the contradictions among them."""
+"""The settings of a trainer."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
+from slime.trainer.contradictions import refuse_contradictions, refuse_unavailable
 from slime.trainer.debug_settings import DebugSettings
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.trainer.estimators import ESTIMATORS
 from slime.types.settings import REQUIRED, setting
-
-ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-# Estimators that subtract the mean of a group from its rewards.
-GROUP_NORMALIZED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-# Of those, the ones that also divide by the group's standard deviation.
-GROUP_STANDARDIZED = frozenset({"grpo", "gspo", "cispo"})
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-MEGATRON_ONLY = (
-    "model_name", "async_save", "only_train_params_name_list", "freeze_params_name_list", "enable_mtp_training",
-    "custom_model_provider_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -220,141 +208,9 @@ class TrainerSettings(DebugSettings):
     def __post_init__(self) -> None:
         if self.balance_by_flops:
             self.balance_data = True
-        self._refuse_unavailable()
+        refuse_unavailable(self)
         self.check_debugging()
-        self._refuse_contradictions()
-
-    def _refuse_unavailable(self) -> None:
-        for field, value, use in (
-            ("loss_type", "custom_loss", "policy_loss or sft_loss"),
-            ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
-            ("update_weight_mode", "delta", "full"),
-        ):
-            if getattr(self, field) == value:
-                flag = _flag(field)
-                text = flag if value is True else f"{flag} {value}"
-                raise NotAvailable(f"{text} is not available yet; {use}", field=flag, value=value, expected=use)
-
-    def _refuse_contradictions(self) -> None:
-        if self.train_backend != "megatron":
-            for field in MEGATRON_ONLY:
-                if getattr(self, field):
-                    value = getattr(self, field)
-                    shown = _flag(field) if value is True else f"{_flag(field)} {value}"
-                    raise InvalidSetting(
-                        f"{shown} needs --train-backend megatron",
-                        field=_flag(field),
-                        value=value,
-                        expected="--train-backend megatron",
-                    )
-        if self.only_train_params_name_list and self.freeze_params_name_list:
-            self._contradiction("only_train_params_name_list", "freeze_params_name_list", "at most one of them")
-        for field in ("only_train_params_name_list", "freeze_params_name_list"):
-            for pattern in getattr(self, field) or ():
-                _check_pattern(_flag(field), pattern)
-        if self.kl_coef and self.kl_loss_coef:
-            self._contradiction("kl_coef", "kl_loss_coef", "at most one of them to be non-zero")
-        if self.kl_loss_coef and not self.use_kl_loss:
-            self._contradiction("kl_loss_coef", "use_kl_loss", "--use-kl-loss with a non-zero --kl-loss-coef")
-        if self.kl_coef and self.advantage_estimator not in WHITENED:
-            self._contradiction(
-                "kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED))
-            )
-        if self.gamma != 1 and self.advantage_estimator != "reinforce_plus_plus":
-            self._contradiction("gamma", "advantage_estimator", "reinforce_plus_plus, the estimator that discounts")
-        if self.use_tis and self.use_rollout_logprobs:
-            self._contradiction("use_tis", "use_rollout_logprobs", "at most one of them")
-        if self.tis_clip_low > self.tis_clip:
-            self._contradiction("tis_clip_low", "tis_clip", "--tis-clip-low not above --tis-clip")
-        if self.advantage_estimator in WHITENED and not self.normalize_advantages:
-            self._contradiction(
-                "advantage_estimator", "normalize_advantages", "--normalize-advantages with this estimator"
-            )
-        if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
-            self._contradiction("use_dynamic_batch_size", "max_tokens_per_gpu", "--max-tokens-per-gpu to be set")
-        for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
-            if getattr(self, name) and not self.use_dynamic_batch_size:
-                self._contradiction(name, "use_dynamic_batch_size", "--use-dynamic-batch-size")
-        self._check_old_policies()
-        if self.custom_loss_function_path is not None:
-            self._contradiction("custom_loss_function_path", "loss_type", "--loss-type custom_loss")
-        if self.loss_type == "policy_loss" and not self.compute_advantages_and_returns:
-            self._contradiction("loss_type", "compute_advantages_and_returns", "a policy loss to have advantages")
-        if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            self._contradiction("lr_decay_style", "lr_decay_iters", "--lr-decay-iters to be set")
-        if self.lr_decay_iters is not None and self.lr_decay_iters <= self.lr_warmup_iters:
-            self._contradiction("lr_decay_iters", "lr_warmup_iters", "a decay that ends after the warm-up")
-        if self.min_lr > self.lr:
-            self._contradiction("min_lr", "lr", "--min-lr not above --lr")
-        self._check_transport()
-        self._check_batch_sizes()
-
-    def _check_old_policies(self) -> None:
-        if self.loss_type != "policy_loss":
-            for name in ("keep_old_actor", "get_mismatch_metrics", "use_rollout_entropy"):
-                if getattr(self, name):
-                    self._contradiction(name, "loss_type", "policy_loss, the loss that has a policy of before")
-        if self.keep_old_actor and self.use_rollout_logprobs:
-            self._contradiction(
-                "keep_old_actor", "use_rollout_logprobs", "one of them: both say what the old policy is"
-            )
-        if self.custom_convert_samples_to_train_data_path and self.custom_reward_post_process_path:
-            self._contradiction(
-                "custom_convert_samples_to_train_data_path",
-                "custom_reward_post_process_path",
-                "one of them: what is converted has its rewards",
-            )
-        if self.ref_update_interval and not self.needs_reference:
-            self._contradiction("ref_update_interval", "use_kl_loss", "a reference model: --use-kl-loss or --kl-coef")
-
-    def _check_transport(self) -> None:
-        transport = self.update_weight_transport
-        if transport == "disk" and self.update_weight_disk_dir is None:
-            self._contradiction(
-                "update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set"
-            )
-        if transport == "ipc" and not self.colocate:
-            self._contradiction("update_weight_transport", "colocate", "--colocate: only engines on the same GPUs can")
-        if transport == "ipc" and self.rollout_external_engine_addrs:
-            self._contradiction(
-                "update_weight_transport", "rollout_external_engine_addrs", "engines that this run starts"
-            )
-        if transport == "nccl" and self.colocate:
-            self._contradiction("update_weight_transport", "colocate", "auto or ipc: NCCL needs GPUs of their own")
-
-    def _check_batch_sizes(self) -> None:
-        if self.use_dynamic_global_batch_size:
-            if self.global_batch_size is not None:
-                self._contradiction("use_dynamic_global_batch_size", "global_batch_size", "at most one of them")
-            if (self.num_steps_per_rollout or 1) > 1:
-                self._contradiction(
-                    "use_dynamic_global_batch_size", "num_steps_per_rollout", "1 update of each rollout"
-                )
-        if self.rollout_batch_size is None:
-            return
-        rollouts = self.rollout_batch_size * self.n_samples_per_prompt
-        if self.num_steps_per_rollout and self.num_steps_per_rollout > rollouts:
-            self._contradiction(
-                "num_steps_per_rollout", "rollout_batch_size", f"at most one update for each of {rollouts} rollouts"
-            )
-        if self.global_batch_size and self.num_steps_per_rollout:
-            if self.global_batch_size != rollouts // self.num_steps_per_rollout:
-                self._contradiction(
-                    "global_batch_size",
-                    "num_steps_per_rollout",
-                    f"{rollouts} rollouts // steps = {rollouts // self.num_steps_per_rollout}",
-                )
-        elif self.global_batch_size and self.global_batch_size > rollouts:
-            self._contradiction("global_batch_size", "rollout_batch_size", f"at most the {rollouts} rollouts of a step")
-
-    def _contradiction(self, first: str, second: str, expected: str) -> None:
-        a, b = getattr(self, first), getattr(self, second)
-        raise InvalidSetting(
-            f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}",
-            field=_flag(first),
-            value=a,
-            expected=expected,
-        )
+        refuse_contradictions(self)
 
     @property
     def needs_reference(self) -> bool:
@@ -375,23 +231,6 @@ class TrainerSettings(DebugSettings):
         if self.update_weight_dtype != "auto":
             return self.update_weight_dtype
         return "bfloat16" if self.bf16 else "float32"
-
-
-def _flag(field: str) -> str:
-    return {
-        "compute_advantages_and_returns": "--disable-compute-advantages-and-returns",
-        "rewards_normalization": "--disable-rewards-normalization",
-        "grpo_std_normalization": "--disable-grpo-std-normalization",
-    }.get(field, "--" + field.replace("_", "-"))
-
-
-def _check_pattern(flag: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidSetting(
-            f"{flag}: {pattern!r}: {error}", field=flag, value=pattern, expected="a regular expression"
-        ) from None
 
 
 def flat_args(settings: TrainerSettings, extra: dict[str, Any] | None = None) -> Any:

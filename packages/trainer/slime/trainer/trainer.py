@@ -22,6 +22,7 @@ from slime.trainer.debug_settings import check_template
 from slime.trainer.device_memory import PARTS, DeviceMemory
 from slime.trainer.memory_records import MemoryRecord
 from slime.trainer.old_policies import OldPolicies
+from slime.trainer.processed_rewards import processed_rewards
 from slime.trainer.settings import TrainerSettings, flat_args
 from slime.trainer.sharing import ReadSamples, share
 from slime.trainer.step import TrainStep
@@ -138,14 +139,20 @@ class Trainer:
         plan, read = self._plan(step, num_groups)
         planned = time.perf_counter()
         self._memory.need(*PARTS)
+        there = time.perf_counter()
         metrics = self._step.run(plan, read)
         interval = self.settings.ref_update_interval
         if interval is not None and (step + 1) % interval == 0:
             self.backend.keep(REFERENCE)
+        trained = time.perf_counter()
         # The weights stay, for the engines to be given.
         self._memory.release(TRAINING)
+        metrics["perf/plan_time"] = planned - started
+        if self._memory.enabled:
+            metrics["perf/train_onload_time"] = there - planned
+            metrics["perf/train_offload_time"] = time.perf_counter() - trained
         self._memory_record.trained()
-        self._last_metrics = metrics | {"perf/plan_time": planned - started}
+        self._last_metrics = metrics
         self._acknowledged = False
         self.state = dataclasses.replace(self.state, step=step, updates=self.backend.updates)
 
@@ -182,13 +189,8 @@ class Trainer:
     def _custom_rewards(self, step: int, summaries: Sequence[SampleSummary]) -> tuple[list[float], list[float]] | None:
         if not self._process_rewards:
             return None
-        raw, rewards = self._process_rewards(self._args, list(self.buffer.read_step(step, range(len(summaries)))))
-        if len(raw) != len(summaries) or len(rewards) != len(summaries):
-            lengths = f"{len(raw)} and {len(rewards)}"
-            raise InvalidField(
-                "--custom-reward-post-process-path", lengths, f"{len(summaries)} raw and training rewards"
-            )
-        return [float(r) for r in raw], [float(r) for r in rewards]
+        answer = self._process_rewards(self._args, list(self.buffer.read_step(step, range(len(summaries)))))
+        return processed_rewards(answer, len(summaries))
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Pushes the policy to every engine of the rollout service as `version`."""

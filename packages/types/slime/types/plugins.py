@@ -83,7 +83,7 @@ def _import(module: str, path: str, flag: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise _error(path, flag, f"no module named {error.name!r}", "an importable module") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _error(
             path, flag, f"importing {module} raised {type(error).__name__}: {error}", "an importable module"
         ) from error
@@ -107,7 +107,8 @@ def _load_file(file: Path, path: str, flag: str) -> ModuleType:
             spec.loader.exec_module(module)
         except BaseException as error:
             del sys.modules[name]
-            if not isinstance(error, Exception):
+            # A script that ends by sys.exit() would end the program without a word.
+            if not isinstance(error, (Exception, SystemExit)):
                 raise
             raise _error(
                 path, flag, f"loading it raised {type(error).__name__}: {error}", "a file that loads"

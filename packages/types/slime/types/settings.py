@@ -16,15 +16,14 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, UnknownFlag
+from slime.types.setting_values import check, value_type
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -183,7 +182,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS if meta["hidden"] and not show_hidden else text,
     )
-    base, many = _value_type(hint)
+    base, many = value_type(hint)
     if base is bool:
         if default is True:
             group.add_argument(*names, action="store_false", **common)
@@ -220,17 +219,6 @@ def _metavar(base: type, choices: Sequence[str] | None) -> str:
     return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}.get(base, "VALUE")
 
 
-def _value_type(hint: Any) -> tuple[Any, bool]:
-    """The scalar type of an annotation, and whether it is a list of them: `list[str] | None` -> (str, True)."""
-    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return _value_type(arguments[0])
-    origin = typing.get_origin(hint)
-    if origin is list:
-        return (typing.get_origin(arguments[0]) or arguments[0], True)
-    return (origin or hint, False)
-
-
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -238,14 +226,19 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
-    """A YAML mapping, or an empty file; dashes in keys are underscores. flag: which names the file in errors."""
+    """A YAML mapping, or an empty file; dashes in keys are underscores. flag: which names the file in errors.
+
+    Raises MissingFile; InvalidFile, also for a key that is there twice.
+    """
     import yaml
 
+    from slime.types.unique_yaml import load
+
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MissingFile(f"{flag}: no such file {path}", field=flag.lstrip("-"), value=str(path)) from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise InvalidFile(f"{flag} {path}: {error}", field=flag.lstrip("-"), value=str(path), expected="YAML") from None
     if data is None:
         return {}
@@ -253,7 +246,13 @@ def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
         raise InvalidFile(
             f"{flag} {path}: got {type(data).__name__}, expected a mapping of settings", field=flag.lstrip("-")
         )
-    return {str(key).replace("-", "_"): value for key, value in data.items()}
+    content: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name in content:
+            raise InvalidFile(f"{flag} {path}: {name} is there twice", field=name, expected="each setting once")
+        content[name] = value
+    return content
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:
@@ -270,70 +269,6 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
             flag = flag_names(field)[0]
             raise InvalidSetting(f"{flag} is required: {field.metadata['help']}", field=flag)
     return cls(**chosen)
-
-
-def check(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
-    """`value` as the type of the field, within its bounds."""
-    meta = field.metadata
-    flag = "--" + (meta["flags"] or (field.name.replace("_", "-"),))[0]
-    if value is None:
-        if type(None) in typing.get_args(hint):
-            return None
-        raise InvalidSetting(f"{flag}: got None, expected a value", field=flag, value="None")
-    base, many = _value_type(hint)
-    if many and not isinstance(value, (list, tuple)):
-        raise InvalidSetting(f"{flag}: got {value!r}, expected a list", field=flag, value=value)
-    items = [_coerce(flag, base, meta, item) for item in value] if many else [_coerce(flag, base, meta, value)]
-    for item in items:
-        _check_bounds(flag, meta, item)
-    return items if many else items[0]
-
-
-def _coerce(flag: str, base: Any, meta: Mapping[str, Any], value: Any) -> Any:
-    if meta["parse"] is not None and isinstance(value, str):
-        try:
-            return meta["parse"](value)
-        except ValueError as error:
-            raise InvalidSetting(f"{flag}: got {value!r}, {error}", field=flag, value=value) from None
-    if base is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        # YAML reads 1e-6 as a string.
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            raise InvalidSetting(f"{flag}: got {value!r}, expected a number", field=flag, value=value) from None
-    if isinstance(base, type) and issubclass(base, Path) and isinstance(value, str):
-        return base(value)
-    if base is Any or base is list or (isinstance(value, base) and not (base is int and isinstance(value, bool))):
-        return value
-    kind = {int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(base, str(base))
-    raise InvalidSetting(f"{flag}: got {value!r}, expected {kind}", field=flag, value=value, expected=kind)
-
-
-def _check_bounds(flag: str, meta: Mapping[str, Any], value: Any) -> None:
-    if meta["choices"] and value not in meta["choices"]:
-        near = difflib.get_close_matches(str(value), meta["choices"], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidSetting(
-            f"{flag}: got {value!r}, expected one of {', '.join(meta['choices'])}{hint}", field=flag, value=value
-        )
-    for name, wrong, words in (
-        ("minimum", lambda v, b: not v >= b, "at least"),
-        ("above", lambda v, b: not v > b, "more than"),
-        ("maximum", lambda v, b: not v <= b, "at most"),
-    ):
-        bound = meta[name]
-        if bound is not None and wrong(value, bound):
-            raise InvalidSetting(
-                f"{flag}: got {value}, expected {words} {bound}", field=flag, value=value, expected=f"{words} {bound}"
-            )
-    if isinstance(value, int) and value.bit_length() > 63:
-        raise InvalidSetting(
-            f"{flag}: got {value}, expected an integer of 64 bits", field=flag, value=value, expected="64 bits"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidSetting(
-            f"{flag}: got {value}, expected a finite number", field=flag, value=value, expected="a finite number"
-        )
 
 
 class FlagFamily(typing.Protocol):

@@ -1,8 +1,8 @@
-"""Models that read images: which are known, and what a processor makes of a sample's images for them.
+"""Models that read images: which are known, what a processor makes of a sample's images for them, and where they stand.
 
 `Sample.multimodal_inputs` is {"image": [bytes of a PNG or JPEG file, ...]}, in the order of the prompt.
 `Sample.multimodal_train_inputs` holds arrays by the names of the model's arguments; the first dimension of each counts
-images, or tiles of images, so those of several samples are joined end to end.
+images, or tiles or patches of images, so those of several samples are joined end to end.
 `Sample.multimodal_train_input_id` is equal for two samples only where their images are.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,17 @@ class Vision:
     """A family of models. arguments: arrays of a processor that the model takes, the pixels first.
 
     by_prompt: those have a dimension in front that counts prompts.
+    grids: of models whose positions count an image's tokens by time, height and width: the argument that has an image's
+    patches in each, [images, 3]. A token is a square of `merge` patches a side; image_token: its id.
+    sglang: whether SGLang takes the token ids of a prompt beside its images.
     """
 
     arguments: tuple[str, ...]
     by_prompt: bool = False
+    grids: str = ""
+    merge: int = 1
+    image_token: int = -1
+    sglang: bool = False
 
     def take(self, output: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Of a processor's output for one prompt, what `multimodal_train_inputs` holds."""
@@ -49,16 +56,49 @@ class Vision:
                 joined[name] = whole[None] if self.by_prompt else whole
         return joined
 
+    def positions(self, places: np.ndarray, inputs: Mapping[str, Any] | None) -> np.ndarray:
+        """[3, L] int64: what a family with `grids` counts instead of 0, 1, ... L - 1.
+
+        places: [L] bool, the tokens of images; inputs: `multimodal_train_inputs` of these images.
+        Raises InvalidField for images of another number of tokens than there are places.
+        """
+        spots = np.empty((3, len(places)), np.int64)
+        where = np.flatnonzero(places)
+        grids = np.asarray((inputs or {}).get(self.grids, ()), np.int64).reshape(-1, 3) // (1, self.merge, self.merge)
+        if int(grids.prod(1).sum()) != len(where):
+            raise InvalidField(
+                "multimodal_train_inputs", f"images of {grids.prod(1).sum()} tokens", f"{len(where)}, as in the prompts"
+            )
+        laid = following = seen = 0
+        for grid in grids:
+            start, size = int(where[seen]), int(grid.prod())
+            if where[seen + size - 1] != start + size - 1:
+                raise InvalidField("tokens", f"text within an image's {size} tokens", "the tokens of an image in a row")
+            spots[:, laid:start] = np.arange(following, following + start - laid)
+            following += start - laid
+            spots[:, start : start + size] = following + np.indices(grid).reshape(3, -1)
+            following += int(grid.max())
+            laid, seen = start + size, seen + size
+        spots[:, laid:] = np.arange(following, following + len(places) - laid)
+        return spots
+
 
 _TILES = Vision(("pixel_values", "pixel_attention_mask"), by_prompt=True)
-# By model_type of config.json. Their positions are those of text: what counts images in several dimensions, or lets
-# tokens of one image see each other in both directions, has no place here.
-FAMILIES: dict[str, Vision] = {"llava": Vision(("pixel_values",)), "idefics3": _TILES, "smolvlm": _TILES}
+_GRIDS = Vision(("pixel_values", "image_grid_thw"), grids="image_grid_thw", merge=2, sglang=True)
+# By model_type of config.json. What lets tokens of one image see each other in both directions, or feeds what is seen
+# to several layers, has no place here.
+FAMILIES: dict[str, Vision] = {
+    "llava": Vision(("pixel_values",)), "idefics3": _TILES, "smolvlm": _TILES, "qwen2_vl": _GRIDS, "qwen2_5_vl": _GRIDS,
+}  # fmt: skip
 
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
     """Of a config.json; None for a model that reads text alone, or of a family that is not known."""
-    return FAMILIES.get(config.get("model_type", ""))
+    found = FAMILIES.get(config.get("model_type", ""))
+    if found is None or not found.grids:
+        return found
+    merge = (config.get("vision_config") or {}).get("spatial_merge_size", found.merge)
+    return replace(found, merge=merge, image_token=config.get("image_token_id", found.image_token))
 
 
 def require_vision(directory: str, flag: str) -> Vision:

@@ -159,7 +159,7 @@ async def run_hooks(state: GenerateState, samples: Sequence[Sample], evaluation:
 async def _score(args: Any, generated: Generated, evaluation: bool) -> None:
     started = time.monotonic()
     if isinstance(generated, list):
-        await score_group(args, [sample for sample in generated if sample.reward is None])
+        await score_group(args, [sample for sample in generated if sample.reward is None], evaluation=evaluation)
     elif generated.reward is None and generated.status is not Sample.Status.ABORTED:
         await score_sample(args, generated, evaluation=evaluation)
     _count_reward_time(started)

@@ -2,7 +2,8 @@
 
 The processor writes an image's tokens where the chat template left one placeholder. A request carries the prompt with
 those placeholders, and the images: an engine makes tokens and pixels of them by itself. SGLang does so with
-`input_ids` too, and a run of image tokens that is there already is not a placeholder to all of its models.
+`input_ids` too: it keeps them, and spreads each placeholder; a run of image tokens that is there already would be that
+many images to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.errors import InvalidField, InvalidFile
+from slime.rollout.generate.processor import load_processor
+from slime.types.errors import InvalidField
 from slime.types.vision import Vision, images_id, require_vision
 
 # Images whose tokens and pixels are kept: the samples of a group have the same.
@@ -44,17 +46,7 @@ class Media:
 
     def __init__(self, directory: str, flag: str = "--hf-checkpoint") -> None:
         self.vision: Vision = require_vision(directory, flag)
-        from transformers import AutoProcessor
-
-        try:
-            self.processor: Any = AutoProcessor.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            # Those that read videos too are built on torchvision, and say so over several lines.
-            reason = " ".join(str(error).split())
-            raise InvalidFile(
-                f"{flag}: {directory}: its processor cannot be loaded: {reason}", field=flag, value=directory,
-                expected="a processor of images",
-            ) from error  # fmt: skip
+        self.processor: Any = load_processor(directory, self.vision, flag)
         self.image_token: int = self.processor.image_token_id
         self._one = functools.lru_cache(CACHED)(lambda image: self._process(self.processor.image_token, [image], 1))
 

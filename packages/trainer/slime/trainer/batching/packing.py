@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.trainer.batching.runs import Runs
 from slime.types.errors import InvalidField, NotAvailable
 from slime.types.sample import Sample
 from slime.types.vision import Vision
@@ -29,7 +30,7 @@ class PackedBatch:
 
     tokens: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
-    attention_mask: Tensor | None  # [1, 1, T, T] bool, or None: causal within runs of position_ids
+    runs: Runs  # which tokens see which
     rows: Tensor  # [J] the token of the row whose logits predict
     targets: Tensor  # [J] the token predicted
     trained: Tensor  # [J] into K
@@ -43,6 +44,7 @@ class PackedBatch:
     positions: list[int]  # S positions in the step
     images: dict[str, Tensor] | None = None  # the model's arguments for the images of the row, in order; on the CPU
     image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
+    grid_positions: Tensor | None = None  # [3, 1, T] what position_ids are to a model that counts images by their grid
 
     @property
     def num_samples(self) -> int:
@@ -120,6 +122,8 @@ def pack(
     prompts: dict[tuple[bytes | int, str | None], tuple[int, int]] = {}  # which prompt, and where it starts
     images: list[dict[str, Any]] = []
     illustrated: list[int] = []  # prompts that have images
+    counted: dict[int, np.ndarray] = {}  # the grid positions of such a prompt
+    runs: list[tuple[range, range]] = []  # tokens end to end, and the prompt that they see besides
     filled = 0
 
     def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
@@ -131,27 +135,33 @@ def pack(
         filled += len(tokens)
         return filled - len(tokens)
 
-    shared = False
     for branch, sample in enumerate(samples, start=1):
         tokens = np.asarray(sample.tokens, dtype=np.int64)
         split = len(tokens) - sample.response_length
         unknown = sample.multimodal_train_inputs and sample.multimodal_train_input_id is None
         shareable = share_prompts and not unknown
         key = tokens[:split].tobytes() if shareable else branch, sample.multimodal_train_input_id
-        if key in prompts:
-            shared = True
-        else:
+        if key not in prompts:
             if sample.multimodal_train_inputs:
                 images.append(sample.multimodal_train_inputs)
                 illustrated.append(len(prompts))
+                if vision is not None and vision.grids:
+                    shown = tokens[:split] == vision.image_token
+                    counted[len(prompts)] = vision.positions(shown, sample.multimodal_train_inputs)
             prompts[key] = (len(prompts), lay(tokens[:split], 0, len(prompts), 0))
+            runs.append((range(filled - split, filled), range(0)))
         owner, start = prompts[key]
         response_start = lay(tokens[split:-1], split, owner, branch)
+        if response_start == start + split:
+            runs[-1] = range(start, filled), range(0)
+        elif filled > response_start:
+            runs.append((range(response_start, filled), range(start, start + split)))
         predictors = np.arange(response_start - 1, response_start - 1 + sample.response_length)
         predictors[:1] = start + split - 1
         rows.append(predictors)
     if filled % multiple:
-        lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(prompts), 0)
+        padding = lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(prompts), 0)
+        runs.append((range(padding, filled), range(0)))
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
@@ -170,9 +180,7 @@ def pack(
     return PackedBatch(
         tokens=to(np.concatenate(row), torch.int64)[None],
         position_ids=to(np.concatenate(places), torch.int64)[None],
-        attention_mask=_tree_mask(to(np.concatenate(owners), torch.int32), to(np.concatenate(branches), torch.int32))
-        if shared
-        else None,
+        runs=_runs(runs, device),
         rows=to(np.concatenate(rows)[trained], torch.int64),
         targets=to(targets[trained], torch.int64),
         trained=to(trained, torch.int64),
@@ -186,11 +194,32 @@ def pack(
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=torch.from_numpy(in_prompt).to(device)[None] if joined else None,
+        grid_positions=to(_grid_positions(places, owners, branches, counted), torch.int64)[:, None]
+        if counted
+        else None,
     )
 
 
-def _tree_mask(owners: Tensor, branches: Tensor) -> Tensor:
-    """[T], [T] -> [1, 1, T, T] bool, True where the second token is seen by the first."""
-    same_prompt = owners[:, None] == owners[None, :]
-    visible = (branches[None, :] == 0) | (branches[:, None] == branches[None, :])
-    return (same_prompt & visible).tril()[None, None]
+def _grid_positions(
+    places: Sequence[np.ndarray],
+    owners: Sequence[np.ndarray],
+    branches: Sequence[np.ndarray],
+    counted: dict[int, np.ndarray],
+) -> np.ndarray:
+    """[3, T]: those of prompts with images, and of their responses, which go on behind the largest."""
+    found = np.tile(np.concatenate(places), (3, 1))
+    owner, branch = np.concatenate(owners), np.concatenate(branches)
+    for prompt, positions in counted.items():
+        found[:, (owner == prompt) & (branch == 0)] = positions
+        found[:, (owner == prompt) & (branch > 0)] += positions.max() + 1 - positions.shape[1]
+    return found
+
+
+def _runs(laid: Sequence[tuple[range, range]], device: torch.device | str) -> Runs:
+    """Of tokens end to end, each with the tokens that it sees before them."""
+    lengths = [len(own) for own, _ in laid]
+    if not any(before for _, before in laid):
+        return Runs.apart(lengths, device)
+    return Runs.gathered(
+        lengths, [np.concatenate([np.asarray(before, np.int64), np.asarray(own)]) for own, before in laid], device
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.rollout.engines.embedded.images import embed_images
+from slime.rollout.engines.embedded.images import embed_images, grid_positions
 from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.sampling import sample
 from slime.types.errors import EngineError
@@ -78,6 +78,8 @@ class Batch:
         self._rows = list(sequences)
         self._cache: Any = None
         self._mask: torch.Tensor | None = None
+        # [B, 1] by how much positions differ from the number of tokens before: an image counts by its grid.
+        self._ahead: torch.Tensor | None = None
 
     @property
     def running(self) -> list[Response]:
@@ -123,9 +125,11 @@ class Batch:
         given: dict[str, torch.Tensor] = {"input_ids": ids_UP}
         if self._vision is not None and any(s.media for s in firsts):
             given = {"inputs_embeds": embed_images(self._model, self._vision, ids_UP, firsts)}
-        output = self._model(
-            **given, attention_mask=mask_UP, position_ids=_positions(mask_UP), use_cache=True, logits_to_keep=1
-        )
+        positions = _positions(mask_UP)
+        if self._vision is not None and self._vision.grids:
+            positions, ahead_U1 = grid_positions(self._vision, positions, firsts)
+            self._ahead = ahead_U1[torch.tensor(rows, device=self._device)]
+        output = self._model(**given, attention_mask=mask_UP, position_ids=positions, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         self._mask = mask_UP
         logits_UV = output.logits[:, -1]
@@ -141,10 +145,11 @@ class Batch:
         assert self._mask is not None
         ids_B1 = torch.tensor([[s.output_ids[-1]] for s in self._rows], device=self._device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._rows), 1)], dim=1)
+        positions_B1 = self._mask.sum(1, keepdim=True) - 1
         output = self._model(
             input_ids=ids_B1,
             attention_mask=self._mask,
-            position_ids=self._mask.sum(1, keepdim=True) - 1,
+            position_ids=positions_B1 if self._ahead is None else positions_B1 + self._ahead,
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -159,6 +164,8 @@ class Batch:
         self._cache.batch_select_indices(chosen)
         assert self._mask is not None
         self._mask = self._mask[chosen]
+        if self._ahead is not None:
+            self._ahead = self._ahead[chosen]
         self._rows = [self._rows[i] for i in kept]
 
     def _forbid_eos(self, logits_BV: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from slime.types.errors import InvalidField
@@ -60,6 +61,26 @@ def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequ
     if len(seen) != int(places.sum()):
         raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model sees in the images")
     return embedded.masked_scatter(places[..., None], seen.to(embedded.dtype))
+
+
+def grid_positions(
+    vision: Vision, plain_UP: torch.Tensor, prompts: Sequence[Response]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([3, U, P], [U, 1]): the positions of left-padded prompts, and by how much those of further tokens are ahead.
+
+    plain_UP: what they are without images.
+    """
+    positions_3UP = plain_UP.expand(3, *plain_UP.shape).clone()
+    ahead_U1 = plain_UP.new_zeros(len(prompts), 1)
+    for row, prompt in enumerate(prompts):
+        if prompt.media:
+            length = len(prompt.prompt_ids) + len(prompt.output_ids)
+            places = np.zeros(length, bool)
+            places[prompt.image_places] = True
+            counted = vision.positions(places, prompt.media)
+            positions_3UP[:, row, -length:] = torch.from_numpy(counted)
+            ahead_U1[row] = int(counted.max()) + 1 - length
+    return positions_3UP, ahead_U1
 
 
 def _tensors(model: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:

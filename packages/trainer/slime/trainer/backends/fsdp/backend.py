@@ -28,6 +28,7 @@ from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import build_adamw
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.batching.runs import Runs
 from slime.trainer.collective import Ranks
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
@@ -39,6 +40,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class FsdpBackend(Backend):
     name = "fsdp"
+    can_share_prompts = True
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
@@ -55,7 +57,6 @@ class FsdpBackend(Backend):
         self.hidden_size = config.hidden_size
         self.config = policy.config
         self.vision = vision_of(policy.config.to_dict())
-        self.can_share_prompts = loading.can_share_prompts(policy.config)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
             loading.enable_recomputation(policy)
@@ -84,14 +85,15 @@ class FsdpBackend(Backend):
         if batch.images:
             images = {name: tensor.to(self.device) for name, tensor in batch.images.items()}
             kwargs |= {"images": images, "image_places": batch.image_places}
+        positions = batch.position_ids if batch.grid_positions is None else batch.grid_positions
         autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.settings.bf16 and self.ranks.world_size == 1:
             autocast = torch.autocast(self.device.type, dtype=torch.bfloat16)
         with autocast:
             logits = model(
                 input_ids=batch.tokens,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
+                position_ids=positions,
+                runs=batch.runs,
                 use_cache=False,
                 **kwargs,
             ).logits[0]
@@ -100,7 +102,7 @@ class FsdpBackend(Backend):
     def _idle(self, model: nn.Module) -> Tensor:
         """A forward pass over one token, times zero: the other ranks' collective calls need this rank."""
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        return model(input_ids=token, use_cache=False).logits.sum() * 0.0
+        return model(input_ids=token, runs=Runs.apart([1], self.device), use_cache=False).logits.sum() * 0.0
 
     def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
         if of == REFERENCE:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.vision import vision_of
 
-_FULL = "full_attention"
-_PACKABLE = frozenset({_FULL, "sliding_attention", "chunked_attention"})
+_PACKABLE = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(path: str, *, flag: str) -> nn.Module:
-    """The model of a Hugging Face directory in float32, in eval mode (no dropout), sdpa attention.
+    """The model of a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
 
     Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
     """
@@ -41,6 +41,7 @@ def load_model(path: str, *, flag: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
+    use_packed_attention(model if kind is AutoModelForCausalLM else model.get_decoder(), flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # Rows are packed without padding: this token is one that the model wrote, and trains as any other.
@@ -55,12 +56,7 @@ def layer_types(config: Any) -> set[str]:
     declared = getattr(text, "layer_types", None)
     if declared:
         return set(declared)
-    return {"sliding_attention" if getattr(text, "sliding_window", None) else _FULL}
-
-
-def can_share_prompts(config: Any) -> bool:
-    """An explicit mask replaces a layer's own, so only layers without a window can take one."""
-    return layer_types(config) == {_FULL}
+    return {"sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"}
 
 
 def enable_recomputation(model: Any) -> None:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import Float16Module
 
 from slime.converters import cpu_shim
+from slime.trainer.backends.megatron import rotary
 from slime.trainer.collective import Ranks
 from slime.types.errors import InvalidSetting
 
@@ -113,6 +114,7 @@ def initialize(args: Mapping[str, Any], ranks: Ranks, *, seed: int = 1234) -> No
     global _own_group
     check(args, ranks.world_size)
     cpu_shim.install()
+    rotary.install()
     cpu_shim.enter_thread()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

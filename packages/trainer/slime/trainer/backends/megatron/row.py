@@ -16,6 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slime.trainer.backends.megatron.rotary import set_positions
 from slime.trainer.batching.packing import PackedBatch
 
 
@@ -43,13 +44,13 @@ def cut(
     """What context parallel rank `rank` of `size` holds of `batch`; of None: one token that predicts nothing.
 
     multiple: L is one of it, for sequence parallelism. length: L, where it has to be longer than needed. The batch has
-    no mask of its own.
+    no prompt that several responses see.
     """
     if batch is None:
         tokens = np.zeros(1, dtype=np.int64)
         starts, rows = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
     else:
-        assert batch.attention_mask is None
+        assert batch.runs.keys is None
         tokens = batch.tokens[0].cpu().numpy()
         starts = np.flatnonzero(batch.position_ids[0].cpu().numpy() == 0)
         rows = batch.rows.cpu().numpy()
@@ -89,10 +90,12 @@ def cut(
         return torch.as_tensor(array).to(device)
 
     limits = to(np.concatenate([[0], ends]).astype(np.int32))
+    held_positions = to(positions[held])
+    set_positions(limits, held_positions)
     longest = int(padded.max())
     return Row(
         tokens=to(take(tokens, source[held]))[None],
-        positions=to(positions[held])[None],
+        positions=held_positions[None],
         labels=to(take(tokens, follower[held]))[None],
         has_label=to((follower[held] >= 0).astype(np.float32))[None],
         packing=PackedSeqParams(

@@ -1,0 +1,94 @@
+"""Causal attention over the runs of a packed row, without a mask over all of its tokens.
+
+    T  queries      K  keys and values, in the order of the row      h, g  heads of queries, of keys and values
+    d  width of a head of queries and keys                           v     of values
+
+On CUDA in bfloat16 that is one call of FlashAttention for the whole row, elsewhere a call of
+scaled_dot_product_attention for each run.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.trainer.batching.runs import Runs
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a torch before 2.10
+    varlen_attn = None
+
+_FLASH_TAKES = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
+_HAVE_FLASH = {"scale", "window_size"} <= _FLASH_TAKES
+# A torch before 2.12 does not ask: its kernel takes fewer heads of keys as they are.
+_ASKS_ABOUT_HEADS = "enable_gqa" in _FLASH_TAKES
+_MAX_FLASH_WIDTH = 256
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """[T, h, d], [K, g, d], [K, g, v] -> [T, h, v]. scale: of the logits, d ** -0.5 by default.
+
+    window: keys that a query sees at most, its own among them; None for all of the run up to its own.
+    """
+    if runs.keys is not None:
+        width = key.shape[-1]
+        both = torch.cat([key, value], dim=-1).index_select(0, runs.keys)
+        key, value = both.split([width, value.shape[-1]], dim=-1)
+    if flash_takes(query):
+        return _flash(query, key, value, runs, scale, window)
+    return _by_run(query, key, value, runs, scale, window)
+
+
+def flash_takes(query: Tensor) -> bool:
+    return (
+        _HAVE_FLASH
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= _MAX_FLASH_WIDTH
+        and query.shape[-1] % 8 == 0
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
+    width, value_width = query.shape[-1], value.shape[-1]
+    # The kernel has one width for all three; zeros behind the values are cut off again.
+    value = F.pad(value, (0, width - value_width))
+    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_ABOUT_HEADS else {}
+    output = varlen_attn(
+        query.contiguous(), key.contiguous(), value.contiguous(),
+        runs.q_limits, runs.k_limits, max(runs.q_lengths), max(runs.k_lengths),
+        scale=scale, window_size=(-1 if window is None else window - 1, 0), **heads,
+    )  # fmt: skip
+    return output[..., :value_width]
+
+
+def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
+    outputs = []
+    queries, keys, values = query.split(runs.q_lengths), key.split(runs.k_lengths), value.split(runs.k_lengths)
+    for q, k, v in zip(queries, keys, values, strict=True):
+        mask = _mask(len(q), len(k), window, q.device)
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[queries, keys] bool, or None where plain causality says the same."""
+    if queries == keys and (window is None or window >= keys):
+        return None
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)

@@ -1,0 +1,63 @@
+"""Attention over packed rows as an attention function of transformers, which its models call in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from slime.trainer.backends.attention import attend
+from slime.trainer.batching.runs import Runs
+from slime.types.errors import NotAvailable
+
+_NAME = "slime_packed"
+# Arguments of attention functions that change its numbers, of layers that only few models have.
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+
+
+def use_packed_attention(decoder: Any, *, flag: str) -> None:
+    """The decoder's layers call `packed_attention`; its forward takes `runs`, and makes no mask.
+
+    Raises NotAvailable, naming `flag`, for a model that calls no attention functions.
+    """
+    AttentionInterface.register(_NAME, packed_attention)
+    if not decoder._supports_attention_backend:
+        raise NotAvailable(
+            f"{flag}: {type(decoder).__name__} has attention of its own, which cannot take packed rows",
+            field=flag, value=type(decoder).__name__, expected="a model that calls transformers' attention functions",
+        )  # fmt: skip
+    decoder.set_attn_implementation(_NAME)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    runs: Runs | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, h, T, d], key [1, g, T, d], value [1, g, T, v] -> [1, T, h, v].
+
+    sliding_window: tokens that a query sees at most, its own among them. Raises NotAvailable where the model does not
+    hand on `runs`, or wants more than causal attention.
+    """
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if runs is None or unknown:
+        what = "does not tell its layers which tokens see which" if runs is None else f"has attention with {unknown[0]}"
+        raise NotAvailable(
+            f"{type(module).__name__} {what}: packed rows of this model are not available yet",
+            field="--hf-checkpoint", value=type(module).__name__,
+        )  # fmt: skip
+    q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings leave queries and keys in float32 beside values in the type of matrix products.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return attend(q, k, v, runs, scaling, sliding_window)[None], None

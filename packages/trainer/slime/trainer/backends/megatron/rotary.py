@@ -1,0 +1,69 @@
+"""Rotary embeddings of packed rows by the position of each token.
+
+Megatron's own function, where Transformer Engine's does not take its place, reads the lengths of the sequences from the
+device in every layer, twice, and makes sines and cosines anew each time. Here they are made once for a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from torch import Tensor
+
+rotate_as_megatron_does = rope_utils._apply_rotary_pos_emb_thd
+
+
+def install() -> None:
+    """Idempotent. Rows that `set_positions` does not know keep Megatron's function."""
+    rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def set_positions(limits: Tensor, positions: Tensor) -> None:
+    """Has `rotate` find `positions`, [L] int64 of the tokens that this rank holds, with a row's `limits`, which every
+    layer hands on."""
+    limits.slime_positions = positions  # type: ignore[attr-defined]
+    limits.slime_turns = {}  # type: ignore[attr-defined]
+
+
+def rotate(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> Tensor:
+    """t [L, h, d] -> [L, h, d], the first r of d turned by freqs [longest sequence, 1, 1, r] at each token's position.
+
+    multi_latent_attention: pairs lie side by side, and come out as halves.
+    """
+    if not hasattr(cu_seqlens, "slime_positions"):
+        kinds = rotary_interleaved, multi_latent_attention
+        return rotate_as_megatron_does(t, cu_seqlens, freqs, *kinds, mscale, cp_group)
+    cos, sin = _turns(cu_seqlens, freqs, mscale, t.dtype)
+    turned, rest = t.split([freqs.shape[-1], t.shape[-1] - freqs.shape[-1]], dim=-1)
+    if multi_latent_attention:
+        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
+    turned = turned * cos + _half_turned(turned, rotary_interleaved) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _half_turned(t: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack([-t[..., 1::2], t[..., 0::2]], dim=-1).flatten(-2)
+    first, second = t.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _turns(limits: Any, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [L, 1, r], kept with the row."""
+    kept = limits.slime_turns.get((mscale, dtype))
+    # Layers of two kinds may have frequencies of their own.
+    if kept is None or kept[0] is not freqs:
+        angles = freqs[limits.slime_positions, 0]
+        kept = freqs, (angles.cos() * mscale).to(dtype), (angles.sin() * mscale).to(dtype)
+        limits.slime_turns[mscale, dtype] = kept
+    return kept[1], kept[2]

@@ -1,0 +1,182 @@
+"""What a trainer's settings must not be together, and what of them is not available."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from slime.trainer.estimators import ESTIMATORS, WHITENED
+from slime.types.errors import InvalidSetting, NotAvailable
+
+if TYPE_CHECKING:
+    from slime.trainer.settings import TrainerSettings
+
+MEGATRON_ONLY = (
+    "model_name", "async_save", "only_train_params_name_list", "freeze_params_name_list", "enable_mtp_training",
+    "custom_model_provider_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)  # fmt: skip
+
+
+def refuse_unavailable(settings: TrainerSettings) -> None:
+    """Raises NotAvailable."""
+    for field, value, use in (
+        ("loss_type", "custom_loss", "policy_loss or sft_loss"),
+        ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
+        ("update_weight_mode", "delta", "full"),
+    ):
+        if getattr(settings, field) == value:
+            flag = _flag(field)
+            text = flag if value is True else f"{flag} {value}"
+            raise NotAvailable(f"{text} is not available yet; {use}", field=flag, value=value, expected=use)
+
+
+def refuse_contradictions(settings: TrainerSettings) -> None:
+    """Raises InvalidSetting, naming both."""
+    if settings.train_backend != "megatron":
+        for field in MEGATRON_ONLY:
+            if getattr(settings, field):
+                value = getattr(settings, field)
+                shown = _flag(field) if value is True else f"{_flag(field)} {value}"
+                raise InvalidSetting(
+                    f"{shown} needs --train-backend megatron",
+                    field=_flag(field),
+                    value=value,
+                    expected="--train-backend megatron",
+                )
+    if settings.only_train_params_name_list and settings.freeze_params_name_list:
+        _contradiction(settings, "only_train_params_name_list", "freeze_params_name_list", "at most one of them")
+    for field in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in getattr(settings, field) or ():
+            _check_pattern(_flag(field), pattern)
+    if settings.kl_coef and settings.kl_loss_coef:
+        _contradiction(settings, "kl_coef", "kl_loss_coef", "at most one of them to be non-zero")
+    if settings.kl_loss_coef and not settings.use_kl_loss:
+        _contradiction(settings, "kl_loss_coef", "use_kl_loss", "--use-kl-loss with a non-zero --kl-loss-coef")
+    if settings.kl_coef and settings.advantage_estimator not in WHITENED:
+        _contradiction(
+            settings, "kl_coef", "advantage_estimator", "an estimator that subtracts it: " + ", ".join(sorted(WHITENED))
+        )
+    if settings.gamma != 1 and settings.advantage_estimator != "reinforce_plus_plus":
+        _contradiction(settings, "gamma", "advantage_estimator", "reinforce_plus_plus, the estimator that discounts")
+    if settings.use_tis and settings.use_rollout_logprobs:
+        _contradiction(settings, "use_tis", "use_rollout_logprobs", "at most one of them")
+    if settings.tis_clip_low > settings.tis_clip:
+        _contradiction(settings, "tis_clip_low", "tis_clip", "--tis-clip-low not above --tis-clip")
+    if settings.advantage_estimator in WHITENED and not settings.normalize_advantages:
+        _contradiction(
+            settings, "advantage_estimator", "normalize_advantages", "--normalize-advantages with this estimator"
+        )
+    if settings.use_dynamic_batch_size and settings.max_tokens_per_gpu is None:
+        _contradiction(settings, "use_dynamic_batch_size", "max_tokens_per_gpu", "--max-tokens-per-gpu to be set")
+    for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
+        if getattr(settings, name) and not settings.use_dynamic_batch_size:
+            _contradiction(settings, name, "use_dynamic_batch_size", "--use-dynamic-batch-size")
+    _check_old_policies(settings)
+    if settings.custom_loss_function_path is not None:
+        _contradiction(settings, "custom_loss_function_path", "loss_type", "--loss-type custom_loss")
+    if settings.loss_type == "policy_loss" and not settings.compute_advantages_and_returns:
+        _contradiction(settings, "loss_type", "compute_advantages_and_returns", "a policy loss to have advantages")
+    if settings.lr_decay_style != "constant" and settings.lr_decay_iters is None:
+        _contradiction(settings, "lr_decay_style", "lr_decay_iters", "--lr-decay-iters to be set")
+    if settings.lr_decay_iters is not None and settings.lr_decay_iters <= settings.lr_warmup_iters:
+        _contradiction(settings, "lr_decay_iters", "lr_warmup_iters", "a decay that ends after the warm-up")
+    if settings.min_lr > settings.lr:
+        _contradiction(settings, "min_lr", "lr", "--min-lr not above --lr")
+    _check_transport(settings)
+    _check_batch_sizes(settings)
+
+
+def _check_old_policies(settings: TrainerSettings) -> None:
+    if settings.loss_type != "policy_loss":
+        for name in ("keep_old_actor", "get_mismatch_metrics", "use_rollout_entropy"):
+            if getattr(settings, name):
+                _contradiction(settings, name, "loss_type", "policy_loss, the loss that has a policy of before")
+    if settings.keep_old_actor and settings.use_rollout_logprobs:
+        _contradiction(
+            settings, "keep_old_actor", "use_rollout_logprobs", "one of them: both say what the old policy is"
+        )
+    if settings.custom_convert_samples_to_train_data_path and settings.custom_reward_post_process_path:
+        _contradiction(
+            settings,
+            "custom_convert_samples_to_train_data_path",
+            "custom_reward_post_process_path",
+            "one of them: what is converted has its rewards",
+        )
+    if settings.ref_update_interval and not settings.needs_reference:
+        _contradiction(settings, "ref_update_interval", "use_kl_loss", "a reference model: --use-kl-loss or --kl-coef")
+
+
+def _check_transport(settings: TrainerSettings) -> None:
+    transport = settings.update_weight_transport
+    if transport == "disk" and settings.update_weight_disk_dir is None:
+        _contradiction(
+            settings, "update_weight_transport", "update_weight_disk_dir", "--update-weight-disk-dir to be set"
+        )
+    if transport == "ipc" and not settings.colocate:
+        _contradiction(settings, "update_weight_transport", "colocate", "--colocate: only engines on the same GPUs can")
+    if transport == "ipc" and settings.rollout_external_engine_addrs:
+        _contradiction(
+            settings, "update_weight_transport", "rollout_external_engine_addrs", "engines that this run starts"
+        )
+    if transport == "nccl" and settings.colocate:
+        _contradiction(settings, "update_weight_transport", "colocate", "auto or ipc: NCCL needs GPUs of their own")
+
+
+def _check_batch_sizes(settings: TrainerSettings) -> None:
+    if settings.use_dynamic_global_batch_size:
+        if settings.global_batch_size is not None:
+            _contradiction(settings, "use_dynamic_global_batch_size", "global_batch_size", "at most one of them")
+        if (settings.num_steps_per_rollout or 1) > 1:
+            _contradiction(
+                settings, "use_dynamic_global_batch_size", "num_steps_per_rollout", "1 update of each rollout"
+            )
+    if settings.rollout_batch_size is None:
+        return
+    rollouts = settings.rollout_batch_size * settings.n_samples_per_prompt
+    if settings.num_steps_per_rollout and settings.num_steps_per_rollout > rollouts:
+        _contradiction(
+            settings,
+            "num_steps_per_rollout",
+            "rollout_batch_size",
+            f"at most one update for each of {rollouts} rollouts",
+        )
+    if settings.global_batch_size and settings.num_steps_per_rollout:
+        if settings.global_batch_size != rollouts // settings.num_steps_per_rollout:
+            _contradiction(
+                settings,
+                "global_batch_size",
+                "num_steps_per_rollout",
+                f"{rollouts} rollouts // steps = {rollouts // settings.num_steps_per_rollout}",
+            )
+    elif settings.global_batch_size and settings.global_batch_size > rollouts:
+        _contradiction(
+            settings, "global_batch_size", "rollout_batch_size", f"at most the {rollouts} rollouts of a step"
+        )
+
+
+def _contradiction(settings: TrainerSettings, first: str, second: str, expected: str) -> None:
+    a, b = getattr(settings, first), getattr(settings, second)
+    raise InvalidSetting(
+        f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}",
+        field=_flag(first),
+        value=a,
+        expected=expected,
+    )
+
+
+def _flag(field: str) -> str:
+    return {
+        "compute_advantages_and_returns": "--disable-compute-advantages-and-returns",
+        "rewards_normalization": "--disable-rewards-normalization",
+        "grpo_std_normalization": "--disable-grpo-std-normalization",
+    }.get(field, "--" + field.replace("_", "-"))
+
+
+def _check_pattern(flag: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidSetting(
+            f"{flag}: {pattern!r}: {error}", field=flag, value=pattern, expected="a regular expression"
+        ) from None

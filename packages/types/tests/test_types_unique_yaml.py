@@ -1,0 +1,30 @@
+"""YAML files in which a key is there twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slime.types.errors import InvalidFile
+from slime.types.settings import read_config
+from slime.types.unique_yaml import load
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 1", "b: {a: 1, a: 2}", "- {'a': 1, a: 2}"])
+def test_a_key_that_is_there_twice_is_an_error_with_its_place(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match="the key 'a' is there twice.*\n.*line"):
+        load(text)
+
+
+def test_merged_keys_may_be_given_again() -> None:
+    text = "p: {q: &q {<<: &a {x: 1}, x: 2}}\nc: {<<: *q, x: 3}\nd: {<<: [*a, *q]}\n"
+    assert load(text) == yaml.safe_load(text) == {"p": {"q": {"x": 2}}, "c": {"x": 3}, "d": {"x": 1}}
+
+
+@pytest.mark.parametrize("text", ["lr: 1\nlr: 2", "eps-clip: 1\neps_clip: 2", "a: " + "[" * 3000])
+def test_a_file_of_settings_that_contradicts_itself_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(InvalidFile, match="--config .*run.yaml: "):
+        read_config(tmp_path / "run.yaml")
