@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -29,10 +30,17 @@ def free_port() -> int:
 
 
 class RayNode:
-    """`ray start`, in a session of its own. host: 127.0.0.N; for 127.0.0.1 Ray takes the address of this machine."""
+    """`ray start`, in a session of its own. host: 127.0.0.N; for 127.0.0.1 Ray takes the address of this machine.
+
+    Of this machine's GPUs it has the one that the cluster has for its host, if any.
+    """
 
     def __init__(self, cluster: RayCluster, host: str, *flags: str) -> None:
         self.host = host
+        gpu = cluster.gpus.get(host)
+        environment = cluster.environment
+        if gpu is not None:
+            flags, environment = (*flags, "--num-gpus", "1"), environment | {"CUDA_VISIBLE_DEVICES": gpu}
         self.log = cluster.directory / f"{host}.log"
         command = [
             *RAY, "start", "--block", "--node-ip-address", host, "--num-cpus", "2", "--disable-usage-stats",
@@ -40,7 +48,7 @@ class RayNode:
         ]  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=cluster.environment,
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
                 cwd=cluster.directory,
             )  # fmt: skip
         wait_for(lambda: "Ray runtime started" in self.output(), START, f"{host}: {self.output()}")
@@ -68,9 +76,13 @@ class RayNode:
 
 
 class RayCluster:
-    """The head, and more nodes; a context manager. environment: of commands that use it."""
+    """The head, and more nodes; a context manager. environment: of commands that use it.
 
-    def __init__(self) -> None:
+    gpus: by the host of a node, its GPU: an entry of CUDA_VISIBLE_DEVICES.
+    """
+
+    def __init__(self, gpus: Mapping[str, str] | None = None) -> None:
+        self.gpus = dict(gpus or {})
         # Names of sockets have at most 107 characters: pytest's directories are too long for Ray's.
         self.directory = Path(tempfile.mkdtemp(prefix="ray-"))
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,34 @@ import pytest
 from ray_cluster import RayCluster
 from slime.converters.cli import main as convert
 from slime.launcher.quickstart import reverse
+from slime.rollout.recordings import read_rollout
 from tiny_runs import DEADLINE, gone, metrics, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
 ROOT = Path(__file__).resolve().parents[2]
+COLOCATED = ["--colocate", "--actor-num-nodes", "2", "--rollout-num-engines", "2"]
+
+# A hook on samples, loaded where rollouts are made, from where it can note what each engine answers.
+NOTING = """
+    import json
+    from pathlib import Path
+    from slime.rollout.engines.client import EngineClient
+
+    answer = EngineClient.generate
+
+    async def generate(self, *args, **options):
+        outputs = await answer(self, *args, **options)
+        with Path(__file__).with_suffix(".jsonl").open("a") as file:
+            for output in outputs:
+                version = output["meta_info"]["weight_version"]
+                print(json.dumps([self.name, self.url, output["meta_info"]["id"], int(version)]), file=file)
+        return outputs
+
+    EngineClient.generate = generate
+
+    def hook(args, sample):
+        pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +137,50 @@ def test_a_lost_node_ends_the_run_with_the_name_of_what_was_on_it(
     cluster.ensure(SECOND).lose()
     output = cluster.ended("lost", DEADLINE)
     assert f"ServiceDied: trainer-1 died on {SECOND}" in output and "exit code 1" in output
+    wait_for(lambda: gone(workers), 30, "every process of the job has ended")
+
+
+def test_engines_on_the_nodes_of_the_trainer_all_generate_with_the_weights_of_the_step(
+    cluster: RayCluster, inputs: Path, tmp_path: Path
+) -> None:
+    noting = tmp_path / "noting.py"
+    noting.write_text(textwrap.dedent(NOTING))
+    words = [
+        *COLOCATED, *flags(inputs, tmp_path / "run", 3), "--rollout-sample-hook-path", f"{noting}:hook",
+        "--save-debug-rollout-data", f"{tmp_path}/rollout-{{rollout_id}}",
+    ]  # fmt: skip
+    submit(cluster, "colocated", "train.py", "--hf-checkpoint", f"{inputs}/model", *words)
+    output = cluster.ended("colocated", DEADLINE)
+    assert "succeeded" in output, output
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    answers = [json.loads(line) for line in noting.with_suffix(".jsonl").read_text().splitlines()]
+    for step in range(3):
+        urls = {name: url for name, url, _, version in answers if version == step}
+        assert set(urls) == {"embedded-0", "embedded-1"}
+        assert len({url.rpartition(":")[0] for url in urls.values()}) == 2, "an address of each node"
+        samples = [sample for group in read_rollout(tmp_path / f"rollout-{step}").groups for sample in group.samples]
+        assert len(samples) == 16 and all(sample.weight_versions == [str(step)] for sample in samples)
+    assert len(answers) == 3 * 16
+    assert cluster.workers() == []
+
+
+@pytest.mark.parametrize("killed", ["engine", "host"])
+def test_an_engine_that_dies_on_another_node_than_the_rollout_service_ends_the_run_with_its_name(
+    cluster: RayCluster, inputs: Path, tmp_path: Path, killed: str
+) -> None:
+    words = [*COLOCATED, *flags(inputs, tmp_path, 1000)]
+    submit(cluster, f"dying-{killed}", "train.py", "--hf-checkpoint", f"{inputs}/model", *words)
+    wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
+    workers = cluster.workers()
+    (engine,) = [p for p in workers if "slime.rollout.engines.embedded" in p.cmdline() and SECOND in p.cmdline()]
+    if killed == "engine":
+        engine.kill()
+        message = f"on {SECOND}: engine embedded-1 (pid {engine.pid}) ended with signal SIGKILL"
+    else:
+        engine.parent().kill()
+        message = f"ServiceDied: engines-1 died on {SECOND}"
+    output = cluster.ended(f"dying-{killed}", DEADLINE)
+    assert message in output and "exit code 1" in output, output
     wait_for(lambda: gone(workers), 30, "every process of the job has ended")
 
 

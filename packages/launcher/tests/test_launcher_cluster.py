@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.launcher import actors
-from slime.launcher.cluster import cluster_nodes, place_run
+from slime.launcher.cluster import Node, cluster_nodes, place_run
 from slime.launcher.placement import Spot, ray_cluster
 from slime.launcher.settings import LauncherSettings
 from slime.launcher.supervise import Supervisor
@@ -61,6 +62,46 @@ def test_a_run_holds_its_gpus_or_says_whose_it_waited_for(gpus: None, tmp_path: 
     assert len(reports) == 1 and "waiting for GPUs" in reports[0]
     with pytest.raises(InvalidSetting, match="3 .* = 4 GPUs, and there are 3 here"):
         place_run(launcher(actor_num_gpus_per_node=3), ROLLOUT, reports.append)
+
+
+@pytest.mark.parametrize(
+    "colocate, bundles, where",
+    [
+        (False, [(0, 2), (1, 4), (2, 4)], {"trainer-0": 0, "trainer-1": 0, "engines-0": 1, "engines-1": 2}),
+        (True, [(0, 2), (1, 2)], {"trainer-0": 0, "trainer-1": 0, "trainer-2": 1, "trainer-3": 1}),
+    ],
+)
+def test_each_service_holds_what_it_has_on_its_own_node(
+    colocate: bool, bundles: list[tuple[int, int]], where: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [f"{number + 1:056x}" for number in range(3)]
+
+    class Group:
+        def __init__(self, held: list[dict[str, float]], strategy: str, bundle_label_selector: list[dict]) -> None:
+            self.bundles = [
+                (ids.index(label["ray.io/node-id"]), int(bundle["GPU"]))
+                for label, bundle in zip(bundle_label_selector, held, strict=True)
+            ]
+
+        def wait(self, seconds: float) -> bool:
+            return True
+
+    monkeypatch.setattr(import_module("ray.util.placement_group"), "placement_group", Group)
+    nodes = [Node(id, f"192.0.2.{number}", 4, 4) for number, id in enumerate(ids)]
+    monkeypatch.setattr("slime.launcher.cluster.cluster_nodes", lambda: nodes)
+    settings = LauncherSettings(
+        num_rollout=1, actor_num_gpus_per_node=2, actor_num_nodes=2 if colocate else 1, colocate=colocate
+    )
+    rollout = RolloutSettings(hf_checkpoint="m", colocate=colocate, rollout_num_gpus=None if colocate else 8)
+    placement = place_run(settings, rollout, lambda text: None)
+    strategies = {name: spot.options["scheduling_strategy"] for name, spot in placement.spots.items()}
+    held = {name: s for name, s in strategies.items() if hasattr(s, "placement_group")}
+    assert {name: s.placement_group_bundle_index for name, s in held.items()} == where
+    assert next(iter(held.values())).placement_group.bundles == bundles
+    hosts = {"engines-0": 0, "engines-1": 1} if colocate else {"engines-0": 1, "engines-1": 2}
+    for name, number in {"rollout": hosts["engines-0"], **hosts}.items():
+        assert placement.spots[name].host == f"192.0.2.{number}"
+        assert name in held or strategies[name].node_id == ids[number]
 
 
 def test_a_ray_of_this_run_leaves_no_token_that_other_clusters_would_ask_for(tmp_path: Path) -> None:

@@ -92,6 +92,23 @@ def test_ranks_and_engines_are_on_the_gpus_that_a_run_would_give_them(
     assert len(places) == len(set(places)) == 9 and sum("sglang-0" in line for line in several) == 1
 
 
+def test_engines_on_several_nodes_are_numbered_through(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2"]
+    colocated = plan(words, *trainer, "--colocate", "--dry-run-gpus", "2", capsys=capsys)
+    at = colocated.index("Placement")
+    assert colocated[at + 1 : at + 5] == [
+        f"  node {rank // 2} GPU {rank % 2}: trainer rank {rank} (dp {rank}), sglang-{rank}" for rank in range(4)
+    ]
+    engines = ["--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2", "--dry-run-gpus", "2"]
+    apart = plan(words, *engines, capsys=capsys)
+    at = apart.index("  node 0 GPU 0: trainer rank 0")
+    assert apart[at + 1 : at + 5] == [
+        f"  node {1 + n // 2} GPU {n % 2}: sglang-{n // 2} (tp {n % 2})" for n in range(4)
+    ]
+    cpu = plan(words, *trainer, "--colocate", "--rollout-num-engines", "3", capsys=capsys)
+    assert "  node 0 CPU: 2 embedded engine(s)" in cpu and "  node 1 CPU: 1 embedded engine(s)" in cpu
+
+
 def test_without_a_gpu_everything_is_on_the_cpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(words, "--actor-num-gpus-per-node", "2", "--rollout-num-engines", "3", capsys=capsys)
     assert "  CPU: trainer rank 1 (dp 1)" in lines and "  CPU: 3 embedded engine(s)" in lines

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime.launcher.placement import Placement, plan_placement, shared_devices, trainer_environment
 from slime.launcher.settings import LauncherSettings
@@ -82,34 +85,120 @@ def test_too_few_gpus_are_an_error_with_the_sum(gpus: int, ranks: int, rollout: 
         assert word in str(caught.value)
 
 
+def where(placement: Placement) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The trainer's nodes, and GPUs of the engines by node."""
+    return placement.trainer_nodes, {share.node: share.gpus for share in placement.engines}
+
+
 @pytest.mark.parametrize(
     "gpus, nodes, ranks, rollout, trainers, engines",
     [
-        ([0, 0], 2, 3, {}, (0, 1), 0),  # no GPUs: processes
-        ([0, 0, 0], 2, 1, {}, (0, 1), 2),  # what trains nothing generates
-        ([8, 8], 1, 8, {"rollout_num_gpus": 8}, (1,), 0),
-        ([8, 8, 8], 2, 8, {"rollout_num_gpus": 8}, (1, 2), 0),
-        ([0, 8, 8], 2, 4, {"rollout_num_gpus": 4}, (1, 2), 1),  # a head without GPUs
-        ([8, 4, 8], 2, 8, {"rollout_num_gpus": 4}, (0, 2), 1),  # the tightest fit
-        ([8, 8], 2, 8, {"rollout_external_engine_addrs": ["there:1"]}, (0, 1), 0),
-        ([2, 8], 1, 8, {"colocate": True}, (1,), 1),
+        ([0, 0], 2, 3, {}, (0, 1), {0: 0}),  # no GPUs: processes
+        ([0, 0, 0], 2, 1, {}, (0, 1), {2: 0}),  # what trains nothing generates
+        ([8, 8], 1, 8, {"rollout_num_gpus": 8}, (1,), {0: 8}),
+        ([8, 8, 8], 2, 8, {"rollout_num_gpus": 8}, (1, 2), {0: 8}),
+        ([0, 8, 8], 2, 4, {"rollout_num_gpus": 4}, (1, 2), {1: 4}),  # a head without GPUs
+        ([8, 4, 8], 2, 8, {"rollout_num_gpus": 4}, (0, 2), {1: 4}),  # the tightest fit
+        ([8, 8], 2, 8, {"rollout_external_engine_addrs": ["there:1"]}, (0, 1), {0: 0}),
+        ([2, 8], 1, 8, {"colocate": True}, (1,), {1: 8}),
+        ([8, 8, 8], 1, 8, {"rollout_num_gpus": 16}, (0,), {1: 8, 2: 8}),
+        ([8, 8], 1, 4, {"rollout_num_gpus": 12}, (0,), {0: 4, 1: 8}),
+        ([8, 7, 8], 1, 8, {"rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 2}, (0,), {1: 4, 2: 8}),
+        ([6, 8, 6], 1, 5, {"rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 4}, (0,), {1: 8, 2: 4}),
+        ([8, 8], 2, 8, {"colocate": True}, (0, 1), {0: 8, 1: 8}),
+        ([4, 8, 8], 2, 8, {"colocate": True, "rollout_num_gpus": 16}, (1, 2), {1: 8, 2: 8}),
+        ([8, 8], 2, 8, {"colocate": True, "rollout_engine": "embedded"}, (0, 1), {0: 8}),  # of which there is one
     ],
 )
-def test_ranks_are_spread_over_nodes_and_engines_are_on_one(
-    gpus: list[int], nodes: int, ranks: int, rollout: dict[str, Any], trainers: tuple[int, ...], engines: int
+def test_ranks_and_engines_are_spread_over_nodes(
+    gpus: list[int], nodes: int, ranks: int, rollout: dict[str, Any], trainers: tuple[int, ...], engines: dict[int, int]
 ) -> None:
     placement = plan(gpus, nodes=nodes, ranks=ranks, **rollout)
-    assert (placement.trainer_nodes, placement.rollout_node) == (trainers, engines)
-    where = placement.nodes()
-    assert [where[f"trainer-{rank}"] for rank in range(nodes * ranks)] == [n for n in trainers for _ in range(ranks)]
-    assert (where["buffer"], where["rollout"]) == (0, engines)
+    assert where(placement) == (trainers, engines)
+    found = placement.nodes()
+    assert [found[f"trainer-{rank}"] for rank in range(nodes * ranks)] == [n for n in trainers for _ in range(ranks)]
+    assert (found["buffer"], found["rollout"]) == (0, next(iter(engines)))
+    hosts = list(engines) if len(engines) > 1 else []
+    assert [found[name] for name in placement.engine_hosts()] == hosts
+
+
+def test_of_engines_on_several_nodes_each_holds_its_own_gpus_unless_they_are_the_trainers() -> None:
+    apart = plan([8, 8, 8], ranks=8, rollout_num_gpus=16)
+    assert [apart.engine_options(share)["num_gpus"] for share in apart.engine_hosts().values()] == [8, 8]
+    together = plan([8, 8], ranks=8, nodes=2, colocate=True)
+    assert together.shares_gpus and together.offloads
+    assert [together.engine_options(share)["num_gpus"] for share in together.engine_hosts().values()] == [0, 0]
+    for placement in (apart, together):
+        assert not placement.rollout.get("num_gpus"), "it starts no engine"
+
+
+@pytest.mark.parametrize(
+    "count, nodes, colocate, engines, wanted",
+    [
+        (2, 2, True, 3, {0: 2, 1: 1}),
+        (2, 2, True, 1, {0: 1}),
+        (3, 2, True, 1, {2: 1}),
+        (2, 2, False, 3, {0: 3}),
+        (4, 2, False, 3, {2: 2, 3: 1}),
+        (1, 1, True, 2, {0: 2}),
+        (3, 1, True, 2, {1: 1, 2: 1}),
+    ],
+)
+def test_without_gpus_embedded_engines_are_divided_over_nodes(
+    count: int, nodes: int, colocate: bool, engines: int, wanted: dict[int, int]
+) -> None:
+    placement = plan([0] * count, nodes=nodes, colocate=colocate, rollout_num_engines=engines)
+    assert {share.node: share.embedded for share in placement.engines} == wanted
+
+
+@given(
+    gpus=st.lists(st.integers(0, 8), min_size=1, max_size=5).filter(any),
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 8),
+    per_engine=st.sampled_from([1, 2, 3, 4, 8]),
+    engines=st.integers(1, 8),
+    colocate=st.booleans(),
+    data=st.data(),
+)
+def test_a_plan_gives_every_gpu_once_and_every_engine_one_node(
+    gpus: list[int], nodes: int, ranks: int, per_engine: int, engines: int, colocate: bool, data: st.DataObject
+) -> None:
+    free = [data.draw(st.integers(0, count)) for count in gpus]
+    asked = None if colocate else engines * per_engine
+    options = dict(rollout_num_gpus=asked, rollout_num_gpus_per_engine=per_engine, rollout_engine="sglang")
+    try:
+        placement = plan(gpus, nodes=nodes, ranks=ranks, colocate=colocate, free=free, **options)
+    except (InvalidSetting, NotAvailable):
+        if colocate:
+            assert ranks % per_engine or sum(count >= ranks for count in gpus) < nodes
+        else:
+            assert not fits(gpus, nodes, ranks, engines, per_engine)
+        return
+    trainers, shares = where(placement)
+    assert len(set(trainers)) == nodes and len(shares) == len(placement.engines)
+    assert all(count > 0 and count % per_engine == 0 for count in shares.values())
+    if colocate:
+        assert shares == dict.fromkeys(trainers, ranks)
+        return
+    assert sum(shares.values()) == asked
+    for node, count in enumerate(gpus):
+        assert shares.get(node, 0) + (ranks if node in trainers else 0) <= count
+
+
+def fits(gpus: list[int], nodes: int, ranks: int, engines: int, per_engine: int) -> bool:
+    """By trying every choice of nodes for the trainer."""
+    return any(
+        all(gpus[i] >= ranks for i in chosen)
+        and sum((n - (ranks if i in chosen else 0)) // per_engine for i, n in enumerate(gpus)) >= engines
+        for chosen in itertools.combinations(range(len(gpus)), nodes)
+    )
 
 
 def test_nodes_with_free_gpus_come_first_and_others_are_waited_for() -> None:
-    placement = plan([8, 8], ranks=4, rollout_num_gpus=4, free=[0, 8])
-    assert (placement.trainer_nodes, placement.rollout_node) == ((1,), 1)
-    placement = plan([8, 8], ranks=8, rollout_num_gpus=8, free=[0, 8])
-    assert {placement.trainer_nodes[0], placement.rollout_node} == {0, 1}
+    assert where(plan([8, 8], ranks=4, rollout_num_gpus=4, free=[0, 8])) == ((1,), {1: 4})
+    trainers, engines = where(plan([8, 8], ranks=8, rollout_num_gpus=8, free=[0, 8]))
+    assert {*trainers, *engines} == {0, 1}
+    assert where(plan([8, 8, 8], ranks=4, rollout_num_gpus=8, free=[4, 8, 0])) == ((0,), {1: 8})
 
 
 @pytest.mark.parametrize(
@@ -120,12 +209,18 @@ def test_nodes_with_free_gpus_come_first_and_others_are_waited_for() -> None:
         ([8, 8], {"nodes": 2, "ranks": 8, "rollout_num_gpus": 8}, InvalidSetting,
          ["--actor-num-nodes 2 x --actor-num-gpus-per-node 8 + --rollout-num-gpus 8 = 24 GPUs", "16 on 2 nodes"]),
         ([8, 4, 4], {"nodes": 2, "ranks": 8}, InvalidSetting, ["17 GPUs", "16 on 3 nodes"]),
-        ([8, 4, 8], {"nodes": 2, "ranks": 6, "rollout_num_gpus": 8}, InvalidSetting,
-         ["2 nodes with 6 GPUs each and one with 8 others", "8, 4, 8"]),
+        ([8, 4, 8], {"nodes": 2, "ranks": 6, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, InvalidSetting,
+         ["2 nodes with 6 GPUs each and 8 others for engines of 8", "8, 4, 8"]),
         ([8, 8], {"limit": 2, "ranks": 4, "rollout_num_gpus": 1}, InvalidSetting, ["5 GPUs", "4 on 2 nodes"]),
         ([4, 4], {"limit": 8}, InvalidSetting, ["--num-gpus-per-node 8", "4"]),
-        ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True}, NotAvailable, ["--colocate", "--actor-num-nodes 2"]),
-        ([8, 8, 8], {"ranks": 8, "rollout_num_gpus": 16}, NotAvailable, ["--rollout-num-gpus 16", "one node"]),
+        ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus": 8}, InvalidSetting,
+         ["--rollout-num-gpus 8", "--actor-num-nodes 2 x --actor-num-gpus-per-node 8", "16"]),
+        ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 16}, NotAvailable,
+         ["--rollout-num-gpus-per-engine 16", "one node", "8 ranks"]),
+        ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 3}, InvalidSetting,
+         ["--rollout-num-gpus-per-engine 3", "a divisor of 8"]),
+        ([8, 8, 8], {"ranks": 8, "rollout_num_gpus_per_engine": 16}, NotAvailable,
+         ["--rollout-num-gpus-per-engine 16", "one node", "8, 8, 8"]),
     ],
 )  # fmt: skip
 def test_what_no_cluster_like_this_can_hold(

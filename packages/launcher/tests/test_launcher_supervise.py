@@ -16,15 +16,21 @@ import pytest
 
 from slime.launcher.placement import ray_cluster
 from slime.launcher.supervise import ServiceDied, Supervisor
-from slime.types.errors import InvalidField
+from slime.types.errors import EngineError, InvalidField
 from slime.types.rpc import RpcSettings
 
 SERVICE = """
     import os
-    from slime.types.errors import InvalidField
+    import time
+    from slime.types.errors import EngineError, InvalidField
 
     class Running:
         address = f"here:{os.getpid()}"
+        engines = ["an engine"]
+        def watch(self):
+            while not os.path.exists(self.sign):
+                time.sleep(0.05)
+            raise EngineError("engine one-0 ended with signal SIGKILL", field="one-0")
         def stop(self, grace_seconds):
             print("stopped", flush=True)
 
@@ -32,7 +38,9 @@ SERVICE = """
         if settings == "bad":
             raise InvalidField("settings", settings, "good")
         print("ready to serve", flush=True)
-        return Running()
+        running = Running()
+        running.sign = options.get("sign")
+        return running
 """
 
 
@@ -86,6 +94,39 @@ def test_the_death_of_a_process_ends_every_call_with_its_name_and_last_lines(
         supervisor.call_all([lambda: os.kill(pid(address), signal.SIGKILL), lambda: never.wait(60)])
     assert time.monotonic() - started < 30
     never.set()
+
+
+def test_what_a_service_watches_ends_every_call_with_its_own_error(
+    supervisor: Supervisor, service: str, tmp_path: Path
+) -> None:
+    sign = tmp_path / "sign"
+    process = supervisor.spawn("engines-0", {"num_cpus": 0})
+    supervisor.start(process, service, "good", RpcSettings(), sign=str(sign))
+    assert supervisor.get(process, process.actor.engines.remote()) == ["an engine"]
+    supervisor.watch(process, process.actor.watch_engines.remote())
+    never = threading.Event()
+    with pytest.raises(EngineError, match="one-0 ended with signal SIGKILL"):
+        supervisor.call_all([sign.touch, lambda: never.wait(60)])
+
+    def broken_by_it() -> None:
+        raise EngineError("engine one-0 is gone")
+
+    with pytest.raises(EngineError, match="SIGKILL"):
+        supervisor.call(broken_by_it)
+    never.set()
+
+
+def test_services_of_one_kind_are_stopped_together_and_before_those_that_they_need(
+    supervisor: Supervisor, service: str
+) -> None:
+    each = {"num_cpus": 0}
+    names = ["buffer", "engines-0", "engines-1", "rollout"]
+    started = [supervisor.spawn(name, each) for name in names]
+    addresses = supervisor.start_each(started, service, ["good"] * 4, RpcSettings(), [{}] * 4)
+    processes = [psutil.Process(pid(address)) for address in addresses]
+    supervisor.stop()
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert all("stopped" in (supervisor.log_dir / f"{name}.log").read_text() for name in names)
 
 
 def test_the_first_failure_of_several_calls_does_not_wait_for_the_rest(supervisor: Supervisor) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.object_store import ObjectStoreWriter
+from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.errors import WrongState
-from slime.types.rpc import RpcSettings, RunningService
+from slime.types.rpc import RpcSettings
 
 
 class ServiceActor:
@@ -31,7 +32,7 @@ class ServiceActor:
         self.name = name
         self.host = host
         self._token = token
-        self._service: RunningService | None = None
+        self._service: Any = None
         self._blobs: ObjectStoreWriter | None = None
         if os.path.isdir(directory):
             # Ray starts processes where the node was started.
@@ -70,6 +71,14 @@ class ServiceActor:
         if self._blobs is None:
             raise WrongState(f"{self.name} keeps no blobs", field="blobs", value=self.name)
         return self._blobs.objects(wanted)
+
+    def engines(self) -> list[HostedEngine]:
+        """Those that the service here, a host of engines, has started."""
+        return list(self._service.engines)
+
+    def watch_engines(self) -> None:
+        """Returns when they were stopped. Raises EngineError when one of them has died."""
+        self._service.watch()
 
     def stop(self, grace_seconds: float) -> None:
         if self._service is not None:

@@ -28,6 +28,12 @@ class Batches:
     def left_over(self) -> int:
         return self.samples - self.updates * self.per_update
 
+    def passes(self, size: int, multiple: int = 1) -> int:
+        """Forward passes of a replica and update, of `size` samples at most: as many on each, a multiple of
+        `multiple`."""
+        batches = -(-self.per_update // size)
+        return -(-batches // (self.replicas * multiple)) * multiple
+
 
 def batches(trainer: TrainerSettings, rollout: RolloutSettings, replicas: int) -> Batches:
     prompts, each = rollout.rollout_batch_size, rollout.n_samples_per_prompt
@@ -40,16 +46,17 @@ def batches(trainer: TrainerSettings, rollout: RolloutSettings, replicas: int) -
 
 def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple[int, str]:
     """Tokens of the longest sample that can come, and what bounds it."""
-    if rollout.rollout_max_context_len is not None:
-        return rollout.rollout_max_context_len, f"--rollout-max-context-len {rollout.rollout_max_context_len}"
-    response = rollout.rollout_max_response_len
-    if rollout.rollout_max_prompt_len is not None:
-        prompt = rollout.rollout_max_prompt_len
-        return prompt + response, f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response}"
-    model = config.get("max_position_embeddings")
-    if isinstance(model, int) and model < response:
-        return model, f"max_position_embeddings {model} of the model"
-    return response, f"--rollout-max-response-len {response}, without the prompt"
+    told, model = rollout.rollout_max_context_len, config.get("max_position_embeddings")
+    context, because = told, f"--rollout-max-context-len {told}"
+    if told is None and isinstance(model, int):
+        context, because = model, f"max_position_embeddings {model} of the model"
+    response, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len
+    whole, words = response, f"--rollout-max-response-len {response}, without the prompt"
+    if prompt is not None:
+        whole, words = prompt + response, f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response}"
+    elif told is not None:
+        return told, because
+    return (whole, words) if context is None or whole <= context else (context, because)
 
 
 def pass_tokens(trainer: TrainerSettings, longest: int) -> tuple[int, str]:

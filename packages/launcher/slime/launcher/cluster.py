@@ -98,8 +98,9 @@ def _hold_gpus(
 
     per_node = placement.trainer_ranks // len(placement.trainer_nodes)
     bundles = [(index, per_node) for index in placement.trainer_nodes if per_node]
-    if placement.rollout["num_gpus"]:
-        bundles.append((placement.rollout_node, placement.rollout["num_gpus"]))
+    holders = placement.engine_hosts() or {"rollout": placement.engines[0]}
+    own = {name: share for name, share in holders.items() if placement.engine_options(share)["num_gpus"]}
+    bundles += [(share.node, share.gpus) for share in own.values()]
     if not bundles:
         return {}
     group = placement_group(
@@ -128,9 +129,8 @@ def _hold_gpus(
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
     strategies = {f"trainer-{rank}": strategy(rank // per_node) for rank in range(placement.trainer_ranks)}
-    if placement.rollout["num_gpus"]:
-        strategies["rollout"] = strategy(len(bundles) - 1)
-    return strategies
+    first = len(bundles) - len(own)
+    return strategies | {name: strategy(first + number) for number, name in enumerate(own)}
 
 
 def _spelled(nodes: Sequence[Node], wanted: dict[int, int]) -> str:

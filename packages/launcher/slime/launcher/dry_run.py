@@ -51,7 +51,7 @@ def _placement(plan: Plan) -> Iterator[str]:
         yield "  --debug-rollout-only: no trainer"
     for rank in range(placement.trainer_ranks):
         node, number = plan.gpu_of_rank(rank)
-        shared = f", {engines[number]}" if placement.shares_gpus and number in engines else ""
+        shared = f", {engines[node, number]}" if placement.shares_gpus and (node, number) in engines else ""
         yield f"  {_where(plan, node, number)}: trainer rank {rank}{_coordinates(plan, rank)}{shared}"
     if placement.shares_gpus:
         turns = "give their memory back while the trainer works" if placement.offloads else "keep their memory"
@@ -62,16 +62,19 @@ def _placement(plan: Plan) -> Iterator[str]:
         for address in plan.config.rollout.rollout_external_engine_addrs or ():
             yield f"  {address}: engine that runs already"
     elif not engines:
-        yield f"  CPU: {plan.num_engines} embedded engine(s)"
+        for share in placement.engines:
+            yield f"  {_where(plan, share.node, None)}: {plan.engines_of(share)} embedded engine(s)"
     else:
-        for number, name in engines.items():
-            yield f"  {_where(plan, placement.rollout_node, number)}: {name}"
+        for (node, number), name in engines.items():
+            yield f"  {_where(plan, node, number)}: {name}"
 
 
-def _where(plan: Plan, node: int, number: int) -> str:
+def _where(plan: Plan, node: int, number: int | None) -> str:
+    """number: of the GPU there; None for the CPU."""
     placement = plan.placement
-    several = f"node {node} " if len({*placement.trainer_nodes, placement.rollout_node}) > 1 else ""
-    return several + (f"GPU {plan.hardware.gpus[number]}" if placement.has_gpus else "CPU")
+    nodes = {*placement.trainer_nodes, *(share.node for share in placement.engines)}
+    several = f"node {node} " if len(nodes) > 1 else ""
+    return several + (f"GPU {plan.hardware.gpus[number]}" if placement.has_gpus and number is not None else "CPU")
 
 
 def _coordinates(plan: Plan, rank: int) -> str:
@@ -105,14 +108,16 @@ def _batches(plan: Plan) -> Iterator[str]:
     yield f"  {found.samples} / {found.per_update} samples an update = {found.updates} optimizer update(s){rest}"
     share = found.per_update / found.replicas
     yield f"  {found.per_update} / {found.replicas} data parallel replica(s) = {share:g} samples a replica and update"
+    # As many as virtual pipeline stages take turns with.
+    multiple = plan.sizes.pipeline if plan.sizes.virtual > 1 else 1
     if trainer.use_dynamic_batch_size:
-        passes = -(-int(share) // max(1, plan.tokens // plan.longest))
+        passes = found.passes(max(1, plan.tokens // plan.longest), multiple)
         yield (
             f"  {plan.tokens:,} tokens a forward pass ({plan.tokens_because}); "
             f"at most {passes} passes with samples of {plan.longest:,}"
         )
     else:
-        passes = -(-int(share) // trainer.micro_batch_size)
+        passes = found.passes(trainer.micro_batch_size, multiple)
         yield f"  {share:g} / --micro-batch-size {trainer.micro_batch_size} = {passes} forward passes a replica"
     yield f"  the longest sample has {plan.longest:,} tokens: {plan.longest_because}"
     yield _length(plan)

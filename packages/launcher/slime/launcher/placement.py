@@ -3,7 +3,8 @@
 On nodes without GPUs every trainer rank and every engine is a CPU process, and nothing is reserved: the phases of a
 synchronous run take turns on the cores. With GPUs a trainer rank holds one, the rollout service `rollout_num_gpus`
 others. Under `colocate` Ray gives it none, since a fraction would show it only one: it is told all of the trainers'.
-Ranks are spread over `actor_num_nodes` nodes, in order; the rollout service and its engines are on one.
+Ranks are spread over `actor_num_nodes` nodes, in order. The rollout service starts its engines on its own node; where
+they are on several, a service on each of those does, and holds their GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from slime.launcher.node_choice import (
+    EngineShare,
+    Wanted,
+    check_shared,
+    check_sum,
+    choose_nodes,
+    counted,
+    divide_embedded,
+    does_not_fit,
+)
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 from slime.rollout.settings import RolloutSettings
@@ -51,19 +62,19 @@ class Placement:
     """Ray actor options of each service of a run, and its nodes by their place in the list that was planned for.
 
     trainer_nodes: each has an equal share of the ranks, in order.
-    shares_gpus: the rollout service uses the GPUs of the trainer's ranks, whatever its options say.
+    engines: by node, in order; the rollout service is on the first.
+    shares_gpus: engines use the GPUs of the trainer's ranks on their node, whatever the options of a service say.
     offloads: the engines give their GPU memory back while the trainer works.
-    spots: by service ("buffer", "rollout", "trainer-0"), once the nodes are known; a service without one is started
-        anywhere, and listens on the loopback.
+    spots: by service ("buffer", "rollout", "engines-0", "trainer-0"), once the nodes are known; a service without one
+        is started anywhere, and listens on the loopback.
     """
 
     trainer_ranks: int
     trainer_nodes: tuple[int, ...] = (0,)
-    rollout_node: int = 0
+    engines: tuple[EngineShare, ...] = (EngineShare(0),)
     shares_gpus: bool = False
     offloads: bool = False
     buffer: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
-    rollout: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     trainer: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     spots: Mapping[str, Spot] = field(default_factory=dict)
 
@@ -71,11 +82,26 @@ class Placement:
     def has_gpus(self) -> bool:
         return bool(self.trainer.get("num_gpus"))
 
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """Options of the rollout service."""
+        return {"num_cpus": 0} if self.engine_hosts() else self.engine_options(self.engines[0])
+
+    def engine_options(self, share: EngineShare) -> dict[str, Any]:
+        """Options of the service that starts these engines."""
+        return {"num_cpus": 0, "num_gpus": 0 if self.shares_gpus else share.gpus}
+
+    def engine_hosts(self) -> dict[str, EngineShare]:
+        """The services that start engines; none where the rollout service does."""
+        several = len(self.engines) > 1
+        return {f"engines-{number}": share for number, share in enumerate(self.engines)} if several else {}
+
     def nodes(self) -> dict[str, int]:
         """The node of each service."""
         each = self.trainer_ranks // len(self.trainer_nodes)
         trainers = {f"trainer-{rank}": self.trainer_nodes[rank // each] for rank in range(self.trainer_ranks)}
-        return {"buffer": 0, "rollout": self.rollout_node, **trainers}
+        hosts = {name: share.node for name, share in self.engine_hosts().items()}
+        return {"buffer": 0, "rollout": self.engines[0].node, **hosts, **trainers}
 
 
 @contextmanager
@@ -186,7 +212,7 @@ def plan_placement(
     gpus: of one machine, or of each node of a cluster, that of the driver first. free: how many of them nobody holds;
     nodes where enough are free come first.
     Raises InvalidSetting, with the sum, where the flags ask for more nodes or GPUs, or for what does not fit together;
-    NotAvailable for engines on several nodes.
+    NotAvailable for an engine that is larger than a node.
     """
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     nodes, ranks = launcher.actor_num_nodes, launcher.actor_num_gpus_per_node
@@ -194,11 +220,11 @@ def plan_placement(
     external = bool(rollout.rollout_external_engine_addrs) or launcher.debug_train_only
     if launcher.debug_rollout_only:
         # What the trainer would have shared with the engines is theirs alone.
-        asked = asked or (ranks if launcher.colocate else None)
+        asked = asked or (nodes * ranks if launcher.colocate else None)
         nodes, ranks = 1, 0
     if nodes > len(counts):
         raise InvalidSetting(
-            f"--actor-num-nodes {nodes}: the Ray cluster has {_counted(len(counts), 'node')}",
+            f"--actor-num-nodes {nodes}: the Ray cluster has {counted(len(counts), 'node')}",
             field="--actor-num-nodes", value=nodes, expected=f"at most {len(counts)}",
         )  # fmt: skip
     if not any(counts):
@@ -208,42 +234,47 @@ def plan_placement(
                 "--rollout-num-engines sets how many engines run on the CPU",
                 field="--rollout-num-gpus", value=asked, expected="a machine with GPUs",
             )  # fmt: skip
-        # A node that trains nothing generates.
-        spare = nodes if nodes < len(counts) else 0
-        return Placement(nodes * ranks, tuple(range(nodes)), spare, offloads=rollout.offload_rollout is True)
+        trainer_nodes = tuple(range(nodes))
+        return Placement(
+            nodes * ranks,
+            trainer_nodes,
+            _embedded_on(trainer_nodes, len(counts), launcher, 1 if external else rollout.rollout_num_engines),
+            offloads=rollout.offload_rollout is True,
+        )
     usable = _usable(counts, launcher.num_gpus_per_node)
-    if external or _on_cpu(rollout):
-        wanted = 0
-    elif launcher.colocate and ranks:
-        if nodes > 1:
-            raise NotAvailable(
-                f"--colocate with --actor-num-nodes {nodes} is not available yet: the engines of a run are on one node",
-                field="--colocate", value=True, expected="--rollout-num-gpus beside the trainer's GPUs",
-            )  # fmt: skip
-        _check_shared(ranks, asked, engine)
-        wanted = 0
-    else:
-        wanted = asked or engine
-    _check_sum(nodes, ranks, wanted, usable)
+    elsewhere = external or _on_cpu(rollout)
+    shares = launcher.colocate and bool(ranks) and not elsewhere
+    if shares:
+        check_shared(nodes, ranks, asked, engine)
+    wanted = Wanted(nodes, ranks, 0 if elsewhere or shares else asked or engine, engine)
+    check_sum(wanted, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
-    chosen = _choose_nodes(nodes, ranks, wanted, idle) or _choose_nodes(nodes, ranks, wanted, usable)
+    chosen = choose_nodes(wanted, idle) or choose_nodes(wanted, usable)
     if chosen is None:
-        raise _does_not_fit(nodes, ranks, wanted, usable)
-    trainer_nodes, rollout_node = chosen
-    shares = launcher.colocate and bool(ranks) and not external and not _on_cpu(rollout)
+        raise does_not_fit(wanted, usable)
+    trainer_nodes, engines = chosen
+    if shares:
+        engines = [EngineShare(node, ranks) for node in trainer_nodes]
     return Placement(
         nodes * ranks,
         trainer_nodes,
-        trainer_nodes[0] if shares else rollout_node,
-        rollout={"num_cpus": 0, "num_gpus": wanted},
+        divide_embedded(engines, rollout.rollout_num_engines, only=rollout.rollout_engine == "embedded"),
         trainer={"num_cpus": 0, "num_gpus": 1},
         shares_gpus=shares,
         offloads=rollout.offloads and not external,
     )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def _embedded_on(
+    trainer: Sequence[int], count: int, launcher: LauncherSettings, engines: int
+) -> tuple[EngineShare, ...]:
+    """Engines on nodes without GPUs: where nothing is trained, if there is such a node, unless several are to share.
+
+    count: of the nodes.
+    """
+    together = launcher.colocate and not launcher.debug_rollout_only and len(trainer) > 1 and engines > 1
+    nodes = list(trainer) if together else list(range(len(trainer), count)) or [0]
+    return divide_embedded([EngineShare(node) for node in nodes], engines, only=True)
 
 
 def _usable(counts: Sequence[int], limit: int | None) -> list[int]:
@@ -258,70 +289,8 @@ def _usable(counts: Sequence[int], limit: int | None) -> list[int]:
     return [min(count, limit) for count in counts]
 
 
-def _choose_nodes(nodes: int, ranks: int, rollout: int, gpus: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-    """`nodes` nodes with `ranks` GPUs each, and one with `rollout` others; None where there are not as many."""
-    # The tightest fit leaves whole nodes to the trainer.
-    for place in sorted(
-        (i for i, count in enumerate(gpus) if count >= rollout), key=lambda i: gpus[i] if rollout else i
-    ):
-        left = [count - (rollout if i == place else 0) for i, count in enumerate(gpus)]
-        fitting = [i for i, count in enumerate(left) if count >= ranks][:nodes]
-        if len(fitting) == nodes:
-            return tuple(fitting), place
-    return None
-
-
-def _asked_for(nodes: int, ranks: int, rollout: int) -> str:
-    several = f"--actor-num-nodes {nodes} x " if nodes > 1 else ""
-    total = nodes * ranks + rollout
-    return f"{several}--actor-num-gpus-per-node {ranks} + --rollout-num-gpus {rollout} = {total} GPUs"
-
-
-def _check_sum(nodes: int, ranks: int, rollout: int, gpus: Sequence[int]) -> None:
-    total = sum(gpus)
-    if nodes * ranks + rollout <= total:
-        return
-    hint = "; --colocate lets both share" if rollout and nodes == 1 and ranks <= total else ""
-    there = f"there are {total} here" if len(gpus) == 1 else f"the Ray cluster has {total} on {len(gpus)} nodes"
-    raise InvalidSetting(
-        f"{_asked_for(nodes, ranks, rollout)}, and {there}{hint}",
-        field="--actor-num-gpus-per-node", value=ranks, expected=f"at most {total} together",
-    )  # fmt: skip
-
-
-def _does_not_fit(nodes: int, ranks: int, rollout: int, gpus: Sequence[int]) -> InvalidSetting | NotAvailable:
-    has = f"the nodes of the Ray cluster have {', '.join(map(str, gpus))}"
-    if rollout > max(gpus):
-        return NotAvailable(
-            f"--rollout-num-gpus {rollout} is not available yet: the engines of a run are on one node, and {has}",
-            field="--rollout-num-gpus", value=rollout, expected=f"at most {max(gpus)}",
-        )  # fmt: skip
-    beside = f" and one with {rollout} others" if rollout else ""
-    expected = f"{_counted(nodes, 'node')} with {ranks} GPUs each{beside}"
-    return InvalidSetting(
-        f"{_asked_for(nodes, ranks, rollout)}: expected {expected}; {has}",
-        field="--actor-num-gpus-per-node", value=ranks, expected=expected,
-    )  # fmt: skip
-
-
 def _on_cpu(rollout: RolloutSettings) -> bool:
     return rollout.rollout_engine == "embedded" and rollout.rollout_engine_device == "cpu"
-
-
-def _check_shared(ranks: int, asked: int | None, engine: int) -> None:
-    """Engines that share the trainer's GPUs have all of them, and fill them."""
-    if asked is not None and asked != ranks:
-        raise InvalidSetting(
-            f"--rollout-num-gpus {asked} contradicts --colocate with --actor-num-gpus-per-node {ranks}: "
-            f"both have the same GPUs, expected {ranks}",
-            field="--rollout-num-gpus", value=asked, expected=str(ranks),
-        )  # fmt: skip
-    if ranks % engine:
-        raise InvalidSetting(
-            f"--rollout-num-gpus-per-engine {engine} contradicts --colocate with --actor-num-gpus-per-node {ranks}: "
-            f"expected a divisor of {ranks}",
-            field="--rollout-num-gpus-per-engine", value=engine, expected=f"a divisor of {ranks}",
-        )  # fmt: skip
 
 
 def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from slime.launcher.batch_algebra import Batches, batches, longest_sample, pass_
 from slime.launcher.engine_estimate import EngineMemory, engine_memory
 from slime.launcher.flags import RunConfig
 from slime.launcher.memory_estimate import CONTEXT_BYTES, GIB, RankMemory, Shape, trainer_memory
+from slime.launcher.node_choice import EngineShare
 from slime.launcher.parameter_counts import Held, of_directory, of_stages
 from slime.launcher.placement import Placement, plan_placement
 from slime.launcher.rank_layout import Sizes, layers_of_stages, sizes_of
@@ -35,14 +36,23 @@ def make_plan(config: RunConfig, hardware: Hardware, *, asynchronous: bool = Fal
 
 
 def _place(config: RunConfig, hardware: Hardware) -> Placement:
-    """On as many nodes as the trainer has; on one more where several are asked for and the engines need it."""
+    """On as many nodes as the trainer has; on more where several are asked for and the engines need them."""
     nodes, count = config.launcher.actor_num_nodes, len(hardware.gpus)
+    asked, engine = config.rollout.rollout_num_gpus or 1, config.rollout.rollout_num_gpus_per_engine
     try:
         return plan_placement(config.launcher, config.rollout, [count] * nodes)
     except InvalidSetting:
-        if nodes == 1 or not count:
+        one = nodes == 1 and not (hardware.assumed and asked > count)
+        if one or engine > count:
             raise
-        return plan_placement(config.launcher, config.rollout, [count] * (nodes + 1))
+    # Whole engines alone fill as many.
+    most = nodes + -(-asked // (count // engine * engine))
+    for several in range(nodes + 1, most):
+        try:
+            return plan_placement(config.launcher, config.rollout, [count] * several)
+        except InvalidSetting:
+            continue
+    return plan_placement(config.launcher, config.rollout, [count] * most)
 
 
 class Plan:
@@ -104,33 +114,40 @@ class Plan:
     @property
     def num_engines(self) -> int:
         """That this run starts."""
-        count = self._engine_gpus()
-        if self.engine == "embedded":
-            return self.config.rollout.rollout_num_engines
-        return count // self.config.rollout.rollout_num_gpus_per_engine if self.engine == "sglang" else 0
+        return sum(map(self.engines_of, self.placement.engines))
 
-    def _engine_gpus(self) -> int:
-        shared = self.placement.shares_gpus
-        return self.placement.trainer_ranks if shared else int(self.placement.rollout.get("num_gpus") or 0)
-
-    def engines_of_gpus(self) -> dict[int, str]:
-        """Names by the number of the GPU on their node; empty for engines on the CPU or elsewhere."""
-        placement, count = self.placement, self._engine_gpus()
-        each = placement.trainer_ranks // len(placement.trainer_nodes)
-        beside = not placement.shares_gpus and placement.rollout_node in placement.trainer_nodes
-        first = each if beside else 0
-        if not count or self.num_engines == 0:
-            return {}
+    def engines_of(self, share: EngineShare) -> int:
+        """That this run starts on that node."""
         if self.engine == "embedded":
-            return {
-                first + gpu: ", ".join(f"embedded-{n}" for n in range(gpu, self.num_engines, count))
-                for gpu in range(min(count, self.num_engines))
-            }
+            return share.embedded
+        return share.gpus // self.config.rollout.rollout_num_gpus_per_engine if self.engine == "sglang" else 0
+
+    def engines_of_gpus(self) -> dict[tuple[int, int], str]:
+        """Names by node and number of the GPU there; empty for engines on the CPU or elsewhere."""
+        found: dict[tuple[int, int], str] = {}
+        number = 0
+        for share in self.placement.engines:
+            names = self._names(share, number)
+            number += self.engines_of(share)
+            first = self._first_gpu(share)
+            found |= {(share.node, first + gpu): name for gpu, name in enumerate(names)}
+        return found
+
+    def _first_gpu(self, share: EngineShare) -> int:
+        """The number, on their node, of the engines' first GPU."""
+        placement = self.placement
+        if placement.shares_gpus or share.node not in placement.trainer_nodes:
+            return 0
+        return placement.trainer_ranks // len(placement.trainer_nodes)
+
+    def _names(self, share: EngineShare, first: int) -> list[str]:
+        """What runs on each GPU of a node, in their order. first: the number of the first engine."""
+        count = self.engines_of(share)
+        if self.engine == "embedded":
+            gpus = min(share.gpus, count)
+            return [", ".join(f"embedded-{first + n}" for n in range(gpu, count, share.gpus)) for gpu in range(gpus)]
         size = self.config.rollout.rollout_num_gpus_per_engine
-        return {
-            first + n: f"sglang-{n // size}" + (f" (tp {n % size})" if size > 1 else "")
-            for n in range(self.num_engines * size)
-        }
+        return [f"sglang-{first + n // size}" + (f" (tp {n % size})" if size > 1 else "") for n in range(count * size)]
 
     def memories(self) -> list[RankMemory]:
         """Of a rank of each pipeline stage; none without a trainer."""
@@ -152,7 +169,7 @@ class Plan:
         """None for engines that this run does not start."""
         if self.num_engines == 0:
             return None
-        gpu_bytes = self.hardware.gpu_bytes if self._engine_gpus() else None
+        gpu_bytes = self.hardware.gpu_bytes if any(share.gpus for share in self.placement.engines) else None
         return engine_memory(self.engine, self.config.rollout, self.model_config, self.parameters, gpu_bytes)
 
     def phases(self) -> dict[str, tuple[float, float]]:
@@ -176,8 +193,9 @@ class Plan:
         """Bytes of a machine's memory that the run takes, and what they are; a process is reckoned with 1 GiB."""
         memories, nodes = self.memories(), len(self.placement.trainer_nodes)
         ranks, engine = self.placement.trainer_ranks // nodes, self.engine_memory()
-        total = float(GIB * (2 + ranks + self.num_engines))
-        words = f"{ranks} trainer rank(s), {self.num_engines} engine(s), buffer and rollout"
+        engines = max(map(self.engines_of, self.placement.engines))
+        total = float(GIB * (2 + ranks + engines))
+        words = f"{ranks} trainer rank(s), {engines} engine(s), buffer and rollout"
         total += ranks * max((memory.host for memory in memories), default=0.0)
         if self.placement.has_gpus:
             if self.config.trainer.offloads_train:
@@ -185,5 +203,5 @@ class Plan:
                 words += ", what the trainer keeps here while engines work"
             return total, words
         total += ranks * max((memory.training for memory in memories), default=0.0)
-        total += engine.weights * self.num_engines if engine is not None else 0.0
+        total += engine.weights * engines if engine is not None else 0.0
         return total, f"{words}, with their weights"

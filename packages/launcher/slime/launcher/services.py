@@ -12,15 +12,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slime.converters.megatron_flags import given
 from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
+from slime.launcher.node_choice import EngineShare
 from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
 from slime.launcher.replay import Replay
 from slime.launcher.supervise import Process, Supervisor, uninterrupted
+from slime.rollout.engines.base import HostedEngine
+from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.errors import InvalidSetting
@@ -79,10 +82,15 @@ class Services:
         environment = trainer_environment(self._settings, placement.has_gpus)
         trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
-        rollout_options = placement.rollout
-        if placement.shares_gpus:
-            rollout_options = shared_devices(rollout_options, self._devices(trainers))
-        rollout = None if self._settings.debug_train_only else supervisor.spawn("rollout", rollout_options)
+        hosts: list[Process] = []
+        rollout = None
+        if not self._settings.debug_train_only:
+            hosts = [
+                supervisor.spawn(name, self._engine_options(share, trainers))
+                for name, share in placement.engine_hosts().items()
+            ]
+            alone = placement.rollout if hosts else self._engine_options(placement.engines[0], trainers)
+            rollout = supervisor.spawn("rollout", alone)
 
         prompts = config.buffer
         if rollout is None:
@@ -97,7 +105,7 @@ class Services:
         if rollout is None:
             self._replay = Replay(self.buffer, config.flat)
         else:
-            self._start_rollout(rollout, buffer_address)
+            self._start_rollout(rollout, buffer_address, self._start_engines(hosts))
         if trainers:
             reader = None if blobs is None else ObjectStoreReader(buffer.actor, rpc.call_timeout_seconds)
             self._start_trainers(trainers, buffer_address, reader)
@@ -123,18 +131,32 @@ class Services:
             )
         self._settings.num_rollout = config.flat["num_rollout"] = epochs * (prompts // groups)
 
-    def _start_rollout(self, rollout: Process, buffer_address: str) -> None:
+    def _start_engines(self, hosts: list[Process]) -> list[HostedEngine]:
+        """The engines of all nodes, in the order of the nodes; none where the rollout service starts them itself."""
+        rollout, supervisor = self.config.rollout, self._supervisor
+        settings, options = [], []
+        gpus = embedded = 0
+        for host, share in zip(hosts, self.placement.engine_hosts().values(), strict=True):
+            own = replace(rollout, rollout_num_gpus=share.gpus or None, rollout_num_engines=share.embedded)
+            settings.append(_listening_at(host, own))
+            options.append({"first": {"sglang": gpus // rollout.rollout_num_gpus_per_engine, "embedded": embedded}})
+            gpus, embedded = gpus + share.gpus, embedded + share.embedded
+        supervisor.start_each(hosts, "slime.rollout.engine_host", settings, RpcSettings(), options)
+        for host in hosts:
+            supervisor.watch(host, host.actor.watch_engines.remote())
+        each = supervisor.call_all([partial(supervisor.get, host, host.actor.engines.remote()) for host in hosts])
+        return [engine for engines in each for engine in engines]
+
+    def _start_rollout(self, rollout: Process, buffer_address: str, engines: list[HostedEngine]) -> None:
         config, supervisor = self.config, self._supervisor
-        engines = config.rollout
-        if rollout.host != Spot.host and engines.rollout_engine_host == Spot.host:
-            engines = replace(engines, rollout_engine_host=rollout.host)
         address = supervisor.start(
             rollout,
             "slime.rollout.service",
-            engines,
+            _listening_at(rollout, config.rollout),
             RpcSettings(),
             buffer_address=buffer_address,
             extra_args=config.flat,
+            engines=engines,
         )
         self.rollout = RolloutClient(address, settings=supervisor.client_settings)
 
@@ -174,8 +196,15 @@ class Services:
         """The rollout after the last one of the run."""
         return self._settings.num_rollout or 0
 
+    def _engine_options(self, share: EngineShare, trainers: list[Process]) -> dict[str, Any]:
+        """Ray options of the service that starts these engines."""
+        options, nodes = self.placement.engine_options(share), self.placement.nodes()
+        if not self.placement.shares_gpus:
+            return options
+        return shared_devices(options, self._devices([t for t in trainers if nodes[t.name] == share.node]))
+
     def _devices(self, trainers: list[Process]) -> list[str]:
-        """The GPUs that Ray gave to the trainer's ranks, by rank."""
+        """The GPUs that Ray gave to these ranks, in their order."""
         supervisor = self._supervisor
         each = supervisor.call_all([partial(supervisor.get, t, t.actor.devices.remote()) for t in trainers])
         return [device for devices in each for device in devices]
@@ -321,3 +350,10 @@ class Services:
     def _on_every_rank(self, function: Callable[[TrainerClient], object]) -> Metrics:
         results = self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])
         return results[0] if results and isinstance(results[0], dict) else {}
+
+
+def _listening_at(process: Process, rollout: RolloutSettings) -> RolloutSettings:
+    """With the address that the engines of `process` listen on, unless the user has named one."""
+    if process.host == Spot.host or rollout.rollout_engine_host != Spot.host:
+        return rollout
+    return replace(rollout, rollout_engine_host=process.host)

@@ -8,11 +8,12 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ T = TypeVar("T")
 # A peer's death often shows first as a broken connection of another service.
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
 NOTICE_SECONDS = 60.0
+AFTERMATH_SECONDS = 1.0
 
 
 class ServiceDied(SlimeError):
@@ -35,8 +37,16 @@ class ServiceDied(SlimeError):
     status = "UNAVAILABLE"
 
 
+# Of those that end a process; SIGHUP comes where its terminal closes.
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+
+
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C. signum: which."""
+
+    def __init__(self, signum: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.signum = signum
 
 
 @dataclass
@@ -68,6 +78,7 @@ class Supervisor:
         self._death: Future[None] = Future()
         self._failure: Future[None] = Future()
         self._stopping = threading.Event()
+        self._noting = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
@@ -84,8 +95,13 @@ class Supervisor:
         )
         process = Process(name, actor, actor.watch.remote(), spot.host)
         self._processes.append(process)
-        threading.Thread(target=self._watch, args=(process,), name=f"watch-{name}", daemon=True).start()
+        self.watch(process, process.watch)
         return process
+
+    def watch(self, process: Process, reference: Any) -> None:
+        """From now on a failure of that Ray call is the death of the process, or the error that ends the run."""
+        name = f"watch-{process.name}"
+        threading.Thread(target=self._watch, args=(process, reference), name=name, daemon=True).start()
 
     @cached_property
     def client_settings(self) -> RpcSettings:
@@ -96,19 +112,30 @@ class Supervisor:
 
     def start(self, process: Process, module: str, settings: Any, rpc: RpcSettings, **options: Any) -> str:
         """Starts `module.serve` in `process`; returns its address."""
-        return self.call(lambda: self.get(process, process.actor.start.remote(module, settings, rpc, options)))
+        return self.start_each([process], module, [settings], rpc, [options])[0]
 
     def start_all(
         self, ranks: list[Process], module: str, settings: Any, rpc: RpcSettings, **options: Any
     ) -> list[str]:
         """Starts `module.serve(..., rank=i)` in each of `ranks` at once; returns their addresses."""
+        each = [{**options, "rank": rank} for rank in range(len(ranks))]
+        return self.start_each(ranks, module, [settings] * len(ranks), rpc, each)
 
-        def starter(rank: int, process: Process) -> Callable[[], str]:
-            return lambda: self.get(
-                process, process.actor.start.remote(module, settings, rpc, {**options, "rank": rank})
-            )
+    def start_each(
+        self,
+        processes: Sequence[Process],
+        module: str,
+        settings: Sequence[Any],
+        rpc: RpcSettings,
+        options: Sequence[dict[str, Any]],
+    ) -> list[str]:
+        """Starts `module.serve` in all of them at once, each with settings and options of its own."""
 
-        return self.call_all([starter(rank, process) for rank, process in enumerate(ranks)])
+        def start(process: Process, settings: Any, options: dict[str, Any]) -> str:
+            return self.get(process, process.actor.start.remote(module, settings, rpc, options))
+
+        each = zip(processes, settings, options, strict=True)
+        return self.call_all([partial(start, *arguments) for arguments in each])
 
     def get(self, process: Process, reference: Any) -> Any:
         """The value of a Ray call; what the service raised is raised here as the same class."""
@@ -170,7 +197,8 @@ class Supervisor:
     def _raise_if_one_died(self) -> None:
         """Raises ServiceDied where the death of a process may be behind what failed: every one of them is asked.
 
-        One that lives answers at once; Ray takes a while to notice that a whole node is gone.
+        One that lives answers at once; Ray takes a while to notice that a whole node is gone. Returns when the death of
+        what they watch is known, or not to be expected any more.
         """
         import ray
 
@@ -184,6 +212,8 @@ class Supervisor:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
                     raise self._died(asked[reference], error) from None
+        # The processes live; what one of them watches may have died, which it tells a moment later.
+        wait({self._death}, timeout=AFTERMATH_SECONDS)
 
     def last_lines(self, name: str, count: int = 15) -> str:
         path = self.log_dir / f"{name}.log"
@@ -195,30 +225,37 @@ class Supervisor:
         return "".join(f"\n    | {line}" for line in [f"last lines of {path}:", *lines])
 
     def stop(self) -> None:
-        """Stops the services in reverse order of their start, then their processes. Safe to call twice.
+        """Stops the services in reverse order of their start, those of one kind together, then their processes. Safe to
+        call twice.
 
         A quarter of the time is for calls that run; what is behind a service, an engine say, ends after them.
         """
         import ray
 
         self._stopping.set()
-        for process in reversed(self._processes):
-            try:
-                ray.get(process.actor.stop.remote(self._stop_seconds / 4), timeout=self._stop_seconds)
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-                log.warning("%s did not stop cleanly: %s", process.name, type(error).__name__)
-            ray.kill(process.actor)
+        for _, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
+            deadline = time.monotonic() + self._stop_seconds
+            told = [(process, process.actor.stop.remote(self._stop_seconds / 4)) for process in alike]
+            for process, reference in told:
+                try:
+                    ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+                except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+                    log.warning("%s did not stop cleanly: %s", process.name, type(error).__name__)
+                ray.kill(process.actor)
         self._processes.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _watch(self, process: Process) -> None:
+    def _watch(self, process: Process, reference: Any) -> None:
         import ray
 
         try:
-            ray.get(process.watch)
+            ray.get(reference)
         except ray.exceptions.RayError as error:
-            if not self._stopping.is_set() and not self._death.done():
-                self._death.set_exception(self._died(process, error))
+            cause = getattr(error, "cause", None)
+            found = cause if isinstance(cause, SlimeError) else self._died(process, error)
+            with self._noting:
+                if not self._stopping.is_set() and not self._death.done():
+                    self._death.set_exception(found)
 
     def _died(self, process: Process, error: Exception) -> ServiceDied:
         """Names the service, and its host where there are several; Ray's reason where it left no lines of its own."""
@@ -229,28 +266,33 @@ class Supervisor:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM raise Terminated in the main thread, so that both signals take one way out."""
+    """Makes SIGTERM and SIGHUP raise Terminated in the main thread, so that all take one way out.
+
+    A SIGHUP that is ignored, as `nohup` does, stays ignored.
+    """
 
     def handler(number: int, frame: FrameType | None) -> None:
-        raise Terminated()
+        raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, handler)
+    taken = [number for number in TERMINATING if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignores SIGINT and SIGTERM while a run is being stopped: a second Ctrl-C must not leave processes behind."""
+    """Ignores SIGINT, SIGTERM and SIGHUP while a run is being stopped: a second Ctrl-C leaves nothing behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *TERMINATING)}
     try:
         yield
     finally:

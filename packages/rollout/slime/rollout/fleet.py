@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slime.rollout.engines.base import Engine
+from slime.rollout.engines.base import Engine, HostedEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.loop import LoopThread
@@ -89,7 +89,7 @@ class Fleet:
 
     async def _last_call(self, member: Member) -> None:
         """An SGLang of ours ends only when its requests have: they are aborted, and their answers waited for."""
-        if member.kind != "sglang" or not isinstance(member.engine, EngineProcess) or member.exited:
+        if member.kind != "sglang" or not isinstance(member.engine, EngineProcess | HostedEngine) or member.exited:
             return
         try:
             await asyncio.wait_for(member.client.abort(), LAST_CALL_SECONDS)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -30,15 +30,20 @@ from slime.types.errors import InvalidSetting
 log = logging.getLogger(__name__)
 
 
-def open_state(settings: RolloutSettings, extra_args: dict[str, Any] | None = None) -> GenerateState:
-    """Raises ConfigError and its kin, before any engine is started where that can be known; leaves nothing running."""
+def open_state(
+    settings: RolloutSettings, extra_args: dict[str, Any] | None = None, hosted: Sequence[Engine] = ()
+) -> GenerateState:
+    """Raises ConfigError and its kin, before any engine is started where that can be known; leaves nothing running.
+
+    hosted: engines of this run that others have started, in place of any that would be here.
+    """
     check_directory(settings.hf_checkpoint)
     if settings.rm_type:
         reward_function(settings.rm_type)
     plugins = RolloutPlugins(settings)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, settings.hf_checkpoint)
-        engines = start_engines(settings)
+        engines = list(hosted) or start_engines(settings)
     loop = LoopThread()
     fleet = Fleet(engines, loop, fleet_options(settings))
     try:
@@ -78,10 +83,11 @@ def _close(fleet: Fleet) -> None:
         fleet.loop.stop()
 
 
-def start_engines(settings: RolloutSettings) -> list[Engine]:
+def start_engines(settings: RolloutSettings, first: Mapping[str, int] | None = None) -> list[Engine]:
     """External engines where addresses are given, else engines of ours, which load at the same time; ready when
     returned.
 
+    first: by kind, the number in the name of the first engine here; 0 where it says nothing.
     Raises what an engine refuses to start with, EngineError with the last lines of one that died, DeadlineExceeded;
     then none is left running.
     """
@@ -92,7 +98,8 @@ def start_engines(settings: RolloutSettings) -> list[Engine]:
         ]
     gpus = visible_gpus()
     kind = choose_engine(settings, gpus)
-    starts = sglang_starts(settings, gpus) if kind == "sglang" else embedded_starts(settings, gpus)
+    number = (first or {}).get(kind, 0)
+    starts = (sglang_starts if kind == "sglang" else embedded_starts)(settings, gpus, number)
     deadline = time.monotonic() + settings.rollout_engine_start_seconds
     processes: list[EngineProcess] = []
     try:
@@ -127,7 +134,7 @@ def choose_engine(settings: RolloutSettings, gpus: Sequence[str]) -> str:
     return kind
 
 
-def sglang_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callable[[], EngineProcess]]:
+def sglang_starts(settings: RolloutSettings, gpus: Sequence[str], first: int = 0) -> list[Callable[[], EngineProcess]]:
     """How each SGLang engine is started, on GPUs of its own."""
     shares = divide_gpus(gpus, settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine)
     return [
@@ -144,11 +151,13 @@ def sglang_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callab
             name=f"sglang-{i}",
             env={"PYTHONPATH": search_path()},
         )
-        for i, share in enumerate(shares)
+        for i, share in enumerate(shares, first)
     ]
 
 
-def embedded_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Callable[[], EngineProcess]]:
+def embedded_starts(
+    settings: RolloutSettings, gpus: Sequence[str], first: int = 0
+) -> list[Callable[[], EngineProcess]]:
     """How each embedded engine is started; they take the GPUs, if any, in turn."""
     options = EmbeddedOptions(
         model_path=settings.hf_checkpoint,
@@ -164,7 +173,7 @@ def embedded_starts(settings: RolloutSettings, gpus: Sequence[str]) -> list[Call
         partial(
             start_embedded,
             options,
-            name=f"embedded-{i}",
+            name=f"embedded-{first + i}",
             env={"PYTHONPATH": search_path()} | ({VISIBLE: gpus[i % len(gpus)]} if gpus else {}),
         )
         for i in range(settings.rollout_num_engines)

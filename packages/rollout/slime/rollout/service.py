@@ -14,6 +14,7 @@ import grpc
 from slime.rollout.answers import evaluation_output, load_rollout_function, train_output
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.collector import spare_long_lived
+from slime.rollout.engines.base import HostedEngine
 from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import GenerateState
 from slime.rollout.jobs import Job, Progress, Result
@@ -284,11 +285,19 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def serve(
-    settings: RolloutSettings, rpc: RpcSettings, *, buffer_address: str, extra_args: dict[str, Any] | None = None
+    settings: RolloutSettings,
+    rpc: RpcSettings,
+    *,
+    buffer_address: str,
+    extra_args: dict[str, Any] | None = None,
+    engines: Sequence[HostedEngine] = (),
 ) -> RunningService:
     """Starts engines and the service. Raises ConfigError and its kin for what cannot work, before anything is started
-    where that can be known."""
-    state = open_state(settings, extra_args)
+    where that can be known.
+
+    engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here.
+    """
+    state = open_state(settings, extra_args, engines)
     try:
         service = RolloutService(settings, state, buffer_address, rpc)
         server = Server(

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Engine(Protocol):
-    """A server of SGLang's HTTP protocol. `EngineProcess` is one of ours, `RemoteEngine` one of someone else's."""
+    """A server of SGLang's HTTP protocol. `EngineProcess` is one of ours, `HostedEngine` one that another process of
+    this run has started, `RemoteEngine` one of someone else's."""
 
     name: str
     kind: str
@@ -41,3 +42,7 @@ class RemoteEngine:
 
     def stop(self, grace_seconds: float | None = None) -> None:
         return None
+
+
+class HostedEngine(RemoteEngine):
+    """An engine of this run, which the host of engines on its node watches and ends."""

@@ -1,0 +1,153 @@
+"""On which nodes a trainer and engines fit, by numbers of GPUs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slime.types.errors import InvalidSetting, NotAvailable
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """What one node has of the engines.
+
+    gpus: theirs, or of the ranks that they share them with; embedded: how many there are, where engines are embedded
+    ones.
+    """
+
+    node: int
+    gpus: int = 0
+    embedded: int = 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """nodes with `ranks` GPUs each for the trainer; `engines` GPUs besides, of which one engine has `per_engine`."""
+
+    nodes: int
+    ranks: int
+    engines: int
+    per_engine: int
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.ranks + self.engines
+
+    def __str__(self) -> str:
+        several = f"--actor-num-nodes {self.nodes} x " if self.nodes > 1 else ""
+        return (
+            f"{several}--actor-num-gpus-per-node {self.ranks} + --rollout-num-gpus {self.engines} = {self.total} GPUs"
+        )
+
+
+def choose_nodes(wanted: Wanted, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+    """The trainer's nodes and those of the engines, each in order; None where there are not as many GPUs.
+
+    gpus: of each node. Engines are on one node where that can be, and else on as few as can be; no engine is on two.
+    """
+    return _engines_on_one(wanted, gpus) or _engines_on_several(wanted, gpus)
+
+
+def _engines_on_one(wanted: Wanted, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+    engines = wanted.engines
+    # The tightest fit leaves whole nodes to the trainer.
+    for place in sorted(
+        (i for i, count in enumerate(gpus) if count >= engines), key=lambda i: gpus[i] if engines else i
+    ):
+        left = [count - (engines if i == place else 0) for i, count in enumerate(gpus)]
+        fitting = [i for i, count in enumerate(left) if count >= wanted.ranks][: wanted.nodes]
+        if len(fitting) == wanted.nodes:
+            return tuple(fitting), [EngineShare(place, engines)]
+    return None
+
+
+def _engines_on_several(wanted: Wanted, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+    def room(node: int, taken: int) -> int:
+        return (gpus[node] - taken) // wanted.per_engine * wanted.per_engine
+
+    fitting = [i for i, count in enumerate(gpus) if count >= wanted.ranks]
+    # The trainer goes where it takes least away from the engines.
+    trainer = sorted(sorted(fitting, key=lambda i: room(i, 0) - room(i, wanted.ranks))[: wanted.nodes])
+    if len(trainer) < wanted.nodes:
+        return None
+    rooms = {i: room(i, wanted.ranks if i in trainer else 0) for i in range(len(gpus))}
+    shares, missing = [], wanted.engines
+    for node in sorted(rooms, key=lambda i: -rooms[i]):
+        taken = min(rooms[node], missing)
+        if taken:
+            shares.append(EngineShare(node, taken))
+            missing -= taken
+    return None if missing else (tuple(trainer), sorted(shares, key=lambda share: share.node))
+
+
+def divide_embedded(shares: Sequence[EngineShare], count: int, *, only: bool) -> tuple[EngineShare, ...]:
+    """`count` embedded engines, divided over the nodes.
+
+    only: there will be no others, so that a node without any is left out.
+    """
+    each, rest = divmod(count, len(shares))
+    divided = [replace(share, embedded=each + (number < rest)) for number, share in enumerate(shares)]
+    return tuple(share for share in divided if share.embedded or not only)
+
+
+def check_sum(wanted: Wanted, gpus: Sequence[int]) -> None:
+    """Raises InvalidSetting where more GPUs are wanted than all nodes have."""
+    total = sum(gpus)
+    if wanted.total <= total:
+        return
+    hint = "; --colocate lets both share" if wanted.engines and wanted.nodes * wanted.ranks <= total else ""
+    there = f"there are {total} here" if len(gpus) == 1 else f"the Ray cluster has {total} on {len(gpus)} nodes"
+    raise InvalidSetting(
+        f"{wanted}, and {there}{hint}",
+        field="--actor-num-gpus-per-node", value=wanted.ranks, expected=f"at most {total} together",
+    )  # fmt: skip
+
+
+def does_not_fit(wanted: Wanted, gpus: Sequence[int]) -> InvalidSetting | NotAvailable:
+    """What to raise where there are enough GPUs, but not on the same nodes."""
+    has = f"the nodes of the Ray cluster have {', '.join(map(str, gpus))}"
+    if wanted.engines and wanted.per_engine > max(gpus):
+        return _too_large(wanted.per_engine, has, max(gpus))
+    size = f" for engines of {wanted.per_engine}" if wanted.per_engine > 1 else ""
+    beside = f" and {wanted.engines} others{size}" if wanted.engines else ""
+    expected = f"{counted(wanted.nodes, 'node')} with {wanted.ranks} GPUs each{beside}"
+    return InvalidSetting(
+        f"{wanted}: expected {expected}; {has}",
+        field="--actor-num-gpus-per-node", value=wanted.ranks, expected=expected,
+    )  # fmt: skip
+
+
+def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> None:
+    """Engines that share the trainer's GPUs have all of them, and fill those of each node.
+
+    asked: `--rollout-num-gpus`. Raises InvalidSetting, and NotAvailable for an engine that is larger than a node.
+    """
+    total = nodes * ranks
+    trainer = f"--actor-num-nodes {nodes} x " if nodes > 1 else ""
+    trainer += f"--actor-num-gpus-per-node {ranks}"
+    if asked is not None and asked != total:
+        raise InvalidSetting(
+            f"--rollout-num-gpus {asked} contradicts --colocate with {trainer}: "
+            f"both have the same GPUs, expected {total}",
+            field="--rollout-num-gpus", value=asked, expected=str(total),
+        )  # fmt: skip
+    if nodes > 1 and per_engine > ranks:
+        raise _too_large(per_engine, f"with --colocate it has those of the {ranks} ranks there", ranks)
+    if ranks % per_engine:
+        raise InvalidSetting(
+            f"--rollout-num-gpus-per-engine {per_engine} contradicts --colocate with --actor-num-gpus-per-node {ranks}:"
+            f" expected a divisor of {ranks}",
+            field="--rollout-num-gpus-per-engine", value=per_engine, expected=f"a divisor of {ranks}",
+        )  # fmt: skip
+
+
+def _too_large(per_engine: int, why: str, most: int) -> NotAvailable:
+    return NotAvailable(
+        f"--rollout-num-gpus-per-engine {per_engine} is not available yet: an engine is on one node, and {why}",
+        field="--rollout-num-gpus-per-engine", value=per_engine, expected=f"at most {most}",
+    )  # fmt: skip
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")

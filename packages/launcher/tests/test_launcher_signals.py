@@ -1,0 +1,33 @@
+"""The signals that end a run, and those that must not."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from slime.launcher.supervise import Terminated, terminate_as_interrupt, uninterrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_would_end_the_process_is_an_interrupt_with_its_number(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Terminated) as raised, terminate_as_interrupt():
+        signal.raise_signal(number)
+    assert raised.value.signum == number
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminate_as_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_second_signal_ends_the_stopping(number: signal.Signals) -> None:
+    with terminate_as_interrupt(), uninterrupted():
+        signal.raise_signal(number)
