@@ -37,7 +37,8 @@ from typing import Any
 NEEDED = ("ray", "grpc", "rich", "matplotlib", "reasoning_gym", "transformers", "torch", "yaml", "psutil")
 VERSIONS = ("torch", "transformers", "ray", "sglang", "megatron-core", "reasoning-gym")
 PHASES = {
-    "rollout": "perf/rollout_time", "offload": "perf/offload_time", "train": "perf/train_time",
+    "rollout": "perf/rollout_time", "offload": "perf/offload_time", "trainer on": "perf/train_onload_time",
+    "train": "perf/train_time", "trainer off": "perf/train_offload_time",
     "onload": "perf/onload_time", "sync": "perf/update_weights_time", "save": "perf/save_time",
 }  # fmt: skip
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -65,7 +66,9 @@ def main() -> int:
         "versions": {name: version(name) for name in VERSIONS}, "command": shlex.join(["python", *sys.argv]),
         "seconds": time.monotonic() - started,
     }  # fmt: skip
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    from slime.launcher.metrics.files import is_evaluation, read_metrics
+
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if not is_evaluation(row)]
     sets = json.loads((out / "eval.json").read_text())["sets"]
     result |= summarise(rows, sets)
     (out / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -189,10 +192,10 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         f"first score within 0.05 to 0.5: {result['first_score_in_range']}",
         f"mean |log-prob difference|, engine to trainer, before the first update: {shown}",
-        f"{'seconds':<9}{'min':>9}{'median':>9}{'max':>9}",
+        f"{'seconds':<12}{'min':>9}{'median':>9}{'max':>9}",
     ]
     for name, value in result["phase_seconds"].items():
-        lines.append(f"{name:<9}{value['min']:>9.3f}{value['median']:>9.3f}{value['max']:>9.3f}")
+        lines.append(f"{name:<12}{value['min']:>9.3f}{value['median']:>9.3f}{value['max']:>9.3f}")
     return "\n".join(lines)
 
 

@@ -43,7 +43,8 @@ def changed_files(base: str) -> list[str]:
     """Added or changed files of GLOBS, by name. A renamed one counts as added. Raises GitFailed."""
     # git's own * also matches "/", but for this magic word.
     globs = [f":(top,glob){pattern}" for pattern in GLOBS]
-    listing = _git("diff", "--name-only", "-z", "--no-renames", "--diff-filter=AM", f"{base}...HEAD", "--", *globs)
+    options = ("--name-only", "-z", "--no-renames", "--no-relative", "--diff-filter=AM")
+    listing = _git("diff", *options, f"{base}...HEAD", "--", *globs).decode(errors="replace")
     return sorted(name for name in listing.split("\0") if name)
 
 
@@ -59,16 +60,16 @@ def outputs(tests: Sequence[Test]) -> str:
     return f"matrix={matrix}\nhas_tests={'true' if tests else 'false'}\n"
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> bytes:
     done = subprocess.run(["git", *arguments], capture_output=True, timeout=GIT_SECONDS)
     if done.returncode:
         raise GitFailed(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode(errors="replace")
+    return done.stdout
 
 
 def run(path: str) -> None:
     """Replaces this process by the test."""
-    source = Path(path).read_text(encoding="utf-8")
+    source = Path(path).read_bytes()
     words = command(path, num_gpus(path, source), runs_directly(source))
     print("EXEC:", *words, flush=True)
     os.execvp(sys.executable, [sys.executable, *words[1:]])

@@ -18,9 +18,11 @@ class NotANumber(ValueError):
     """NUM_GPUS is there and is no plain number of GPUs."""
 
 
-def num_gpus(path: str, source: str) -> int:
-    """path: relative to the repository. Raises NotANumber; a file that does not parse has the default, and fails as
-    soon as it is run."""
+def num_gpus(path: str, source: str | bytes) -> int:
+    """path: relative to the repository. source: as bytes it may say how it is encoded.
+
+    Raises NotANumber; a file that does not parse has the default, and fails as soon as it is run.
+    """
     try:
         module = ast.parse(source)
     except SyntaxError as error:
@@ -53,7 +55,7 @@ def _assigned(statement: ast.stmt) -> ast.expr | None:
     return statement.value if named else None
 
 
-def runs_directly(source: str) -> bool:
+def runs_directly(source: str | bytes) -> bool:
     """Whether `python FILE` runs the tests of a file; one without `if __name__ == "__main__"` would do nothing."""
     return any(
         isinstance(statement, ast.If)

@@ -234,7 +234,7 @@ def _devices(text: str) -> list[int]:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     try:
         differ = options.lock_path_pattern.format(gpu_id=0) != options.lock_path_pattern.format(gpu_id=1)
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         differ = False
     if not differ:
         parser.error(f"--lock-path-pattern {options.lock_path_pattern}: expected {{gpu_id}} in it")
@@ -244,6 +244,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("expected --count N, --devices 0,1 or --print-only")
     if options.count is not None and not 0 <= options.count <= options.total_gpus:
         parser.error(f"--count: got {options.count}, expected 0 to --total-gpus {options.total_gpus}")
+    if not options.timeout >= 0:
+        parser.error(f"--timeout: got {options.timeout:g}, expected at least 0")
+    if not options.target_env_name or "=" in options.target_env_name:
+        parser.error(f"--target-env-name: got {options.target_env_name!r}, expected the name of a variable")
     if not options.command:
         parser.error("expected -- and a command")
 

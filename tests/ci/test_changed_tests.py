@@ -130,6 +130,26 @@ def test_names_that_a_shell_would_take_apart(detect, clone: Path) -> None:
     assert detect() == (True, [(name, 2)])
 
 
+def test_files_that_say_how_they_are_encoded(detect, clone: Path) -> None:
+    (clone / "tests/test_marked.py").write_bytes(b"\xef\xbb\xbf" + TEST.encode())
+    (clone / "tests/test_latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n" + TEST.encode())
+    commit(clone, {})
+    assert detect() == (True, [("tests/test_latin.py", 2), ("tests/test_marked.py", 2)])
+    for name in ("test_marked", "test_latin"):
+        command = [sys.executable, PROGRAM, "--run", f"tests/{name}.py"]
+        done = subprocess.run(command, cwd=clone, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert "EXEC: python tests/ci/gpu_lock_exec.py --count 2" in done.stdout, done.stderr
+
+
+def test_names_are_those_of_the_whole_repository(clone: Path) -> None:
+    commit(clone, {"tests/test_new.py": TEST})
+    git(clone, "config", "diff.relative", "true")
+    done = subprocess.run(
+        [sys.executable, PROGRAM], cwd=clone / "tests", env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert '"tests/test_new.py"' in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("value", ["int('4')", "-1", "'4'", "True", "4.0"])
 def test_a_constant_that_is_no_number_is_an_error(clone: Path, value: str) -> None:
     commit(clone, {"tests/test_odd.py": f"NUM_GPUS = {value}\n"})

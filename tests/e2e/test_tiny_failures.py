@@ -30,11 +30,7 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code:
 
 def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     process = quickstart(tmp_path)
-    wait_for(
-        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
-        DEADLINE,
-        "a step",
-    )
+    wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     children = descendants(process)
     (engine,) = [p for p in children if "slime.rollout.engines.embedded" in " ".join(p.cmdline())]
     os.kill(engine.pid, signal.SIGKILL)
@@ -47,11 +43,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["buffer", "trainer-0"])
 def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
     process = quickstart(tmp_path)
-    wait_for(
-        lambda: (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").stat().st_size > 0,
-        DEADLINE,
-        "a step",
-    )
+    wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     children = descendants(process)
     log = str(tmp_path / "logs" / f"{name}.log")
     (service,) = [p for p in children if p.name().startswith("ray::") and log in [file.path for file in p.open_files()]]

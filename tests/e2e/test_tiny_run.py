@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import metrics, run, timeless
+from tiny_runs import evaluations, metrics, run, timeless
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,8 @@ def test_two_deterministic_runs_have_the_same_metrics(tmp_path: Path) -> None:
     rows = timeless(metrics(first))
     assert len(rows) == 3
     assert rows == timeless(metrics(second))
+    assert timeless(evaluations(first)) == timeless(evaluations(second))
+    assert [row["step"] for row in evaluations(first)] == [0, 3]
 
 
 def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
@@ -67,8 +69,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts")
     run(parts, "--num-rollout", "2", *keep)
     run(parts, "--num-rollout", "4", *keep, "--load", str(parts / "checkpoints"))
-    kept = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(whole))]
-    assert kept == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(metrics(parts))]
+    assert timeless(metrics(whole)) == timeless(metrics(parts))
+    assert [row["step"] for row in evaluations(parts)] == [0, 2, 4]
+    assert timeless(evaluations(parts))[::2] == timeless(evaluations(whole))
 
 
 def test_engines_that_release_their_memory_serve_again_with_the_next_weights(tmp_path: Path) -> None:
@@ -78,3 +81,9 @@ def test_engines_that_release_their_memory_serve_again_with_the_next_weights(tmp
     assert timeless(metrics(plain)) == timeless(metrics(released))
     for row in metrics(released):
         assert row["perf/offload_time"] > 0 and row["perf/onload_time"] > 0
+
+
+def test_an_evaluation_alone_leaves_no_copy_of_the_model(tmp_path: Path) -> None:
+    output = run(tmp_path, "--num-rollout", "0")
+    assert [row["step"] for row in evaluations(tmp_path)] == [0] and not metrics(tmp_path)
+    assert not (tmp_path / "model").exists() and "trained model" not in output

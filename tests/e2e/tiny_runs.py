@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+from slime.launcher.metrics.files import is_evaluation, read_metrics
 
 DEADLINE = 240.0
 
@@ -36,7 +37,12 @@ def run(output_dir: Path, *flags: str) -> str:
 
 
 def metrics(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    """The rows of the steps."""
+    return [row for row in read_metrics(output_dir / "metrics.jsonl") if not is_evaluation(row)]
+
+
+def evaluations(output_dir: Path) -> list[dict]:
+    return [row for row in read_metrics(output_dir / "metrics.jsonl") if is_evaluation(row)]
 
 
 def timeless(rows: list[dict]) -> list[dict]:
@@ -52,7 +58,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 def trained_a_step(output_dir: Path) -> bool:
     path = output_dir / "metrics.jsonl"
-    return path.exists() and path.stat().st_size > 0
+    return path.exists() and '"perf/step_time"' in path.read_text()
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -67,7 +67,8 @@ def slime(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[st
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "perf/step_time" in row]
 
 
 def logs(run: Path) -> str:

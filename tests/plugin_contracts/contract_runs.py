@@ -170,9 +170,13 @@ def check_sample(sample: Sample, *, trained: bool = True) -> None:
     assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED), f"status {sample.status}"
     assert 0 < sample.response_length < len(sample.tokens), "response_length of tokens"
     assert sample.reward is not None, "reward"
+    tokens = np.asarray(sample.tokens)
+    assert ((0 <= tokens) & (tokens < len(VOCABULARY))).all(), "tokens of the vocabulary"
     if sample.loss_mask is not None:
         assert len(sample.loss_mask) == sample.response_length, "loss_mask"
         assert set(np.asarray(sample.loss_mask).tolist()) <= {0, 1}, "loss_mask"
     if trained and sample.rollout_log_probs is not None:
         assert len(sample.rollout_log_probs) == sample.response_length, "rollout_log_probs"
+        # A logarithm of a probability: rounding may put it a little above 0.
         assert np.isfinite(sample.rollout_log_probs).all(), "rollout_log_probs"
+        assert (np.asarray(sample.rollout_log_probs) < 1e-3).all(), "rollout_log_probs of at most 0"

@@ -80,3 +80,10 @@ def test_evaluation_sets_in_every_form():
     for wrong in (["a", "x", "a", "y"], ["train", "x"]):
         with pytest.raises(InvalidSetting):
             sets(flag, *wrong)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("train", "reserved"), ("a", "given twice"), (" ", "empty")])
+def test_a_name_that_no_evaluation_set_can_have(name: str, reason: str) -> None:
+    settings = BufferSettings(eval_prompt_data=[["a", "x", name, "y"]])
+    with pytest.raises(InvalidSetting, match=f"the name '{name}' is {reason}"):
+        settings.evaluation_sets()

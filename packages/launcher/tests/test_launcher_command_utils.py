@@ -86,6 +86,26 @@ def test_an_interrupt_stops_a_program_in_order_and_all_that_it_started(tmp_path:
     assert driver.returncode != 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_a_program_stops_in_order_where_the_process_that_runs_it_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(mark), PROGRAM], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": module_path()},
+    )  # fmt: skip
+    assert driver.stdout is not None
+    stubborn = psutil.Process(int(driver.stdout.readline()))
+    program = stubborn.parent()
+    driver.kill()
+    try:
+        assert program is not None
+        program.wait(timeout=30)
+        assert mark.read_text() == "stopped in order"
+    finally:
+        stubborn.kill()
+        driver.communicate(timeout=30)
+
+
 @pytest.mark.parametrize(("text", "expected"), [("1", True), ("TRUE", True), ("0", False), ("false", False)])
 def test_boolean_variables(text: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SWITCH", text)
@@ -187,6 +207,23 @@ def test_training_without_ray_jobs_runs_the_same_command(
     assert {name: variables[name] for name in "ABC"} == {"A": "1", "B": "2", "C": "3 4"}
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "127.0.0.1" in variables["no_proxy"].split(",")
+
+
+@pytest.mark.parametrize("ending", ["\n", " \\\n", "\r\n"])
+def test_flags_may_be_on_several_lines(
+    direct: list[tuple[list[str], dict[str, str]]], tmp_path: Path, ending: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    flags = f"{ending}--lr 1e-4{ending}--seed '1'{ending}   --eps-clip 0.1{ending}"
+    U.execute_train(flags, 1, train_script=str(tmp_path / "train.py"))
+    assert direct[0][0][-6:] == ["--lr", "1e-4", "--seed", "1", "--eps-clip", "0.1"]
+
+
+def test_a_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("SLIME_SCRIPT_RAY_DASHBOARD_PORT", "http")
+    with pytest.raises(InvalidSetting, match="SLIME_SCRIPT_RAY_DASHBOARD_PORT: got 'http', expected a port"):
+        U.execute_train("", 1, train_script=str(tmp_path / "train.py"))
 
 
 def test_core_dumps_are_asked_for(direct: list[tuple[list[str], dict[str, str]]], tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ def test_variables_of_others_are_left_alone(parse: Parse) -> None:
     assert config.trainer.lr == 1e-6
 
 
+def test_both_flags_of_a_switch_are_keys(parse: Parse, tmp_path: Path) -> None:
+    for text, expected in (("use_tensorboard: false", False), ("no_use_tensorboard: true", False),
+                           ("no-use-tensorboard: false", True)):  # fmt: skip
+        (tmp_path / "run.yaml").write_text(text)
+        assert parse(f"--config={tmp_path / 'run.yaml'}").launcher.use_tensorboard is expected
+    assert parse(SLIME_NO_USE_TENSORBOARD="1").launcher.use_tensorboard is False
+
+
 def test_two_names_of_one_setting_may_not_disagree(parse: Parse, tmp_path: Path) -> None:
     assert parse("--sglang-tp-size", "2").rollout.rollout_num_gpus_per_engine == 2
     assert parse("--sglang-tp-size=2", "--rollout-num-gpus-per-engine=2").rollout.rollout_num_gpus_per_engine == 2

@@ -23,6 +23,19 @@ def report(directory: Path, num_steps: int = 2) -> tuple[Report, io.StringIO]:
     ), text
 
 
+TIME = {"perf/eval_time": 1.0}
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def close(self) -> None: ...
+
+
 def sample(response: str, reward: float) -> Sample:
     return Sample(prompt="1+1=", response=response, label="2", reward=reward)
 
@@ -44,7 +57,7 @@ def test_a_run_ends_with_a_table_a_plot_and_samples_before_and_after(tmp_path: P
     assert evaluation["sets"]["sums"]["history"] == [{"step": 0, "score": 0.25}, {"step": 2, "score": 0.75}]
     rows = files.read_metrics(tmp_path / "metrics.jsonl")
     assert [row["rollout/raw_reward"] for row in rows if "train/loss" in row] == [0.2, 0.8]
-    assert rows[0]["eval/sums"] == 0.25 and rows[-1]["eval/sums"] == 0.75
+    assert [(row["step"], row["eval/sums"]) for row in rows if "eval/sums" in row] == [(0, 0.25), (2, 0.75)]
     assert (tmp_path / "reward.png").stat().st_size > 1000
     assert list((tmp_path / "tensorboard").iterdir())
 
@@ -89,6 +102,9 @@ def test_scores_of_sets_are_told_from_their_details() -> None:
     assert evaluation_scores(scores | details | {"rollout/raw_reward": 2.0}) == {"a": 1.0, "b-c": 0.5}
     assert evaluation_scores(scores | details | {"eval/n_samples": 64.0}) == {"a": 1.0, "b-c": 0.5}
     assert evaluation_scores(scores) == {"a": 1.0, "b-c": 0.5}
+    # A set whose name begins as another's, and one without a prompt that was short enough.
+    sets = {f"eval/{name}{detail}": 0.5 for name in ("math", "math-500") for detail in ("", "-truncated_ratio")}
+    assert evaluation_scores(sets | {"eval/long-prompt_too_long": 3.0}) == {"math": 0.5, "math-500": 0.5}
 
 
 def test_an_evaluation_that_no_step_follows_has_a_row_of_its_own(tmp_path: Path) -> None:
@@ -98,6 +114,41 @@ def test_an_evaluation_that_no_step_follows_has_a_row_of_its_own(tmp_path: Path)
         shown.evaluation(0, {"eval/sums": 0.25, "eval/sums-pass@2": 0.5}, [])
         shown.finished()
     assert files.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "eval/sums": 0.25, "eval/sums-pass@2": 0.5}]
+
+
+def test_evaluations_before_and_after_the_first_step_are_both_kept(tmp_path: Path) -> None:
+    sink = Recorder()
+    with Report(tmp_path, num_steps=2, sinks=[sink], console=Console(quiet=True)) as shown:
+        shown.started(76_032, 0)
+        shown.evaluation(0, {"eval/sums": 0.25, **TIME}, [])
+        for step in range(2):
+            shown.step(step, {"train/loss": 0.1}, [])
+            shown.evaluation(step + 1, {"eval/sums": 0.5 + step, **TIME}, [])
+    written = [
+        {"step": 0, "eval/sums": 0.25, **TIME},
+        {"step": 0, "train/loss": 0.1},
+        {"step": 1, "eval/sums": 0.5, **TIME},
+        {"step": 1, "train/loss": 0.1},
+        {"step": 2, "eval/sums": 1.5, **TIME},
+    ]
+    assert files.read_metrics(tmp_path / "metrics.jsonl") == written
+    assert sink.rows == written
+
+
+def test_a_resumed_run_has_one_evaluation_of_its_first_weights(tmp_path: Path) -> None:
+    for resumed in (0, 1):
+        with Report(tmp_path, num_steps=2, console=Console(quiet=True)) as shown:
+            shown.started(76_032, resumed)
+            shown.evaluation(resumed, {"eval/sums": 0.0 + resumed, **TIME}, [])
+            for step in range(resumed, 2):
+                shown.step(step, {"train/loss": 0.1}, [])
+                shown.evaluation(step + 1, {"eval/sums": 1.0 + step, **TIME}, [])
+    rows = files.read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if files.is_evaluation(row)] == [0, 1, 2]
+    assert [row["step"] for row in rows if not files.is_evaluation(row)] == [0, 1]
+    # One that does not begin with an evaluation keeps the score of those weights.
+    files.MetricsLog(tmp_path / "metrics.jsonl", 1).append(1, {"train/loss": 0.2})
+    assert [row["step"] for row in files.read_metrics(tmp_path / "metrics.jsonl")] == [0, 0, 1, 1]
 
 
 def test_a_rollout_that_failed_as_a_whole_is_said(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from slime.rollout.agents.results import aws_client
 from slime.rollout.agents.rewards import normalize_episode_rewards
 from slime.rollout.agents.sessions import Turn
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.agents.transport import extract_reward
+from slime.rollout.agents.transport import extract_reward, parse_result
 from slime.types import Sample
 from slime.types.errors import ConfigError, InvalidField, InvalidSetting, NotAvailable, RemoteError
 
@@ -109,7 +109,9 @@ def test_a_reward_is_a_number_or_the_last_of_a_list(rewards: Any, expected: floa
     assert extract_reward({"rewards": rewards}) == expected
 
 
-@pytest.mark.parametrize("result", [{}, {"rewards": None}, {"rewards": []}, {"rewards": math.nan}, {"rewards": "x"}])
+@pytest.mark.parametrize(
+    "result", [{}, {"rewards": None}, {"rewards": []}, {"rewards": math.nan}, {"rewards": "x"}, {"rewards": 10**400}]
+)
 def test_a_missing_reward_is_an_error(result: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match="rewards"):
         extract_reward(result)
@@ -118,6 +120,23 @@ def test_a_missing_reward_is_an_error(result: dict[str, Any]) -> None:
 def test_an_agents_error_is_told_with_its_reason() -> None:
     with pytest.raises(RemoteError, match="500: no tool"):
         extract_reward({"status_code": 500, "stop_reason": "no tool", "rewards": 1.0})
+    for status in ("²", "9" * 5000, None):
+        with pytest.raises(RemoteError, match="the agent failed with"):
+            extract_reward({"status_code": status, "rewards": 1.0})
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff", b"3", b"", b'{"rewards": ' + b"9" * 5000 + b"}"])
+def test_rubbish_is_no_result(body: bytes) -> None:
+    with pytest.raises(RemoteError, match="agent x: got .*expected a JSON object"):
+        parse_result(body, "agent x")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_concurrent", "inf"), ("gateway_port", "nan"), ("acr_timeout", "inf")]
+)
+def test_settings_are_finite(name: str, value: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name}: got '{value}', expected a finite number"):
+        AgentSettings.from_args(argparse.Namespace(agent_runtime_arn=URL, **{name: value}))
 
 
 def test_settings_come_from_args_then_the_environment_then_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,10 @@ def test_plain_completions_take_text_and_token_ids(speaker, connect):
     speaker.lines = ["x", "y"]
     status, answer = client.call("/completions", {"prompt": "ab"})
     assert status == 200 and answer["choices"][0]["text"] == "x"
-    client.call("/completions", {"prompt": [*b"ab", *b"x", END, *b"c"]})
+    _, answer = client.call("/completions", {"prompt": [*b"ab", *b"x", END, *b"c"], "logprobs": 0})
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["y", TEMPLATE_END], "token_logprobs": [-1.0, -2.0], "top_logprobs": None, "text_offset": [0, 1]
+    }  # fmt: skip
     (sample,) = client.samples()
     assert sample.tokens.tolist() == [*b"abx", END, *b"cy", END] and sample.loss_mask.tolist() == [1, 1, 0, 1, 1]
 
@@ -236,6 +239,15 @@ def test_plain_completions_take_text_and_token_ids(speaker, connect):
         ("/chat/completions", {"messages": [USER], "max_tokens": 0}, 400, "max_tokens"),
         ("/chat/completions", {"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the context"),
         ("/completions", {"prompt": 3}, 400, "a text or a list of token ids"),
+        ("/completions", {"prompt": "a", "echo": True}, 400, "echo: got True"),
+        ("/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix: got b"),
+        ("/completions", {"prompt": "a", "best_of": 3}, 400, "best_of: got 3"),
+        ("/completions", {"prompt": "\ud800"}, 400, "prompt: got 'utf-8' codec"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "got 'utf-8' codec"),
+        ("/chat/completions", {"messages": [USER], "stop": [""]}, 400, "stop: got ['']"),
+        ("/chat/completions", {"messages": [USER], "stop": 0}, 400, "stop: got 0"),
+        ("/chat/completions", {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, 400, "model's own"),
+        ("/chat/completions", b"[" * 100_000, 400, "JSON"),
     ],
 )
 def test_a_wrong_request_is_refused_in_openais_form(speaker, connect, path, body, status, says):

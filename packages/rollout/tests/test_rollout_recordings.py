@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,28 @@ def test_every_beginning_of_a_recorded_rollout_is_refused_as_cut_off(tmp_path: P
         path.write_bytes(content[:size])
         with pytest.raises(InvalidFile, match=r"--load: .*0: the file is cut off"):
             read_rollout(path, flag="--load")
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch", "torch of old"])
+def test_a_file_with_wrong_bytes_is_refused_or_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "0"
+    if kind == "ours":
+        write_rollout(path, 0, groups())
+    else:
+        plain = {"tokens": [1, 2, 3], "response": "2", "response_length": 1, "reward": 0.5, "status": "completed"}
+        torch.save({"rollout_id": 0, "samples": [plain]}, path, _use_new_zipfile_serialization=kind == "torch")
+    content, draw = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        wrong = bytearray(content)
+        for _ in range(3):
+            wrong[draw.randrange(len(wrong))] = draw.randrange(256)
+        path.write_bytes(wrong)
+        with contextlib.suppress(InvalidFile), warnings.catch_warnings(action="ignore"):
+            read_rollout(path)
+    path.write_bytes(content + b"x")
+    if kind == "ours":
+        with pytest.raises(InvalidFile, match="more than the 2 groups"):
+            read_rollout(path)
 
 
 def test_a_length_that_is_not_true_costs_no_memory(tmp_path: Path) -> None:

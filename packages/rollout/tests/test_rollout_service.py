@@ -119,6 +119,43 @@ def test_each_evaluation_set_is_generated_and_scored_as_it_says(engine, serve, t
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "reward"),
+    [("sample.reward = '1'", "'1'"), ("sample.status = sample.Status.ABORTED", "None"), ("sample.reward = {}", "keys")],
+)
+def test_a_reward_that_is_none_names_set_and_sample(engine, serve, tmp_path, line, reward):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "async def generate(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response, sample.response_length = [3, 4], 'no', 1\n"
+        "    sample.rollout_log_probs, sample.status = [-0.1], sample.Status.COMPLETED\n"
+        f"    {line}\n"
+        "    return sample\n"
+    )
+    sets = {"own": prompt_groups(2, 1)}
+    client = serve(FakeBuffer([], evaluation=sets), engine, custom_generate_function_path=str(plugin))
+    with pytest.raises(InvalidField, match=f"evaluation set own gave sample 0 the .*{reward}.*, expected"):
+        client.evaluate(0, timeout=20)
+
+
+def test_segments_of_an_evaluation_are_scored_by_its_own_key(engine, serve, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "import copy\n\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response, sample.response_length = [3, 4], 'no', 1\n"
+        "    sample.rollout_log_probs, sample.status = [-0.1], sample.Status.COMPLETED\n"
+        "    return [sample, copy.deepcopy(sample)]\n\n"
+        "async def score(args, samples, **kwargs):\n"
+        "    return [{'right': 0.25} for _ in samples]\n"
+    )
+    client = serve(
+        FakeBuffer([], evaluation={"own": prompt_groups(2, 1)}), engine, reward_key="score", eval_reward_key="right",
+        custom_generate_function_path=f"{plugin}:generate", custom_rm_path=f"{plugin}:score",
+    )  # fmt: skip
+    assert client.evaluate(0, timeout=20).metrics["eval/own"] == 0.25
+
+
 def test_a_weight_update_is_a_transaction(engine, serve):
     client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
     (member,) = client.begin_weight_update(1)

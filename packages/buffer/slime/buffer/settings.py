@@ -94,9 +94,10 @@ class BufferSettings:
             )
         sets: dict[str, str] = {}
         for name, path in zip(words[::2], words[1::2], strict=True):
-            if name in sets or name == "train":
+            if name in sets or name == "train" or not name.strip():
+                reason = "reserved" if name == "train" else "given twice" if name in sets else "empty"
                 raise InvalidSetting(
-                    f"--eval-prompt-data: the name {name!r} is {'reserved' if name == 'train' else 'given twice'}",
+                    f"--eval-prompt-data: the name {name!r} is {reason}",
                     field="--eval-prompt-data",
                     value=name,
                     expected="a name of its own for each set",

@@ -24,7 +24,7 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 130 Ctrl-C, 143 SIGTERM."""
+    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -53,22 +53,24 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
                 return 0
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
+            from slime.launcher.output_lock import sole_writer
             from slime.launcher.train import train
             from slime.launcher.train_async import train_async
 
             settings = config.launcher
             output_dir = config.output_dir.resolve()
             output_dir.mkdir(parents=True, exist_ok=True)
-            sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
-            with Report(
-                output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks
-            ) as report:
-                report.next_command = next_command
-                (train_async if asynchronous else train)(config, report)
+            with sole_writer(output_dir):
+                sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
+                with Report(
+                    output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks
+                ) as report:
+                    report.next_command = next_command
+                    (train_async if asynchronous else train)(config, report)
         return 0
-    except Terminated:
+    except Terminated as error:
         print("slime: terminated; everything that this run started has been stopped", file=sys.stderr)
-        return 143
+        return 128 + error.signum
     except KeyboardInterrupt:
         print("slime: interrupted; everything that this run started has been stopped", file=sys.stderr)
         return 130

@@ -5,10 +5,12 @@ Nothing is found by its name: what is stopped is what was started here, by its p
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 LOG_LINES = 15
+PR_SET_PDEATHSIG = 1
 
 
 class RunFailed(SlimeError, subprocess.CalledProcessError):
@@ -64,10 +67,13 @@ def module_path() -> str:
 def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | None = None) -> None:
     """Runs a command to its end, its output on ours. An interrupt stops it, and waits until it has cleaned up.
 
+    On Linux it is told to stop as well where this process is killed, and can do nothing more itself.
     Raises RunFailed naming `what`.
     """
     # In a session of its own Ctrl-C reaches only this process, which then sends one signal, not two.
-    process = subprocess.Popen(list(command), env=environment(extra), start_new_session=True)
+    process = subprocess.Popen(
+        list(command), env=environment(extra), start_new_session=True, preexec_fn=_stop_with_parent(os.getpid())
+    )
     try:
         code = process.wait()
     except BaseException:
@@ -76,6 +82,20 @@ def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | N
         raise
     if code:
         raise RunFailed(what, code, command)
+
+
+def _stop_with_parent(parent: int) -> Callable[[], None] | None:
+    """In the child before its command: SIGTERM when `parent` ends."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def arrange() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+    return arrange
 
 
 def stop_tree(process: subprocess.Popen[bytes], grace: float = STOP_SECONDS) -> None:

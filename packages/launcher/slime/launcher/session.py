@@ -14,7 +14,10 @@ from slime.launcher.services import Services
 
 @contextmanager
 def session(config: RunConfig, report: Report) -> Iterator[Services]:
-    """The services of the run, stopped at the end, whatever that is; afterwards the report closes, if it went well."""
+    """The services of the run, stopped at the end, whatever that is; afterwards the report closes, if it went well.
+
+    The trained model is exported, where something was to be trained.
+    """
     settings = config.launcher
     report.status("starting Ray")
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
@@ -23,5 +26,6 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
         with Services(config, placement, report.output_dir, report.progress) as run:
             report.started(run.num_parameters, run.first_step, run.num_rollout)
             yield run
-            run.export(report.output_dir / "model")
+            if run.num_rollout:
+                run.export(report.output_dir / "model")
     report.finished()

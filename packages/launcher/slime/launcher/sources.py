@@ -110,7 +110,7 @@ class Sources:
             flag = self._by_key.get(key)
             if flag is None:
                 found = self._other(key, value, source, other if keep_unknown else None)
-            elif key == flag.name or not flag.turns_off:
+            elif not _turns_off(key, flag):
                 found = {flag.name: value}
             elif not isinstance(value, bool):
                 raise InvalidSetting(f"{source}: {key}: got {value!r}, expected true or false", field=key, value=value)
@@ -170,7 +170,19 @@ def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keys(flag: Flag) -> list[str]:
+    own = _own_keys(flag)
+    # argparse makes the second of the two flags that such a switch has.
+    both = _is_switch(flag) and flag.default is None and flag.field.metadata["switch"] is None
+    return [*own, *(f"no_{key}" for key in own if both)]
+
+
+def _own_keys(flag: Flag) -> list[str]:
     return [flag.name, *(name[2:].replace("-", "_") for name in flag_names(flag.field))]
+
+
+def _turns_off(key: str, flag: Flag) -> bool:
+    """Whether `key: true` sets False."""
+    return key != flag.name and (flag.turns_off or key not in _own_keys(flag))
 
 
 def _is_switch(flag: Flag) -> bool:

@@ -39,6 +39,6 @@ def loop(config: RunConfig, run: Services, report: Report) -> None:
         if config.updates_after(step):
             metrics |= run.update_weights(step + 1)
         metrics["perf/step_time"] = time.perf_counter() - started
+        report.step(step, metrics, examples)
         if config.evaluates_after(step):
             report.evaluation(step + 1, *run.evaluate(step + 1))
-        report.step(step, metrics, examples)

@@ -56,6 +56,6 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
                 metrics["perf/drain_time"] = ahead.pause()
                 metrics |= run.update_weights(step + 1)
             metrics["perf/step_time"] = time.perf_counter() - started
+            report.step(step, metrics, examples)
             if config.evaluates_after(step):
                 report.evaluation(step + 1, *run.evaluate(step + 1))
-            report.step(step, metrics, examples)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ def train_output(answer: Any, path: str) -> tuple[list[list[Sample]], dict[str, 
     groups = output.samples
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise _wrong("--rollout-function-path", path, groups, TRAIN)
+    _check_metrics("--rollout-function-path", path, output.metrics)
     flat = [flatten(group) for group in groups]
     for group, samples in zip(groups, flat, strict=True):
         for sample in samples:
@@ -45,10 +48,47 @@ def evaluation_output(answer: Any, path: str) -> RolloutFnEvalOutput:
     output = answer if isinstance(answer, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=answer)
     if not isinstance(output.data, dict):
         raise _wrong("--eval-function-path", path, output.data, EVALUATION)
-    for result in output.data.values():
+    for name, result in output.data.items():
         if not isinstance(result, dict) or "rewards" not in result:
             raise _wrong("--eval-function-path", path, result, EVALUATION)
+        _check_set(name, result, path)
+    _check_metrics("--eval-function-path", path, output.metrics)
     return output
+
+
+def _check_set(name: Any, result: dict[str, Any], path: str) -> None:
+    """Raises PluginError where its lists are none, or not of one length, and for a reward that is no finite number."""
+    lengths = {}
+    for key in ("rewards", "truncated", "samples"):
+        values = result.get(key)
+        if values is None and key != "rewards":
+            continue
+        if values is not None and hasattr(values, "tolist"):
+            values = result[key] = values.tolist()
+        if not isinstance(values, (list, tuple)):
+            raise _unfit(path, f"{key} of {name}", type(values).__name__, "a list")
+        lengths[key] = len(values)
+    # No list is that of a set whose samples are not told.
+    if len({length for key, length in lengths.items() if length or key == "rewards"}) > 1:
+        raise _unfit(path, f"{name}", ", ".join(f"{n} {key}" for key, n in lengths.items()), "lists of one length")
+    for reward in result["rewards"]:
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            raise _unfit(path, f"rewards of {name}", repr(reward), "finite numbers")
+    for sample in result.get("samples") or ():
+        if not isinstance(sample, Sample):
+            raise _unfit(path, f"samples of {name}", type(sample).__name__, "Samples")
+
+
+def _check_metrics(flag: str, path: str, metrics: Any) -> None:
+    if not isinstance(metrics or {}, dict):
+        raise _wrong(flag, path, metrics, "metrics that are a dict")
+
+
+def _unfit(path: str, what: str, got: str, expected: str) -> PluginError:
+    flag = "--eval-function-path"
+    return PluginError(
+        f"{flag} {path}: {what}: got {got}, expected {expected}", field=flag, value=got, expected=expected
+    )
 
 
 def _check_segments(segments: list[Any], path: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,9 @@ def _value(name: str, key: str, value: Any) -> Any:
     _, kind, expected, is_right = KEYS[key]
     wanted: Any = kind if kind in (str, list) else (int, float)
     fitting = isinstance(value, wanted) and not isinstance(value, bool)
+    if fitting and kind in KINDS:
+        # What a flag may be, too: 64 bits, and nothing infinite.
+        fitting = math.isfinite(value) and abs(value) < 2**63 if isinstance(value, float) else abs(value) < 2**63
     if not fitting or (kind is int and int(value) != value) or not is_right(value):
         raise _wrong(f"{name}.{key}", value, KINDS.get(kind, "") + expected)
     return kind(value)

@@ -17,6 +17,7 @@ from slime.rollout.generate.group import (
     needs_single_calls,
 )
 from slime.rollout.generate.state import GenerateState, eval_sampling_params
+from slime.rollout.rewards.score import check, reward_key
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
 
@@ -51,13 +52,19 @@ async def _evaluate(state: GenerateState, source: EvaluationSource) -> RolloutFn
     for name, groups in sets.items():
         own = states[name]
         samples = await evaluate_groups(own, groups, eval_sampling_params(own.args))
-        key = own.args.eval_reward_key or own.args.reward_key
+        key = reward_key(own.args, True)
         output.data[name] = {
-            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],  # type: ignore[index]
+            "rewards": [_reward(name, sample, key) for sample in samples],
             "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
             "samples": samples,
         }
     return output
+
+
+def _reward(name: str, sample: Sample, key: str | None) -> float:
+    """Raises InvalidField for a sample that its generate function left without a reward, or gave another."""
+    reward = check(sample.reward, sample, f"evaluation set {name}", key)
+    return float(reward[key] if isinstance(reward, dict) else reward)
 
 
 def _fits(state: GenerateState, group: Sequence[Sample]) -> bool:

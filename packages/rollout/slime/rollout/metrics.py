@@ -64,23 +64,37 @@ def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: floa
 
 
 def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict[str, float]:
-    """eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate."""
+    """eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
+
+    Segments that one sample fanned out into count their reward once.
+    """
     metrics: dict[str, float] = {}
     for name, result in data.items():
-        rewards = [float(reward) for reward in result["rewards"]]
-        if not rewards:
+        samples: Sequence[Sample] = result.get("samples") or ()
+        groups = _evaluated(result["rewards"], samples, set_args(args, name).n_samples_per_eval_prompt)
+        if not groups:
             continue
-        metrics[f"eval/{name}"] = float(np.mean(rewards))
+        metrics[f"eval/{name}"] = float(np.mean([reward for group in groups for reward in group]))
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = _share(result["truncated"])
-        samples: Sequence[Sample] = result.get("samples") or ()
         if samples:
             metrics[f"eval/{name}-response_length"] = float(np.mean([sample.response_length for sample in samples]))
         if args.log_passrate:
-            n = set_args(args, name).n_samples_per_eval_prompt
-            rates = pass_rates([rewards[i : i + n] for i in range(0, len(rewards), n)])
-            metrics |= {f"eval/{name}-{key}": value for key, value in rates.items()}
+            metrics |= {f"eval/{name}-{key}": value for key, value in pass_rates(groups).items()}
     return metrics
+
+
+def _evaluated(rewards: Sequence[Any], samples: Sequence[Sample], n: int) -> list[list[float]]:
+    """Rewards by prompt, one for each sample, also where it fanned out into segments; of samples that name no prompt,
+    every `n` are of one."""
+    values = [float(reward) for reward in rewards]
+    if not samples or any(sample.group_index is None for sample in samples):
+        return [values[i : i + n] for i in range(0, len(values), n)]
+    groups: dict[int | None, dict[Any, float]] = {}
+    for position, (sample, value) in enumerate(zip(samples, values, strict=True)):
+        key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
+        groups.setdefault(sample.group_index, {}).setdefault(key, value)
+    return [list(group.values()) for group in groups.values()]
 
 
 def pass_rates(groups: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -108,8 +122,9 @@ def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
         raw = sample.metadata.get("raw_reward")
-        if raw is None and sample.reward is None and sample.status is Sample.Status.FAILED:
-            # What failed before it could be scored tells nothing of the others.
+        if raw is None and sample.reward is None:
+            # What failed before it could be scored tells nothing of the others. Where a reward has to be, for what is
+            # trained on, the trainer misses it, and says of which sample.
             continue
         values.setdefault(key, float(sample.get_reward_value(args) if raw is None else raw))
     return list(values.values())

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from slime.types import Sample, SampleGroup
 from slime.types.codec import group_from_proto, group_to_proto
@@ -126,6 +127,8 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
             if file.read(len(MAGIC)) == MAGIC:
                 header = json.loads(_read_part(file))
                 groups = [_group(_read_part(file)) for _ in range(header["groups"])]
+                if file.read(1):
+                    raise ValueError(f"holds more than the {len(groups)} groups that it begins with")
                 return RecordedRollout(header["rollout_id"], groups)
         from slime.rollout.torch_recordings import read_torch
 
@@ -148,7 +151,10 @@ def _read_part(file: BinaryIO) -> bytes:
 
 
 def _group(content: bytes) -> SampleGroup:
-    return group_from_proto(sample_pb2.SampleGroup.FromString(content))
+    try:
+        return group_from_proto(sample_pb2.SampleGroup.FromString(content))
+    except DecodeError as error:
+        raise ValueError(f"a group of it cannot be read: {error}") from error
 
 
 def group_samples(samples: Sequence[Sample], group_size: int) -> list[SampleGroup]:

@@ -7,6 +7,7 @@ refuses anything else by name.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from slime.types import Sample
 
 EMPTY_WHERE_NONE = (
     "spans", "weight_versions", "metadata", "apply_chat_template_kwargs", "spec_info", "prefix_cache_info",
+)  # fmt: skip
+
+
+# What the reader raises for bytes that are no such file: it runs their instructions as far as they make sense.
+UNREADABLE = (
+    pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, AssertionError, LookupError, TypeError, ValueError,
+    struct.error, OverflowError,
 )  # fmt: skip
 
 
@@ -31,7 +39,7 @@ def read_torch(path: Path) -> tuple[int | None, list[Sample]]:
     try:
         with torch.serialization.safe_globals([*names, np.ndarray, np.dtype, *kinds]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"neither a recorded rollout nor one that torch reads safely: {_reason(error)}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("samples"), list):
         raise ValueError(f"holds {_shape(content)}, expected a dictionary with a list of samples")

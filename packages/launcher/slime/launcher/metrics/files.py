@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,24 @@ def out_of_space(path: Path, error: OSError) -> Exception:
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object a step, in the order of steps. Steps from `first_step` on are written anew."""
+    """metrics.jsonl: one JSON object a step, numbered from 0, and one of each evaluation, whose number is that of the
+    steps before it. What happened from `first_step` on is written anew."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
+        self._first_step = first_step
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step]
-            write_atomically(path, "".join(line + "\n" for line in kept))
+            self._keep(lambda row: row["step"] < first_step + is_evaluation(row))
+
+    def append_evaluation(self, step: int, metrics: Metrics) -> None:
+        """In place of that of the same weights, made before the run was resumed."""
+        if step == self._first_step and self.path.exists():
+            self._keep(lambda row: not (row["step"] == step and is_evaluation(row)))
+        self.append(step, metrics)
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        lines = [line for line in self.path.read_text().splitlines() if wanted(json.loads(line))]
+        write_atomically(self.path, "".join(line + "\n" for line in lines))
 
     def append(self, step: int, metrics: Metrics) -> None:
         # NaN is not JSON: readers in other languages refuse it.
@@ -51,6 +62,11 @@ class MetricsLog:
                 file.write(json.dumps({"step": step, **plain}) + "\n")
         except OSError as error:
             raise out_of_space(self.path, error) from error
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl is that of an evaluation."""
+    return "perf/eval_time" in row and "perf/step_time" not in row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ COLUMNS = (
     ("step s", "perf/step_time", "{:.2f}"),
 )
 SHOWN_EXAMPLES = 3
+# Of what else is told of an evaluation set.
+DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long|accuracy|n_samples|failed)$")
 
 
 class Report:
@@ -60,9 +63,6 @@ class Report:
         self._rewards: dict[int, float] = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
-        # Of an evaluation: they go into the row of the next step, or into one of their own where none comes.
-        self._pending: Metrics = {}
-        self._pending_step = 0
         output_dir.mkdir(parents=True, exist_ok=True)
         self._sinks = [TensorBoard(tensorboard_dir), *sinks]
         self._log: MetricsLog | None = None
@@ -90,7 +90,7 @@ class Report:
     def started(self, num_parameters: int | None, first_step: int, num_steps: int | None = None) -> None:
         """num_parameters: None where nothing is trained."""
         self._num_steps = self._num_steps if num_steps is None else num_steps
-        self._trains = num_parameters is not None
+        self._trains = num_parameters is not None and self._num_steps > 0
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
         self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}")
@@ -98,19 +98,19 @@ class Report:
         self._first = True
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
-        """Held-out scores after `step` steps."""
+        """Held-out scores after `step` steps; that of the last of them is reported first."""
+        assert self._log is not None, "started() comes first"
         for name, score in evaluation_scores(metrics).items():
             self._evaluations.setdefault(name, []).append((step, score))
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
         self._examples = [*self._examples[:1], (step, examples)]
-        self._pending, self._pending_step = self._pending | metrics, step
+        self._log.append_evaluation(step, metrics)
         self._write(step, metrics)
         self._write_evaluations()
 
     def step(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         assert self._log is not None, "started() comes first"
-        self._log.append(step, metrics | self._pending)
-        self._pending = {}
+        self._log.append(step, metrics)
         self._write(step, metrics)
         if "rollout/raw_reward" in metrics:  # not where the groups of an earlier start are trained on again
             self._rewards[step] = metrics["rollout/raw_reward"]
@@ -124,11 +124,6 @@ class Report:
             why = self.output_dir / "logs" / "rollout.log"
             self._print(f"step {step}: every sample failed, so that nothing was trained on; the reasons are in {why}")
 
-    def _write_pending(self) -> None:
-        if self._pending and self._log is not None:
-            self._log.append(self._pending_step, self._pending)
-        self._pending = {}
-
     def _write(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
@@ -136,7 +131,6 @@ class Report:
     def finished(self) -> None:
         """The closing table, the plot, samples before and after, and where things are."""
         self._clear_status()
-        self._write_pending()
         plot = self.output_dir / "reward.png"
         plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
         table = Table("", "before", "after", title="reward")
@@ -154,8 +148,8 @@ class Report:
         self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
         if self._trains:
             self._print(f"trained model {self.output_dir / 'model'}")
-        if self.next_command:
-            self._print(f"\ntry next:\n  {self.next_command}")
+            if self.next_command:
+                self._print(f"\ntry next:\n  {self.next_command}")
 
     def _print_examples(self) -> None:
         if not self._examples:
@@ -190,15 +184,14 @@ class Report:
 
 
 def evaluation_scores(metrics: Metrics) -> dict[str, float]:
-    """The score of each set: the keys "eval/NAME" without a further "-detail".
+    """The score of each set: the keys "eval/NAME" that have details, "eval/NAME-DETAIL", beside them.
 
-    Where some have details, those that have none are other numbers, of a function for evaluations.
+    Where none has, those that are no details: an evaluation function of the user's need not give any.
     """
     names = {key.removeprefix("eval/") for key in metrics if key.startswith("eval/")}
-    details = {name for name in names if any(name.startswith(other + "-") for other in names)}
-    scores = names - details
-    detailed = {name for name in scores if any(detail.startswith(name + "-") for detail in details)}
-    return {name: metrics[f"eval/{name}"] for name in sorted(detailed or scores)}
+    details = {name for name in names if DETAIL.search(name)}
+    scores = {DETAIL.sub("", name) for name in details} & names or names - details
+    return {name: metrics[f"eval/{name}"] for name in sorted(scores)}
 
 
 def _prompt_text(sample: Sample) -> str:

@@ -29,6 +29,10 @@ class Options:
     num_rollout: int | None
     model_dir: Path
 
+    def steps(self, recipe: int) -> int:
+        """As given, also 0; else the recipe's."""
+        return recipe if self.num_rollout is None else self.num_rollout
+
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
     """The quickstart's own options; every other flag goes to `slime train` as it is, and wins over the recipe."""
@@ -61,7 +65,7 @@ def tiny_recipe(options: Options) -> list[str]:
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--eval-prompt-data", "reverse", str(held_out), "--n-samples-per-eval-prompt", "4",
         "--custom-rm-path", "slime.launcher.quickstart.reverse.reward",
-        "--num-rollout", str(options.num_rollout or 300), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
+        "--num-rollout", str(options.steps(300)), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", str(reverse.DIGITS + 1), "--lr", "1e-3", "--deterministic",
     ]  # fmt: skip
 
@@ -76,7 +80,7 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
-        "--num-rollout", str(options.num_rollout or 14), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
+        "--num-rollout", str(options.steps(14)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--bf16", "--lr", "2e-5",
     ]  # fmt: skip
 

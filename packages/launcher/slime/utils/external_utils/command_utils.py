@@ -141,8 +141,8 @@ def execute_train(
 ) -> None:
     """Runs a training to its end, as a job of a Ray head that is started for it and stopped afterwards.
 
-    train_args: flags as in a shell. megatron_model_type: a name in scripts/models, whose MODEL_ARGS come first, for
-    Megatron unless `train_args` name another backend.
+    train_args: flags as in a shell, on one line or on several. megatron_model_type: a name in scripts/models, whose
+    MODEL_ARGS come first, for Megatron unless `train_args` name another backend.
     before_ray_job_submit: is called when Ray runs.
 
     Raises RunFailed where the training fails, and what `find_model_args` and RayHead raise.
@@ -151,7 +151,7 @@ def execute_train(
     external = get_bool_env_var("SLIME_SCRIPT_EXTERNAL_RAY")
     port = os.environ.get("SLIME_SCRIPT_RAY_DASHBOARD_PORT")
     model_args = _megatron_args(megatron_model_type, train_args) if megatron_model_type else []
-    train = f"{_program(train_script)} {shlex.join(model_args)} {train_args.strip()}"
+    train = f"{_program(train_script)} {shlex.join(model_args)} {_one_line(train_args)}"
     variables = _variables(config or ExecuteTrainConfig(), extra_env_vars or {})
     with terminate_as_interrupt(), ExitStack() as stack:
         access: Mapping[str, str] = {}
@@ -159,7 +159,7 @@ def execute_train(
             head = RayHead(
                 num_gpus_per_node,
                 host=os.environ.get("MASTER_ADDR", LOOPBACK),
-                dashboard_port=int(port or 0),
+                dashboard_port=_port(port),
             )
             stack.enter_context(head)
             access, port = head.variables, str(head.dashboard_port)
@@ -175,6 +175,18 @@ def execute_train(
         submit = f"ray job submit --address={address} --runtime-env-json={runtime_env} -- {train}"
         print(f"EXEC: {submit}", flush=True)
         run_attached(["bash", "-c", f"exec {submit}"], "the training job", {**access, **_no_proxy()})
+
+
+def _one_line(words: str) -> str:
+    # bash would take what follows a line's end for another command, which nobody sees after `exec`.
+    return " ".join(line.rstrip().removesuffix("\\") for line in words.splitlines()).strip()
+
+
+def _port(text: str | None) -> int:
+    name = "SLIME_SCRIPT_RAY_DASHBOARD_PORT"
+    if text and not (text.isdecimal() and int(text) < 65536):
+        raise InvalidSetting(f"{name}: got {text!r}, expected a port", field=name, value=text, expected="a port")
+    return int(text or 0)
 
 
 def _megatron_args(model_type: str, train_args: str) -> list[str]:

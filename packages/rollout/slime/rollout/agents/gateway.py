@@ -171,12 +171,13 @@ class Gateway:
 
     async def _text_turn(self, session: Session, body: JSON) -> JSON:
         prompt = body.get("prompt")
-        ids = self.state.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        ids = self.renderer.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise InvalidField("prompt", prompt, "a text or a list of token ids, not empty")
         turn = await self._generate(session, body, ids)
         session.turns.append(turn)
-        log_probs = openai_format.log_prob_content(self.state.tokenizer, turn) if body.get("logprobs") else None
+        wanted = openai_format.wants_log_probs(body)
+        log_probs = openai_format.text_log_probs(self.state.tokenizer, turn) if wanted else None
         return openai_format.text_answer(self._model(body), turn, self._content(turn), log_probs)
 
     async def _generate(self, session: Session, body: JSON, prompt: list[int]) -> Turn:
@@ -247,7 +248,7 @@ def _closed(session_id: str) -> WrongState:
 async def _json(request: web.Request) -> Any:
     try:
         return await request.json()
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidField("body", str(error), "JSON") from error
 
 

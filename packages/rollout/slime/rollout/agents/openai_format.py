@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from slime.rollout.agents.sessions import JSON, Turn
@@ -26,9 +27,9 @@ def budget(body: Mapping[str, Any], limit: int) -> int:
 def stops(body: Mapping[str, Any]) -> list[str]:
     """Raises InvalidField."""
     stop = body.get("stop")
-    given = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise InvalidField("stop", stop, "a text or a list of texts")
+    given = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(given, list) or not all(isinstance(text, str) and text for text in given):
+        raise InvalidField("stop", stop, "a text or a list of texts, none of them empty")
     return given
 
 
@@ -38,10 +39,24 @@ def check_request(body: Any) -> JSON:
         raise InvalidField("body", body, "a JSON object")
     if body.get("n") not in (None, 1):
         raise InvalidField("n", body["n"], "1: an episode is one trajectory")
+    for name in ("echo", "suffix"):
+        if body.get(name):
+            raise InvalidField(name, body[name], "none: an answer is what the model made")
+    if body.get("best_of") not in (None, 1):
+        raise InvalidField("best_of", body["best_of"], "1: an episode is one trajectory")
     extra = body.get("chat_template_kwargs")
     if extra is not None and not isinstance(extra, dict):
         raise InvalidField("chat_template_kwargs", extra, "an object")
+    if extra and "chat_template" in extra:
+        # A template is a program, and it would run here.
+        raise InvalidField("chat_template_kwargs.chat_template", "given", "arguments of the model's own template")
     return body
+
+
+def wants_log_probs(body: Mapping[str, Any]) -> bool:
+    """Of /v1/completions a number says of how many tokens beside the one drawn, and 0 asks for that one."""
+    value = body.get("logprobs")
+    return value is not None and value is not False
 
 
 def head(kind: str, model: str) -> JSON:
@@ -76,6 +91,12 @@ def log_prob_content(tokenizer: Any, turn: Turn) -> JSON:
             for token, log_prob in zip(tokens, turn.log_probs, strict=True)
         ]
     }
+
+
+def text_log_probs(tokenizer: Any, turn: Turn) -> JSON:
+    tokens = [tokenizer.decode([token]) for token in turn.completion_ids]
+    offsets = [0, *accumulate(map(len, tokens))][: len(tokens)]
+    return {"tokens": tokens, "token_logprobs": turn.log_probs, "top_logprobs": None, "text_offset": offsets}
 
 
 def events(answer: JSON, *, with_usage: bool) -> list[bytes]:

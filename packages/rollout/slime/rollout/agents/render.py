@@ -76,11 +76,19 @@ class Renderer:
                     add_generation_prompt=True,
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InvalidField("messages", str(error), "messages that the chat template of this model takes") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str, field: str) -> list[int]:
+        """Raises InvalidField naming `field` for what is no text: JSON can hold half a character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidField(field, str(error), "text") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.encode(text, "messages")
 
 
 def clean(messages: Any) -> list[JSON]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -136,6 +137,8 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
             number = float(text)
         except ValueError:
             raise _wrong(name, value, "a number") from None
+        if not math.isfinite(number):
+            raise _wrong(name, value, "a finite number")
         if kind == "int" and number != int(number):
             raise _wrong(name, value, "a whole number")
         return int(number) if kind == "int" else number

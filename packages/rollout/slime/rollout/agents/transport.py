@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -53,7 +54,7 @@ def parse_result(body: bytes, where: str) -> JSON:
     """Raises RemoteError for what is no JSON object."""
     try:
         result = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         result = None
     if not isinstance(result, dict):
         text = body[:200].decode(errors="replace")
@@ -73,7 +74,7 @@ def extract_reward(result: Mapping[str, Any]) -> float:
     reward.
     """
     status = result.get("status_code", 200)
-    if not str(status).isdigit() or int(status) >= 400:
+    if not re.fullmatch("[0-9]{1,3}", str(status)) or int(status) >= 400:
         reason = result.get("stop_reason") or result.get("error") or "no reason given"
         raise RemoteError(f"the agent failed with {status}: {reason}", field="status_code", value=status)
     value = result.get("rewards")
@@ -81,7 +82,7 @@ def extract_reward(result: Mapping[str, Any]) -> float:
         value = value[-1] if value else None
     try:
         reward = math.nan if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if not math.isfinite(reward):
         raise InvalidField("rewards", result.get("rewards"), "a finite number, or a list that ends with one")

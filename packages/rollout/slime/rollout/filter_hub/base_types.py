@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from slime.types.errors import PluginError
 
 
 @dataclass
@@ -15,5 +18,15 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
     @classmethod
-    def of(cls, answer: DynamicFilterOutput | bool) -> DynamicFilterOutput:
-        return answer if isinstance(answer, cls) else cls(keep=bool(answer))
+    def of(cls, answer: Any) -> DynamicFilterOutput:
+        """Of a plain truth value, too, also of an array's or a tensor's. Raises PluginError for anything else: a filter
+        that answers nothing would drop every group for ever, one that is to be awaited would keep every one."""
+        if isinstance(answer, cls):
+            return answer
+        if isinstance(answer, (bool, int)) or hasattr(answer, "item"):
+            return cls(keep=bool(answer))
+        got = type(answer).__name__
+        raise PluginError(
+            f"--dynamic-sampling-filter-path: answered {got}, expected DynamicFilterOutput(keep=...) or a bool",
+            field="--dynamic-sampling-filter-path", value=got, expected="DynamicFilterOutput or bool",
+        )  # fmt: skip

@@ -38,7 +38,7 @@ async def score_sample(args: Any, sample: Sample, *, evaluation: bool = False) -
     sample.reward = check(await maybe_await(function, args, sample), sample, name, reward_key(args, evaluation))
 
 
-async def score_group(args: Any, samples: list[Sample]) -> None:
+async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = False) -> None:
     """Sets the rewards of samples that are scored together."""
     if not samples:
         return
@@ -53,7 +53,7 @@ async def score_group(args: Any, samples: list[Sample]) -> None:
             f"{name} answered {got} for {len(samples)} samples, expected a reward for each",
         )
     for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = check(reward, sample, name, reward_key(args, False))
+        sample.reward = check(reward, sample, name, reward_key(args, evaluation))
 
 
 def reward_key(args: Any, evaluation: bool) -> str | None:

@@ -1,0 +1,34 @@
+"""One run at a time writes to a directory: two would write over each other's files without a word."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slime.types.errors import InvalidSetting
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Holds `directory`, which exists, as long as the context, and no longer than this process lives.
+
+    Raises InvalidSetting where another run holds it. Nothing is written; a file system without locks holds nobody.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidSetting(
+                f"--output-dir {directory}: another run writes there; expected a directory of its own for each run",
+                field="--output-dir", value=str(directory), expected="a directory that no other run writes to",
+            ) from None  # fmt: skip
+        except OSError:
+            # Some network file systems have no locks for directories.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
