@@ -1,6 +1,7 @@
-"""Seconds to read a step with large tensors from the buffer: `--rollout-data-transport` grpc beside object-store.
+"""Seconds to read a step with large tensors from the buffer: `--rollout-data-transport` grpc beside a store.
 
-    python benchmarks/launcher/data_transport.py [--json] [--samples 256] [--kib 1024] [--repeats 3] [--same-in-group]
+    python benchmarks/launcher/data_transport.py [--store object-store|nixl] [--json] [--samples 256] [--kib 1024]
+        [--repeats 3] [--same-in-group]
 
 Each sample carries routed experts of `--kib` KiB; with `--same-in-group` the eight samples of a group carry the same,
 as those do that look at one image. Buffer and readers are processes of their own on one node, as in a
@@ -28,6 +29,8 @@ import numpy as np
 import ray
 
 from slime.buffer.settings import BufferSettings
+from slime.launcher.blob_keeper import KeeperReader
+from slime.launcher.nixl_store import NixlReader, NixlWriter
 from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import ray_cluster
 from slime.launcher.supervise import Supervisor
@@ -36,7 +39,7 @@ from slime.types.clients import BufferClient
 from slime.types.rpc import RpcSettings
 
 GROUP, LAYERS, TOP_K = 8, 32, 8
-TRANSPORTS = ("grpc", "object-store")
+TRANSPORTS = ("grpc", "store")
 CASES = ("one reader", "two replicas", "one replica")
 SECONDS = 300.0
 
@@ -44,7 +47,7 @@ SECONDS = 300.0
 class Reader:
     """A trainer's rank, as far as it reads."""
 
-    def __init__(self, rank: int, master: str, address: str, blobs: ObjectStoreReader) -> None:
+    def __init__(self, rank: int, master: str, address: str, blobs: KeeperReader) -> None:
         import torch.distributed as dist
 
         self.rank = rank
@@ -52,7 +55,7 @@ class Reader:
         settings = RpcSettings(call_timeout_seconds=SECONDS)
         self.clients = {
             "grpc": BufferClient(address, settings=settings),
-            "object-store": BufferClient(address, settings=settings, blobs=blobs),
+            "store": BufferClient(address, settings=settings, blobs=blobs),
         }
 
     def read(self, transport: str, positions: Sequence[int], shared: bool) -> int:
@@ -105,6 +108,7 @@ def measure(client: BufferClient, readers: list[Any], transport: str, case: str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", choices=("object-store", "nixl"), default="object-store")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--kib", type=int, default=1024, help="of routed experts in a sample")
@@ -118,10 +122,17 @@ def main() -> None:
         try:
             process = supervisor.spawn("buffer", {"num_cpus": 0})
             settings = BufferSettings(n_samples_per_prompt=GROUP, rollout_global_dataset=False)
-            address = supervisor.start(
-                process, "slime.buffer.service", settings, RpcSettings(), blobs=ObjectStoreWriter(inline_bytes=1 << 10)
+            writer = (
+                NixlWriter(alone=True, inline_bytes=1 << 10)
+                if args.store == "nixl"
+                else ObjectStoreWriter(inline_bytes=1 << 10)
             )
-            blobs = ObjectStoreReader(process.actor, SECONDS)
+            address = supervisor.start(process, "slime.buffer.service", settings, RpcSettings(), blobs=writer)
+            blobs: KeeperReader = (
+                NixlReader(process.actor, SECONDS, alone=True)
+                if args.store == "nixl"
+                else ObjectStoreReader(process.actor, SECONDS)
+            )
             make = ray.remote(num_cpus=0)(Reader).remote
             readers = [make(rank, f"{directory}/rendezvous", address, blobs) for rank in range(2)]
             with BufferClient(address, settings=RpcSettings(call_timeout_seconds=SECONDS)) as client:
@@ -135,11 +146,11 @@ def main() -> None:
             supervisor.stop()
 
     report: dict[str, Any] = {"samples": args.samples, "kib": args.kib, "repeats": args.repeats}
-    report["same_in_group"] = args.same_in_group
+    report |= {"store": args.store, "same_in_group": args.same_in_group}
     print_table = not args.json
     if print_table:
         print(f"{args.samples} samples of {args.kib} KiB, seconds: minimum - median - maximum of {args.repeats}\n")
-        print(f"{'':14}{'grpc':>24}{'object-store':>24}{'grpc / object-store':>22}")
+        print(f"{'':14}{'grpc':>24}{args.store:>24}{'grpc / ' + args.store:>22}")
     for case in CASES:
         columns = []
         for name in TRANSPORTS:
@@ -147,7 +158,7 @@ def main() -> None:
             three = min(found), statistics.median(found), max(found)
             report[f"{case} {name}"] = [round(value, 3) for value in three]
             columns.append(" - ".join(f"{value:.2f}" for value in three))
-        ratio = statistics.median(seconds[case, "grpc"]) / statistics.median(seconds[case, "object-store"])
+        ratio = statistics.median(seconds[case, "grpc"]) / statistics.median(seconds[case, "store"])
         report[f"{case} ratio"] = round(ratio, 2)
         if print_table:
             print(f"{case:14}{columns[0]:>24}{columns[1]:>24}{ratio:>21.2f}x")

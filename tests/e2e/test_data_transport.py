@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,18 +12,23 @@ from tiny_runs import command, finish, metrics, timeless, write_inputs
 EVERYTHING = """
 import sys
 from slime.launcher import cli, services
+from slime.launcher.nixl_store import NixlWriter
 from slime.launcher.object_store import ObjectStoreWriter
 services.ObjectStoreWriter = lambda: ObjectStoreWriter(inline_bytes=1)
+services.NixlWriter = lambda alone: NixlWriter(alone=alone, inline_bytes=1)
 sys.exit(cli.main())
 """
 TOLD = re.compile(r"step (\d+): (\d+) bytes of (\d+) samples went as blobs")
 
 
-def test_a_deterministic_run_has_the_same_metrics_over_grpc_and_over_the_object_store(tmp_path: Path) -> None:
+STORES = ["object-store"] + ["nixl"] * (importlib.util.find_spec("nixl") is not None)
+
+
+def test_a_deterministic_run_has_the_same_metrics_over_grpc_and_through_a_store(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     flags = ("--deterministic", "--num-rollout", "2", "--actor-num-gpus-per-node", "2", "--use-rollout-logprobs")
     told = {}
-    for transport in ("grpc", "object-store"):
+    for transport in ("grpc", *STORES):
         output_dir = tmp_path / transport
         process = command(
             "train", inputs, output_dir, *flags, "--rollout-data-transport", transport, program=("-c", EVERYTHING)
@@ -31,9 +37,10 @@ def test_a_deterministic_run_has_the_same_metrics_over_grpc_and_over_the_object_
         assert process.returncode == 0, output
         told[transport] = TOLD.findall((output_dir / "logs" / "buffer.log").read_text())
     assert told["grpc"] == []
-    # Tokens, masks and log-probs of every sample that was read, of both ranks.
-    assert [step for step, _, _ in told["object-store"]] == ["0", "1"]
-    assert all(int(size) > 20 * int(count) > 0 for _, size, count in told["object-store"])
     rows = timeless(metrics(tmp_path / "grpc"))
     assert len(rows) == 2 and all("train/grad_norm" in row for row in rows)
-    assert rows == timeless(metrics(tmp_path / "object-store"))
+    for store in STORES:
+        # Tokens, masks and log-probs of every sample that was read, of both ranks.
+        assert [step for step, _, _ in told[store]] == ["0", "1"]
+        assert all(int(size) > 20 * int(count) > 0 for _, size, count in told[store])
+        assert rows == timeless(metrics(tmp_path / store))

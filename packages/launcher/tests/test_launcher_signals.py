@@ -11,11 +11,15 @@ from slime.launcher.supervise import Terminated, terminate_as_interrupt, uninter
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_would_end_the_process_is_an_interrupt_with_its_number(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(Terminated) as raised, terminate_as_interrupt():
-        signal.raise_signal(number)
-    assert raised.value.signum == number
-    assert signal.getsignal(number) is before
+    # Tests may run under nohup.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(Terminated) as raised, terminate_as_interrupt():
+            signal.raise_signal(number)
+        assert raised.value.signum == number
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from slime.launcher.object_store import ObjectStoreWriter
+from slime.launcher.blob_keeper import KeptWriter
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.errors import WrongState
@@ -33,7 +33,7 @@ class ServiceActor:
         self.host = host
         self._token = token
         self._service: Any = None
-        self._blobs: ObjectStoreWriter | None = None
+        self._blobs: KeptWriter | None = None
         if os.path.isdir(directory):
             # Ray starts processes where the node was started.
             os.chdir(directory)
@@ -61,16 +61,16 @@ class ServiceActor:
         if self._token is not None:
             rpc = with_token(rpc, self._token)
         blobs = options.get("blobs")
-        if isinstance(blobs, ObjectStoreWriter):
+        if isinstance(blobs, KeptWriter):
             self._blobs = blobs
         self._service = import_module(module).serve(settings, rpc, **options)
         return self._service.address
 
-    def find_blobs(self, wanted: list[bytes]) -> tuple[list[Any], list[tuple[int, int]]]:
-        """See ObjectStoreWriter.objects; raises WrongState where the service keeps no blobs."""
+    def find_blobs(self, wanted: list[bytes]) -> Any:
+        """See KeptWriter.offer; raises WrongState where the service keeps no blobs."""
         if self._blobs is None:
             raise WrongState(f"{self.name} keeps no blobs", field="blobs", value=self.name)
-        return self._blobs.objects(wanted)
+        return self._blobs.offer(wanted)
 
     def engines(self) -> list[HostedEngine]:
         """Those that the service here, a host of engines, has started."""

@@ -5,6 +5,7 @@ Contradictions inside one package are that package's own; here are those between
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -100,14 +101,11 @@ def check_run(args: Mapping[str, Any]) -> None:
             )
     if args["megatron_to_hf_mode"] is not None and args["train_backend"] != "megatron":
         _needs("megatron_to_hf_mode", args["megatron_to_hf_mode"], "--train-backend megatron")
-    if args["rollout_data_transport"] == "nixl":
+    if args["rollout_data_transport"] == "nixl" and importlib.util.find_spec("nixl") is None:
         raise NotAvailable(
-            "--rollout-data-transport nixl is not available: it moves tensors between the memories of GPUs, and "
-            "samples are arrays that the buffer keeps in files; expected grpc or object-store",
-            field="--rollout-data-transport",
-            value="nixl",
-            expected="grpc or object-store",
-        )
+            "--rollout-data-transport nixl: nixl is not installed; pip install nixl",
+            field="--rollout-data-transport", value="nixl", expected="grpc or object-store, or nixl installed",
+        )  # fmt: skip
     if args["multimodal_keys"] and args["train_backend"] == "megatron" and not args["debug_rollout_only"]:
         _contradicts_images("train_backend", "megatron", "fsdp: the models of Megatron read text alone here")
     if args["multimodal_keys"] and args["sglang_args"].get("skip_tokenizer_init"):

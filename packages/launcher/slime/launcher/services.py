@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from slime.converters.megatron_flags import given
+from slime.launcher.blob_keeper import KeeperReader, KeptWriter
 from slime.launcher.checkpoints import checkpoint_path, prune
 from slime.launcher.flags import RunConfig
+from slime.launcher.nixl_store import NixlReader, NixlWriter
 from slime.launcher.node_choice import EngineShare
 from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
@@ -98,7 +100,7 @@ class Services:
             prompts = replace(
                 prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None
             )
-        blobs = ObjectStoreWriter() if self._settings.rollout_data_transport == "object-store" else None
+        blobs = self._blob_writer(buffer)
         buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc, blobs=blobs)
         self.buffer = BufferClient(buffer_address, settings=supervisor.client_settings)
         self._count_rollouts()
@@ -107,13 +109,28 @@ class Services:
         else:
             self._start_rollout(rollout, buffer_address, self._start_engines(hosts))
         if trainers:
-            reader = None if blobs is None else ObjectStoreReader(buffer.actor, rpc.call_timeout_seconds)
-            self._start_trainers(trainers, buffer_address, reader)
+            self._start_trainers(trainers, buffer_address, self._blob_reader(buffer, rpc))
         else:
             self.first_step = self._settings.start_rollout_id or 0
         self._open_run()
         if self.first_step or config.trainer.load is not None:
             self.update_weights(self.first_step)
+
+    def _blob_writer(self, buffer: Process) -> KeptWriter | None:
+        match self._settings.rollout_data_transport:
+            case "object-store":
+                return ObjectStoreWriter()
+            case "nixl":
+                return NixlWriter(alone=buffer.host == Spot.host)
+        return None
+
+    def _blob_reader(self, buffer: Process, rpc: RpcSettings) -> KeeperReader | None:
+        match self._settings.rollout_data_transport:
+            case "object-store":
+                return ObjectStoreReader(buffer.actor, rpc.call_timeout_seconds)
+            case "nixl":
+                return NixlReader(buffer.actor, rpc.call_timeout_seconds, alone=buffer.host == Spot.host)
+        return None
 
     def _count_rollouts(self) -> None:
         """Turns --num-epoch into a number of rollouts."""
@@ -160,7 +177,7 @@ class Services:
         )
         self.rollout = RolloutClient(address, settings=supervisor.client_settings)
 
-    def _start_trainers(self, trainers: list[Process], buffer_address: str, blobs: ObjectStoreReader | None) -> None:
+    def _start_trainers(self, trainers: list[Process], buffer_address: str, blobs: KeeperReader | None) -> None:
         config, supervisor = self.config, self._supervisor
         master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.free_address.remote()))
         addresses = supervisor.start_all(

@@ -96,7 +96,7 @@ class LauncherSettings(LoopSettings, WandbSettings):
     rollout_data_transport: str = setting(
         "grpc",
         "how large tensors of samples (routed experts, multimodal inputs) reach the trainer: inside the buffer's gRPC "
-        "messages, or beside them through Ray's object store; nixl is refused, for it moves memory of GPUs",
+        "messages, or beside them through Ray's object store, or by NIXL out of the buffer's memory (RDMA, TCP)",
         choices=("grpc", "object-store", "nixl"),
     )
 

@@ -1,0 +1,63 @@
+"""Blobs that one process of a run keeps for others: readers ask it by Ray where they are, and fetch them there."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from slime.types.blobs import BlobReader, BlobWriter
+from slime.types.errors import DeadlineExceeded, SlimeError, Unavailable
+
+
+class KeptWriter(BlobWriter):
+    """Only the settings travel to another process."""
+
+    @abstractmethod
+    def offer(self, wanted: Sequence[bytes]) -> Any:
+        """What a reader in another process needs to fetch what has these digests. Raises NotFound."""
+
+
+@dataclass
+class KeeperReader(BlobReader):
+    """keeper: handle of the actor whose writer put the blobs. timeout_seconds: of one `read`."""
+
+    keeper: Any
+    timeout_seconds: float
+    where: ClassVar[str]
+
+    @abstractmethod
+    def fetch(self, offer: Any, wanted: Sequence[bytes], deadline: float) -> list[Any]:
+        """deadline: of time.monotonic. Raises Unavailable, DeadlineExceeded, and what Ray raises."""
+
+    def read(self, wanted: Sequence[bytes]) -> list[Any]:
+        import ray
+
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            offer = ray.get(self.keeper.find_blobs.remote(list(wanted)), timeout=self.timeout_seconds)
+            return self.fetch(offer, wanted, deadline)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, SlimeError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.GetTimeoutError:
+            raise self.late(wanted) from None
+        except ray.exceptions.RayError as error:
+            # The keeper died, and what it had put went with it, or a node did that held it.
+            raise self.gone(wanted, first_line(error)) from None
+
+    def late(self, wanted: Sequence[bytes]) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{len(wanted)} blobs of the buffer did not come through {self.where} within {self.timeout_seconds:g} s",
+            field="reference",
+        )
+
+    def gone(self, wanted: Sequence[bytes], why: str) -> Unavailable:
+        return Unavailable(f"{len(wanted)} blobs of the buffer are gone from {self.where}: {why}", field="reference")
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
