@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from slime.rollout.recordings import read_rollout
 from slime.types import Sample
-from tiny_runs import metrics, run_command, write_inputs
+from tiny_runs import evaluations, metrics, run_command, write_inputs
 
 TEMPLATE = "{rollout_id}.pt"
 
@@ -45,7 +46,9 @@ def test_a_run_without_a_trainer_records_an_epoch_and_its_evaluations(inputs: Pa
     assert not list((tmp_path / "run" / "logs").glob("trainer*")) and "trained model" not in output
     (row,) = metrics(tmp_path / "run")
     assert row["step"] == 1 and "train/loss" not in row
-    for name in ("held", "again"):
+    held_out = evaluations(tmp_path / "run")
+    assert [row["step"] for row in held_out] == [1, 2]
+    for row, name in itertools.product(held_out, ("held", "again")):
         for key in ("", "-truncated_ratio", "-response_length", "-pass@1", "-pass@2"):
             assert f"eval/{name}{key}" in row
     files = sorted(path.name for path in (tmp_path / "details" / "rollout_data").iterdir())

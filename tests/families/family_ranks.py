@@ -31,6 +31,7 @@ from slime.trainer.backends.megatron.row import cut
 from slime.trainer.backends.megatron.vocabulary import Scoring
 from slime.trainer.backends.megatron.weights import export_slices, hf_shapes, load_hf
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.batching.runs import Runs
 from slime.trainer.collective import Ranks
 
 GRADIENT_TOLERANCE = 2e-5
@@ -149,7 +150,7 @@ def row_of(parts: list[Tensor], rank: int, size: int, multiple: int) -> Any:
         "tokens": torch.cat(parts)[None],
         "position_ids": torch.cat([torch.arange(len(part)) for part in parts])[None],
         "rows": torch.arange(sum(map(len, parts))),
-        "attention_mask": None,
+        "runs": Runs.apart([len(part) for part in parts], "cpu"),
     }
     for name, value in fields.items():
         object.__setattr__(batch, name, value)
