@@ -4,18 +4,22 @@
     d  width of a head of queries and keys                           v     of values
 
 On CUDA in bfloat16 that is one call of FlashAttention for the whole row, elsewhere a call of
-scaled_dot_product_attention for each run.
+scaled_dot_product_attention for each run, which a GPU has little use for: the log says where it comes to that.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slime.trainer.batching.runs import Runs
+
+log = logging.getLogger(__name__)
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -42,6 +46,8 @@ def attend(
         key, value = both.split([width, value.shape[-1]], dim=-1)
     if flash_takes(query):
         return _flash(query, key, value, runs, scale, window)
+    if query.is_cuda:
+        _tell(query.dtype, query.shape[-1])
     return _by_run(query, key, value, runs, scale, window)
 
 
@@ -53,6 +59,15 @@ def flash_takes(query: Tensor) -> bool:
         and query.shape[-1] <= _MAX_FLASH_WIDTH
         and query.shape[-1] % 8 == 0
     )
+
+
+@cache
+def _tell(dtype: torch.dtype, width: int) -> None:
+    log.warning(
+        "attention goes sample by sample, which is slow: FlashAttention takes bfloat16 and heads of a multiple of 8 up "
+        "to %d, with a torch of 2.11 or later; here are %s, %d, and %s",
+        _MAX_FLASH_WIDTH, dtype, width, torch.__version__,
+    )  # fmt: skip
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
