@@ -144,6 +144,18 @@ def test_a_stream_grows_to_the_whole_answer(engine: EngineProcess) -> None:
     assert all(outputs[-1][: len(part)] == part for part in outputs)
 
 
+def test_completions_have_log_probs_in_their_own_form(engine: EngineProcess) -> None:
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 4, "logprobs": 0}
+    (choice,) = post(engine, "/v1/completions", body)["choices"]
+    same = generate(engine, PROMPTS[0], temperature=0, max_new_tokens=4)
+    told = choice["logprobs"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(same["output_ids"])
+    starts = zip(told["text_offset"], told["tokens"], strict=True)
+    assert all("".join(told["tokens"])[start:].startswith(token) for start, token in starts)
+    assert max(told["token_logprobs"]) <= 0
+    assert post(engine, "/v1/completions", body | {"logprobs": None})["choices"][0]["logprobs"] is None
+
+
 def test_chat_speaks_openais_protocol(engine: EngineProcess) -> None:
     body = {"messages": [{"role": "user", "content": "12"}], "temperature": 0, "max_tokens": 4, "logprobs": True}
     answer = post(engine, "/v1/chat/completions", body)

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource
 from slime.rollout.weight_update import WeightUpdates
 from slime.types.clients import RolloutClient
-from slime.types.errors import InvalidField, InvalidSetting, WrongState
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, WrongState
 from slime.types.rpc import RpcSettings, Server
 from slime.v1 import rollout_pb2_grpc
 
@@ -219,7 +220,7 @@ def test_the_service_offers_both_calls(make_state: Any) -> None:
         engine.stop()
 
 
-def test_engines_of_others_say_what_they_are_and_can(engine: EngineProcess) -> None:
+def test_engines_of_others_say_what_they_are_and_can(engine: EngineProcess, tmp_path: Path) -> None:
     fleet = Fleet([RemoteEngine("external-0", engine.url)], LoopThread())
     fleet.start()
     try:
@@ -229,6 +230,12 @@ def test_engines_of_others_say_what_they_are_and_can(engine: EngineProcess) -> N
         launch.check_abilities(RolloutSettings(hf_checkpoint="x", colocate=True), fleet)
         with pytest.raises(InvalidSetting, match="external-0 .* without --enable-deterministic-inference"):
             launch.check_abilities(RolloutSettings(hf_checkpoint="x", deterministic=True), fleet)
+        for family in ("qwen2_5_vl", "smolvlm"):
+            (tmp_path / family).mkdir()
+            (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}))
+        launch.check_images(str(tmp_path / "qwen2_5_vl"), fleet)
+        with pytest.raises(NotAvailable, match="engine external-0 is an SGLang, .*/smolvlm, expected one of qwen2_vl"):
+            launch.check_images(str(tmp_path / "smolvlm"), fleet)
     finally:
         fleet.stop()
         fleet.loop.stop()

@@ -25,7 +25,8 @@ from slime.rollout.loop import LoopThread
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.vision import FAMILIES, require_vision
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ def open_state(
     try:
         fleet.start()
         check_abilities(settings, fleet)
+        if (extra_args or {}).get("multimodal_keys"):
+            check_images(settings.hf_checkpoint, fleet)
         return GenerateState.attach(flat_args(settings, fleet, extra_args), fleet, tokenizer.result(), plugins)
     except BaseException:
         _close(fleet)
@@ -69,6 +72,20 @@ def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
                     value=True,
                     expected=f"engines with {switch}",
                 )
+
+
+def check_images(directory: str, fleet: Fleet) -> None:
+    """Raises NotAvailable for an SGLang that would not show the images of prompts to the model in `directory`."""
+    if require_vision(directory, "--multimodal-keys").sglang:
+        return
+    known = ", ".join(name for name, family in FAMILIES.items() if family.sglang)
+    for member in fleet.members:
+        if member.kind == "sglang":
+            raise NotAvailable(
+                f"--multimodal-keys: engine {member.name} is an SGLang, which takes no token ids beside images from "
+                f"the model in {directory}, expected one of {known}, or --rollout-engine embedded",
+                field="--rollout-engine", value=member.kind, expected=known,
+            )  # fmt: skip
 
 
 def close_state(state: GenerateState) -> None:

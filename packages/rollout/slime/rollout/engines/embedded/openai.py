@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -29,9 +30,9 @@ SAMPLING = {
 }  # fmt: skip
 WITHOUT_EFFECT = frozenset((
     "model", "user", "metadata", "stream_options", "store", "tool_choice", "parallel_tool_calls",
-    "top_logprobs", "echo",
+    "top_logprobs",
 ))  # fmt: skip
-OWN = frozenset(("messages", "prompt", "tools", "n", "stream", "logprobs", "chat_template_kwargs"))
+OWN = frozenset(("messages", "prompt", "tools", "n", "stream", "logprobs", "echo", "chat_template_kwargs"))
 
 
 async def chat(server: EngineServer, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
@@ -69,6 +70,8 @@ async def complete(server: EngineServer, request: web.Request, body: Mapping[str
 async def _answer(
     server: EngineServer, request: web.Request, body: Mapping[str, Any], prompt: list[int], *, chat: bool
 ) -> web.StreamResponse:
+    if body.get("echo"):
+        raise InvalidField("echo", body["echo"], "false: an answer is what the model made")
     count = body.get("n") or 1
     if not isinstance(count, int) or not 1 <= count <= 128:
         raise InvalidField("n", count, "a whole number from 1 to 128")
@@ -79,6 +82,9 @@ async def _answer(
         "created": int(time.time()),
         "model": body.get("model") or server.name,
     }
+    # Of /v1/completions a number says of how many tokens beside the one drawn, and 0 asks for that one.
+    wanted = body.get("logprobs")
+    log_probs = bool(wanted) if chat else wanted is not None and wanted is not False
     responses = [make_response(server.loaded, prompt, p, f"{head['id']}-{i}", "prompt") for i, p in enumerate(params)]
     if body.get("stream"):
         if count > 1:
@@ -91,9 +97,7 @@ async def _answer(
     return web.json_response(
         head
         | {
-            "choices": [
-                _choice(server, r, i, chat=chat, log_probs=bool(body.get("logprobs"))) for i, r in enumerate(responses)
-            ],
+            "choices": [_choice(server, r, i, chat=chat, log_probs=log_probs) for i, r in enumerate(responses)],
             "usage": {
                 "prompt_tokens": len(prompt),
                 "completion_tokens": completion,
@@ -124,7 +128,13 @@ def _choice(server: EngineServer, response: Response, index: int, *, chat: bool,
     text = response_text(server.loaded, response)
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(response), "logprobs": None}
     choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    if log_probs:
+    if log_probs and not chat:
+        tokens = [server.loaded.tokenizer.decode([t]) for t in response.output_ids]
+        offsets = [0, *accumulate(map(len, tokens))][: len(tokens)]
+        choice["logprobs"] = {
+            "tokens": tokens, "token_logprobs": list(response.log_probs), "top_logprobs": None, "text_offset": offsets,
+        }  # fmt: skip
+    elif log_probs:
         tokens = [server.loaded.tokenizer.decode([t]) for t in response.output_ids]
         choice["logprobs"] = {
             "content": [
