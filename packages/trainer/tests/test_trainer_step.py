@@ -1,12 +1,14 @@
 """Training steps on one rank, against float64 references with one forward pass per sample."""
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from trainer_float64 import load64, reference_log_probs
-from trainer_tiny import Runner, make_samples, make_settings
+from trainer_tiny import VOCAB, Runner, make_samples, make_settings
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.batching.packing import pack
@@ -181,3 +183,36 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(model: str):
     with pytest.raises(NonFiniteGradient):
         runner.run(0, samples)
     assert all(torch.equal(before[name], weight) for name, weight in runner.weights().items())
+
+
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def write_gpt2(path: Path, **values: Any) -> str:
+    """A GPT-2 with dropout wherever it can have it."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=1, **values,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return str(path)
+
+
+def test_recomputation_changes_no_number_of_a_model_with_dropout(tmp_path: Path):
+    directory = write_gpt2(tmp_path, **DROPOUT)
+    values = {"num_steps_per_rollout": 2, "lr": 1e-30, "weight_decay": 0.0}
+    plain, again = (Runner(make_settings(directory, gradient_checkpointing=on, **values)) for on in (False, True))
+    expected, got = plain.run(), again.run()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in again.backend.policy.modules())
+    assert got["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert got[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-7), name
+
+
+def test_recomputation_recomputes(tmp_path: Path):
+    runner = Runner(make_settings(write_gpt2(tmp_path), gradient_checkpointing=True))
+    calls = []
+    runner.backend.policy.transformer.h[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    metrics = runner.run()
+    assert len(calls) == 2 * metrics["train/micro_batches"]

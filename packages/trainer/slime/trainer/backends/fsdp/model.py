@@ -32,12 +32,15 @@ def load_model(path: str, *, flag: str) -> nn.Module:
             f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory"
         )
     config = AutoConfig.from_pretrained(path)
+    _turn_off_dropout(config)
     for kind in layer_types(config):
         if kind not in _PACKABLE:
             raise NotAvailable(f"{flag}: layers of type {kind} are not available yet", field=flag, value=kind)
     try:
         kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
-        model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True)
+        model = kind.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
@@ -59,13 +62,28 @@ def layer_types(config: Any) -> set[str]:
     return {"sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"}
 
 
+def _turn_off_dropout(config: Any) -> None:
+    """Sets every dropout rate of a model's config, and of the configs inside it, to 0."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "get_text_config"):
+            _turn_off_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
 def enable_recomputation(model: Any) -> None:
-    """Activations are made again in the backward pass; transformers does it in train mode only."""
+    """Recompute activations in the backward pass.
+
+    transformers recomputes a module in train mode only. The modules that it recomputes get that mode, and nothing
+    inside them: a router's jitter, for one, stays off.
+    """
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
 
 
 def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) -> nn.Module:
