@@ -25,6 +25,7 @@ from slime.rollout.recordings import record_evaluation, record_rollout
 from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.rollout.sources.own import OwnLeases, OwnSource
+from slime.rollout.sources.wire_names import WireNames
 from slime.rollout.weight_update import WeightUpdates
 from slime.types import Sample
 from slime.types.clients import BufferClient, Writer
@@ -58,6 +59,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._own_source: OwnSource | None = None
         if settings.data_source_path != DEFAULT_DATA_SOURCE:
             self._own_source = OwnSource.open(settings.data_source_path, state.args)
+        self._names = WireNames(settings, state.tokenizer)
         self._running = 0
         self._lock = threading.Lock()
         self._newest_writer: Writer | None = None
@@ -115,7 +117,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.updates.check_serving()
         args = copy.copy(self.state.args)
         with BufferClient(self.buffer_address, settings=self.rpc) as buffer:
-            source = EvaluationSource(buffer, request.names)
+            source = EvaluationSource(buffer, request.names, self._names)
             job = Job(
                 self.fleet,
                 request.rollout_id,
@@ -184,6 +186,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def _lease(self, buffer: BufferClient) -> LeasedDataSource:
         options: dict[str, Any] = dict(
             worker_id=self.worker_id,
+            names=self._names,
             ttl_seconds=self.settings.rollout_lease_seconds,
             wait_seconds=self.settings.rollout_prompt_wait_seconds,
         )

@@ -30,29 +30,38 @@ BOXED = "boxed_"
 def reward_function(rm_type: str) -> RewardFunction:
     """The function of a name; `boxed_NAME` scores what stands in the last \\boxed{} of the response.
 
-    Raises InvalidSetting naming the nearest name, NotAvailable for a name that slime has and this version has not.
+    Raises what `check_name` raises.
     """
-    name = rm_type.replace("-", "_")
-    if name.startswith(BOXED):
+    name = check_name(rm_type)
+    if rm_type.replace("-", "_").startswith(BOXED):
         from slime.rollout.rewards.boxed import of_boxed
 
-        return of_boxed(reward_function(name[len(BOXED) :]))
+        return of_boxed(reward_function(name))
+    module, attribute = BUILT_IN[name].split(":")
+    function = getattr(importlib.import_module(module), attribute)
+    return function if inspect.iscoroutinefunction(function) else _as_async(function)
+
+
+def check_name(rm_type: str) -> str:
+    """The name of a built-in reward, without `boxed_`; imports nothing.
+
+    Raises InvalidSetting naming the nearest name, NotAvailable for a name that slime has and this version has not.
+    """
+    name = rm_type.replace("-", "_").removeprefix(BOXED)
     if name in NOT_YET:
         raise NotAvailable(
             f"--rm-type {rm_type}: not available yet; {', '.join(BUILT_IN)} are", field="--rm-type", value=rm_type
         )
     if name not in BUILT_IN:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        near = difflib.get_close_matches(name[:100], BUILT_IN, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InvalidSetting(
-            f"--rm-type (or metadata.rm_type): got {rm_type!r}, expected one of {', '.join(BUILT_IN)}{hint}",
+            f"--rm-type (or metadata.rm_type): got {rm_type[:100]!r}, expected one of {', '.join(BUILT_IN)}{hint}",
             field="--rm-type",
             value=rm_type,
             expected=near[0] if near else ", ".join(BUILT_IN),
         )
-    module, attribute = BUILT_IN[name].split(":")
-    function = getattr(importlib.import_module(module), attribute)
-    return function if inspect.iscoroutinefunction(function) else _as_async(function)
+    return name
 
 
 def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:

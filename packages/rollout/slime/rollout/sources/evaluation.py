@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample, SampleGroup
 from slime.types.errors import NotFound
 
@@ -18,10 +19,14 @@ class EvaluationCalls(Protocol):
 
 
 class EvaluationSource:
-    """names: the sets to evaluate; all that the buffer has where none is given. Raises NotFound for an unknown name."""
+    """names: the sets to evaluate; all that the buffer has where none is given. Raises NotFound for an unknown name.
 
-    def __init__(self, buffer: EvaluationCalls, names: Sequence[str] = ()) -> None:
+    wire_names: what samples of the buffer may name.
+    """
+
+    def __init__(self, buffer: EvaluationCalls, names: Sequence[str] = (), wire_names: WireNames | None = None) -> None:
         self.buffer = buffer
+        self.wire_names = wire_names
         known = tuple(buffer.stats().evaluation_sets)
         for name in names:
             if name not in known:
@@ -33,10 +38,15 @@ class EvaluationSource:
         self.names = tuple(names) or known
 
     def read(self, name: str, n_samples: int) -> list[list[Sample]]:
-        """The groups of a set in order, `n_samples` each, their samples numbered from 0 through the whole set."""
+        """The groups of a set in order, `n_samples` each, their samples numbered from 0 through the whole set.
+
+        Raises what `WireNames.check` raises.
+        """
         groups: list[list[Sample]] = []
         for group in self.buffer.read_evaluation_set(name):
             samples = group.samples
+            if self.wire_names is not None:
+                self.wire_names.check(samples)
             if len(samples) != n_samples:
                 samples = [copy.deepcopy(samples[0]) for _ in range(n_samples)]
             for i, sample in enumerate(samples):

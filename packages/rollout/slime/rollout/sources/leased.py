@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slime.rollout.call import CALL
+from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample, SampleGroup
 from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, WrongState
 
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
+# So many groups in a row that name what this run does not know mean that its settings are wrong, not the groups.
+REFUSED_IN_A_ROW = 1000
 
 
 class BufferCalls(Protocol):
@@ -40,14 +43,22 @@ class _Lease:
 class LeasedDataSource:
     """Thread-safe. Use it as a context manager: at its end, groups still leased go back as they were.
 
-    completed: the groups that were handed in.
+    names: what samples of the buffer may name; a group that names anything else is rejected. completed: the groups that
+    were handed in.
     """
 
     def __init__(
-        self, buffer: BufferCalls, *, worker_id: str, ttl_seconds: float = 600.0, wait_seconds: float = 600.0
+        self,
+        buffer: BufferCalls,
+        *,
+        worker_id: str,
+        names: WireNames | None = None,
+        ttl_seconds: float = 600.0,
+        wait_seconds: float = 600.0,
     ) -> None:
         self.buffer = buffer
         self.worker_id = worker_id
+        self.names = names
         self.ttl_seconds = ttl_seconds
         self.wait_seconds = wait_seconds
         self.completed: list[list[Sample]] = []
@@ -56,6 +67,7 @@ class LeasedDataSource:
         self._group_of: dict[int, int] = {}
         self._lock = threading.Condition()
         self._calls = 0
+        self._refused_in_a_row = 0
         self._closed = threading.Event()
         self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
@@ -70,7 +82,8 @@ class LeasedDataSource:
         return len(self._leases)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Leases up to `num_samples` groups; waits for the first. Raises DeadlineExceeded when none comes."""
+        """Leases up to `num_samples` groups; waits for the first. Raises DeadlineExceeded when none comes, and what is
+        wrong with the last of `REFUSED_IN_A_ROW` groups that it had to reject one after the other."""
         call = CALL.get()
         deadline = time.monotonic() + self.wait_seconds
         while call is None or not call.cancelled.is_set():
@@ -79,8 +92,10 @@ class LeasedDataSource:
                 leased = self.buffer.lease_groups(
                     num_samples, ttl_seconds=self.ttl_seconds, wait_seconds=wait, worker_id=self.worker_id
                 )
-                if leased:
-                    return [self._take(lease) for lease in leased]
+                groups = [self._take(lease) for lease in leased]
+            groups = [group for group in groups if self._knows(group)]
+            if groups:
+                return groups
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
                     f"the buffer had no prompt to lease for {self.wait_seconds:g} s; give it --prompt-data "
@@ -98,7 +113,22 @@ class LeasedDataSource:
             self._group_of.update((id(sample), group.group_index) for sample in group.samples)
         return group.samples
 
+    def _knows(self, group: list[Sample]) -> bool:
+        """False for a group that names what this run does not; it is rejected, with that reason."""
+        error = self.names.refusal(group) if self.names is not None else None
+        if error is None:
+            self._refused_in_a_row = 0
+            return True
+        self._refused_in_a_row += 1
+        log.error("group %s is rejected: %s", self.find(group), error)
+        self.reject(group, f"unknown {error.field.partition('.')[0]}")
+        if self._refused_in_a_row >= REFUSED_IN_A_ROW:
+            raise error
+        return False
+
     def add_samples(self, groups: list[list[Sample]]) -> None:
+        if self.names is not None:
+            self.names.trust(sample for group in groups for sample in group)
         for group in groups:
             with self._ending(self._index(group)) as lease:
                 self.buffer.return_group(lease.token, list(group))

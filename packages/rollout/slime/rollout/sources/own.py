@@ -160,6 +160,10 @@ class OwnLeases(LeasedDataSource):
             group.samples = copied
         return super()._take(lease)
 
+    def _knows(self, group: list[Sample]) -> bool:
+        # What the class gave is code of the user.
+        return self.find(group) in self.own.given or super()._knows(group)
+
     def add_samples(self, groups: list[list[Sample]]) -> None:
         for group in groups:
             if self.find(group) is not None:

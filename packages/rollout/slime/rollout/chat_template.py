@@ -1,0 +1,72 @@
+"""Arguments that a client may give to the model's chat template: those that the template itself reads.
+
+A template is a program, and a tokenizer's own arguments (padding, max_length, ...) change what it returns: neither is a
+client's to choose.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from slime.types.errors import InvalidField
+
+# Parameters of `apply_chat_template`, and names that transformers puts into a template itself.
+RESERVED = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
+
+
+class _Generation(Extension):
+    """The tag of transformers around what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def template_arguments(tokenizer: Any) -> frozenset[str]:
+    """Names that the chat templates of a tokenizer read and that are no arguments of the tokenizer."""
+    templates = getattr(tokenizer, "chat_template", None) or ()
+    if isinstance(templates, Mapping):
+        templates = tuple(templates.values())
+    texts = (templates,) if isinstance(templates, str) else tuple(templates)
+    return frozenset().union(*map(_arguments, texts))
+
+
+@functools.lru_cache(maxsize=32)
+def _arguments(template: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])  # noqa: S701 - parsed, never run
+    try:
+        found = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateError:
+        # Rendering says what is wrong with it.
+        return frozenset()
+    # Special tokens (bos_token, ...) are the tokenizer's.
+    return frozenset(n for n in found - RESERVED - environment.globals.keys() if not n.endswith(("_token", "_tokens")))
+
+
+def check_arguments(tokenizer: Any, given: Any, field: str = "chat_template_kwargs") -> dict[str, Any]:
+    """`given` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to give."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise InvalidField(field, given, "an object")
+    if given:
+        known = template_arguments(tokenizer)
+        for name, value in given.items():
+            if name not in known:
+                expected = ", ".join(sorted(known)) or "none"
+                raise InvalidField(
+                    f"{field}.{name}", value, f"an argument that the chat template of this model reads ({expected})"
+                )
+    return given

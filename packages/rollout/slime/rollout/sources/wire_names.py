@@ -1,0 +1,65 @@
+"""Names in samples that come from the buffer: of functions, rewards and template arguments.
+
+Whoever may write to the buffer may put any text there, so a name counts only where this run's own settings, or code
+that they name, gave it. Nothing is imported to find that out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from slime.rollout.chat_template import check_arguments
+from slime.rollout.rewards.registry import check_name
+from slime.rollout.settings import RolloutSettings
+from slime.types import Sample
+from slime.types.errors import InvalidField, SlimeError
+
+PATHS = {"generate_function_path": "custom_generate_function_path", "custom_rm_path": "custom_rm_path"}
+
+
+class WireNames:
+    """tokenizer: its chat template says which arguments there are. Thread-safe."""
+
+    def __init__(self, settings: RolloutSettings, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._rm_url = settings.rm_url
+        self._lock = threading.Lock()
+        sets = settings.eval_overrides.values()
+        self._paths = {
+            field: {getattr(settings, name), *(values.get(name) for values in sets)} - {None}
+            for field, name in PATHS.items()
+        }
+
+    def trust(self, samples: Iterable[Sample]) -> None:
+        """Accepts, from now on, the functions that these samples name: code of this process made them."""
+        with self._lock:
+            for sample in samples:
+                for field, paths in self._paths.items():
+                    path = getattr(sample, field)
+                    if path is not None:
+                        paths.add(path)
+
+    def check(self, samples: Iterable[Sample]) -> None:
+        """Raises InvalidField, InvalidSetting or NotAvailable naming the field and the value."""
+        for sample in samples:
+            for field, paths in self._paths.items():
+                path = getattr(sample, field)
+                if path is not None and path not in paths:
+                    flag = "--" + PATHS[field].replace("_", "-")
+                    raise InvalidField(
+                        field, path, f"a path that this run was started with ({flag}, or that of an evaluation set)"
+                    )
+            check_arguments(self._tokenizer, sample.apply_chat_template_kwargs, "apply_chat_template_kwargs")
+            rm_type = sample.metadata.get("rm_type")
+            if rm_type and check_name(str(rm_type).strip()) == "remote_rm" and not self._rm_url:
+                raise InvalidField("metadata.rm_type", rm_type, "another reward: this run has no --rm-url")
+
+    def refusal(self, samples: Iterable[Sample]) -> SlimeError | None:
+        """What `check` raises, or None."""
+        try:
+            self.check(samples)
+        except SlimeError as error:
+            return error
+        return None
