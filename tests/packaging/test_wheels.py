@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from clean_environment import ROOT
+
 # What a package needs of the others, and what must not even be installed with it.
 SIBLINGS = {
     "types": set(),
@@ -197,7 +199,7 @@ def test_wheels_hold_no_module_twice(wheels: Path) -> None:
         for module in modules(wheels, name):
             assert module not in seen, f"{module} is in slime-{seen.get(module)} and slime-{name}"
             # The namespaces stay open for every package.
-            assert module not in ("slime", "slime.utils", "slime.data")
+            assert module not in ("slime", "slime.utils")
             seen[module] = name
 
 
@@ -205,3 +207,17 @@ def test_wheels_hold_no_module_twice(wheels: Path) -> None:
 def test_wheels_are_typed(name: str, wheels: Path) -> None:
     with wheel_of(wheels, name) as archive:
         assert f"slime/{name}/py.typed" in archive.namelist()
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_a_wheel_holds_the_files_of_its_package(name: str, wheels: Path) -> None:
+    directory = ROOT / "packages" / name
+    kinds = {".py", ".pyi", ".typed", ".json", ".jinja", ".tsv", ".yaml"}
+    tree = {
+        p.relative_to(directory).as_posix()
+        for p in (directory / "slime").rglob("*")
+        if p.suffix in kinds or p.name == "py.typed"
+    }
+    with wheel_of(wheels, name) as archive:
+        held = {path for path in archive.namelist() if ".dist-info/" not in path}
+    assert tree and held == tree
