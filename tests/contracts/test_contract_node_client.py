@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,23 +35,28 @@ def client_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class Served(NamedTuple):
+    address: str
+    token_file: str
+
+
 @pytest.fixture
-def address() -> Iterator[str]:
+def served() -> Iterator[Served]:
     command = [sys.executable, "-m", slime.buffer.cli.__name__, "serve", "--n-samples-per-prompt", "2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[-1]
+            yield Served(process.stdout.readline().split()[-1], process.stdout.readline().split()[-1])
         finally:
             process.terminate()
             assert process.wait(30) == 0
 
 
 @pytest.fixture
-def node(client_directory: Path, address: str) -> Callable[..., list[Any]]:
-    def run(*words: str, expect: int = 0) -> list[Any]:
-        command = [str(NODE), "client.js", str(PROTO), address, *words]
+def node(client_directory: Path, served: Served) -> Callable[..., list[Any]]:
+    def run(*words: str, expect: int = 0, token_file: str = served.token_file) -> list[Any]:
+        command = [str(NODE), "client.js", str(PROTO), served.address, token_file, *words]
         done = subprocess.run(command, cwd=client_directory, capture_output=True, text=True, timeout=60)
         assert done.returncode == expect, done.stdout + done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -59,8 +64,8 @@ def node(client_directory: Path, address: str) -> Callable[..., list[Any]]:
     return run
 
 
-def test_node_adds_prompts_and_reads_samples_back(node: Callable[..., list[Any]], address: str) -> None:
-    with BufferClient(address) as client:
+def test_node_adds_prompts_and_reads_samples_back(node: Callable[..., list[Any]], served: Served) -> None:
+    with BufferClient(served.address) as client:
         client.open_run("run")
         assert node("add", "batch", "one", "two", "three") == [{"added": 3, "first_group_index": 0, "duplicate": False}]
         (again,) = node("add", "batch", "one", "two", "three")
@@ -106,3 +111,18 @@ def test_node_sees_the_status_and_the_field_of_an_error(node: Callable[..., list
     assert error["code"] == 5 and "no run is open" in error["message"]
     (error,) = node("add", "empty", expect=1)
     assert error["code"] == 3 and error["message"].startswith("prompts: ")
+
+
+def test_node_may_do_what_its_token_is_for(node: Callable[..., list[Any]], served: Served, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", slime.buffer.cli.__name__, "token", "feed", "--token-file", served.token_file]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    feed, wrong = tmp_path / "feed", tmp_path / "wrong"
+    feed.write_text(done.stdout)
+    wrong.write_text("guess")
+    assert node("add", "batch", "one", token_file=str(feed))[0]["added"] == 1
+    (error,) = node("read", "completed", expect=1, token_file=str(feed))
+    assert error["code"] == 7 and "a token for feed may not call /slime.v1.BufferService/ReadGroups" in error["message"]
+    (error,) = node("add", "more", "two", expect=1, token_file=str(wrong))
+    assert error["code"] == 16 and "token" in error["message"]

@@ -14,6 +14,7 @@ from slime.buffer.buffer import Buffer
 from slime.buffer.service import RunningBuffer, serve_buffer
 from slime.buffer.settings import BufferSettings
 from slime.types.clients import BufferClient
+from slime.types.rpc import RpcSettings
 
 
 class Clock:
@@ -24,6 +25,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+# Doors are tested where they are made: clients of grpc alone get in here without a token.
+OPEN = RpcSettings(insecure=True)
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def serving(clock: Clock) -> Iterator[Callable[..., RunningBuffer]]:
     with ExitStack() as stack:
 
         def start(**settings: Any) -> RunningBuffer:
-            return stack.enter_context(serve_buffer(Buffer(BufferSettings(**settings), clock=clock)))
+            return stack.enter_context(serve_buffer(Buffer(BufferSettings(**settings), clock=clock), OPEN))
 
         yield start
 

@@ -124,10 +124,13 @@ def test_an_error_arrives_as_what_it_was(servicer: Scripted, stub: Any, error: e
     assert servicer.calls == len(calls)
 
 
-def test_a_foreign_client_reads_the_status_and_the_detail(servicer: Scripted, address: str) -> None:
+def test_a_foreign_client_reads_the_status_and_the_detail(servicer: Scripted) -> None:
     servicer.script = raising(errors.LeaseLost("lost", field="lease_token", value="x"))
-    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-        get_stats(buffer_pb2_grpc.BufferServiceStub(channel), timeout=WAIT)
+    with serve(servicer) as service, grpc.insecure_channel(service.address) as channel:
+        assert service.token_file is not None
+        token = ("authorization", f"Bearer {service.token_file.read_text().strip()}")
+        with pytest.raises(grpc.RpcError) as caught:
+            get_stats(buffer_pb2_grpc.BufferServiceStub(channel), timeout=WAIT, metadata=[token])
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and caught.value.details() == "lost"
     assert "slime-error-bin" in dict(caught.value.trailing_metadata())
 
@@ -298,6 +301,8 @@ def secured(tmp_path: Path) -> dict[str, str]:
     authority.cert_pem.write_to_path(files["ca"])
     Path(files["token"]).write_text("s3cret\n")
     Path(files["other"]).write_text("guess\n")
+    for name in ("key", "token", "other"):
+        Path(files[name]).chmod(0o600)
     return files
 
 

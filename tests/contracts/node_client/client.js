@@ -1,17 +1,18 @@
 // A client of slime.v1.BufferService, written from the .proto files alone.
 //
-//   node client.js PROTO_DIR ADDRESS add KEY TEXT...   adds prompts; prints AddPromptsResponse
-//   node client.js PROTO_DIR ADDRESS work COUNT        leases COUNT groups, completes them; prints their indexes
-//   node client.js PROTO_DIR ADDRESS read STATE        reads groups in that state; prints one object a sample
+//   node client.js PROTO_DIR ADDRESS TOKEN_FILE add KEY TEXT...   adds prompts; prints AddPromptsResponse
+//   node client.js PROTO_DIR ADDRESS TOKEN_FILE work COUNT        leases COUNT groups, completes them; prints their indexes
+//   node client.js PROTO_DIR ADDRESS TOKEN_FILE read STATE        reads groups in that state; prints one object a sample
 //
 // A failed call prints {code, message} and exits with 1.
 "use strict";
 
+const fs = require("fs");
 const path = require("path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
-const [protoDirectory, address, command, ...words] = process.argv.slice(2);
+const [protoDirectory, address, tokenFile, command, ...words] = process.argv.slice(2);
 const definition = loader.loadSync(path.join(protoDirectory, "slime/v1/buffer.proto"), {
   includeDirs: [protoDirectory],
   keepCase: true,
@@ -22,6 +23,8 @@ const definition = loader.loadSync(path.join(protoDirectory, "slime/v1/buffer.pr
 });
 const { slime } = grpc.loadPackageDefinition(definition);
 const client = new slime.v1.BufferService(address, grpc.credentials.createInsecure());
+const token = new grpc.Metadata();
+token.set("authorization", "Bearer " + fs.readFileSync(tokenFile, "utf8").trim());
 const deadline = () => ({ deadline: Date.now() + 20000 });
 
 // One answer to one request, or to a stream of them.
@@ -29,10 +32,10 @@ function call(method, ...requests) {
   return new Promise((resolve, reject) => {
     const done = (error, answer) => (error ? reject(error) : resolve(answer));
     if (!client[method].requestStream) {
-      client[method](requests[0], deadline(), done);
+      client[method](requests[0], token, deadline(), done);
       return;
     }
-    const stream = client[method](deadline(), done);
+    const stream = client[method](token, deadline(), done);
     requests.forEach((request) => stream.write(request));
     stream.end();
   });
@@ -41,7 +44,7 @@ function call(method, ...requests) {
 function collect(method, request) {
   return new Promise((resolve, reject) => {
     const answers = [];
-    client[method](request, deadline())
+    client[method](request, token, deadline())
       .on("data", (answer) => answers.push(answer))
       .on("error", reject)
       .on("end", () => resolve(answers));

@@ -78,6 +78,8 @@ def _serve(argv: Sequence[str]) -> int:
 
     with serve(settings, rpc, buffer_address=where.buffer_address) as service:
         print(f"listening on {service.address}", flush=True)
+        if service.token_file is not None:
+            print(f"callers need the token in {service.token_file}", flush=True)
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())

@@ -32,6 +32,7 @@ from slime.types.clients import BufferClient, Writer
 from slime.types.codec import sample_to_proto
 from slime.types.errors import InvalidField, StaleWriter
 from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.rpc.auth import check_exposure
 from slime.v1 import buffer_pb2, rollout_pb2, rollout_pb2_grpc
 
 EXAMPLES = 3
@@ -300,6 +301,7 @@ def serve(
 
     engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here.
     """
+    check_exposure(rpc)
     state = open_state(settings, extra_args, engines)
     try:
         service = RolloutService(settings, state, buffer_address, rpc)

@@ -118,6 +118,8 @@ def _serve(settings: TrainerSettings, megatron: dict[str, Any], rpc: RpcSettings
     _on_stop(stop.set)
     with service:
         print(f"listening on {service.address}", flush=True)
+        if service.token_file is not None:
+            print(f"callers need the token in {service.token_file}", flush=True)
         stop.wait()
     return 0
 

@@ -15,6 +15,7 @@ from slime.types.blobs import BlobReader
 from slime.types.clients import BufferClient, RolloutClient, Writer
 from slime.types.errors import InvalidField, SlimeError, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.rpc.auth import check_exposure
 from slime.v1 import buffer_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ def serve(
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")
+    check_exposure(rpc)
     worker = Worker(f"trainer-{rank}")
     stack = contextlib.ExitStack()
     stack.callback(worker.stop)

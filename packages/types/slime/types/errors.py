@@ -17,6 +17,7 @@
     ├── Unavailable                 UNAVAILABLE          a peer that does not answer
     │   └── PortInUse
     ├── Unauthenticated             UNAUTHENTICATED
+    ├── PermissionDenied            PERMISSION_DENIED    a token of a role that may not make the call
     ├── OutOfSpace                  RESOURCE_EXHAUSTED   a full disk
     ├── EngineError                 INTERNAL             an engine that died or answered with an error
     └── RemoteError                 INTERNAL             an unexpected exception in the peer
@@ -132,6 +133,10 @@ class PortInUse(Unavailable):
 
 class Unauthenticated(SlimeError):
     status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(SlimeError):
+    status = "PERMISSION_DENIED"
 
 
 class OutOfSpace(SlimeError):

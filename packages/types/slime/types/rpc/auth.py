@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import hmac
+import logging
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, Unauthenticated
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, PermissionDenied, SlimeError, Unauthenticated
+from slime.types.rpc import token_files
 from slime.types.rpc.details import with_details
+from slime.types.rpc.roles import Role, callers, role_token
 from slime.types.rpc.settings import RpcSettings
 from slime.types.rpc.status import abort_with
+from slime.types.rpc.token_files import is_loopback
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+log = logging.getLogger(__name__)
+
 HEADER = "authorization"
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # probes carry no token
 
 
-def read_secret(path: str, flag: str) -> bytes:
+def read_file(path: str, flag: str) -> bytes:
     try:
         content = Path(path).read_bytes().strip()
     except FileNotFoundError:
         raise MissingFile(f"{flag}: no such file {path}", field=flag, value=path) from None
     if not content:
         raise InvalidFile(f"{flag}: {path} is empty", field=flag, value=path)
+    return content
+
+
+def read_secret(path: str, flag: str) -> bytes:
+    """The content of a file. Raises InvalidFile where everybody can read it, and warns where its group can."""
+    content = read_file(path, flag)
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode) and mode & 0o007:
+        raise InvalidFile(
+            f"{flag}: every user can read or change {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 {path}",
+            field=flag, value=path, expected="a file with mode 0600",
+        )  # fmt: skip
+    if stat.S_ISREG(mode) and mode & 0o070:
+        log.warning("%s: the group of %s can use it (mode %04o)", flag, path, stat.S_IMODE(mode))
     return content
 
 
@@ -37,7 +58,7 @@ def check_exposure(settings: RpcSettings) -> None:
     """Raises InvalidSetting for a server that others could reach without TLS and token."""
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise InvalidSetting("--tls-cert and --tls-key go together", field="--tls-cert")
-    if settings.host in LOOPBACK or settings.insecure or (settings.tls_cert and settings.token_file):
+    if is_loopback(settings.host) or settings.insecure or (settings.tls_cert and settings.token_file):
         return
     raise InvalidSetting(
         f"--host {settings.host}: listening beyond loopback needs --tls-cert, --tls-key and --token-file, "
@@ -48,40 +69,76 @@ def check_exposure(settings: RpcSettings) -> None:
     )
 
 
+def token_source(address: str, settings: RpcSettings) -> Callable[[], str | None]:
+    """Where a client of the service at `address` has its token from: --token-file, or what that service published.
+
+    Raises InvalidSetting where the token would cross a network in plain text.
+    """
+    token = read_token(settings)
+    if token is None:
+        # Looked up for each call: a service that starts anew makes another one.
+        return lambda: token_files.find(address)
+    plain = not settings.tls_ca and not address.startswith("unix:")
+    if plain and not settings.insecure and not is_loopback(address.rpartition(":")[0]):
+        raise InvalidSetting(
+            f"--token-file requires --tls-ca FILE to call {address}: without TLS the token can be read on the network "
+            "(--insecure sends it all the same)",
+            field="--tls-ca", value="", expected="the authority that signed the server's certificate",
+        )  # fmt: skip
+    return lambda: token
+
+
 def server_credentials(settings: RpcSettings) -> grpc.ServerCredentials | None:
     if not (settings.tls_cert and settings.tls_key):
         return None
-    pair = (read_secret(settings.tls_key, "--tls-key"), read_secret(settings.tls_cert, "--tls-cert"))
+    pair = (read_secret(settings.tls_key, "--tls-key"), read_file(settings.tls_cert, "--tls-cert"))
     return grpc.ssl_server_credentials([pair])
 
 
 def channel_credentials(settings: RpcSettings) -> grpc.ChannelCredentials | None:
     if not settings.tls_ca:
         return None
-    return grpc.ssl_channel_credentials(root_certificates=read_secret(settings.tls_ca, "--tls-ca"))
+    return grpc.ssl_channel_credentials(root_certificates=read_file(settings.tls_ca, "--tls-ca"))
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Answers UNAUTHENTICATED to calls without the token."""
+    """Answers UNAUTHENTICATED to calls without a token, PERMISSION_DENIED to those of a role that may not make them."""
 
     def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+        self._token = _bearer(token)
+        self._roles = {role: _bearer(role_token(token, role)) for role in Role}
 
     def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
-        if details.method.startswith(OPEN_SERVICES):
-            return continuation(details)
-        given = dict(details.invocation_metadata).get(HEADER, "")
-        if hmac.compare_digest(given.encode(), self._expected):
-            return continuation(details)
+        error = None if details.method.startswith(OPEN_SERVICES) else self._error(details)
         handler = continuation(details)
-        return None if handler is None else _refuse(handler)
+        return handler if error is None or handler is None else _refuse(handler, error)
+
+    def _error(self, details: grpc.HandlerCallDetails) -> SlimeError | None:
+        given = str(dict(details.invocation_metadata).get(HEADER, "")).encode()
+        if hmac.compare_digest(given, self._token):
+            return None
+        allowed = callers(details.method)
+        for role, expected in self._roles.items():
+            if hmac.compare_digest(given, expected):
+                return None if role in allowed else _not_for(role, allowed, details.method)
+        return Unauthenticated(
+            "the call carries no valid bearer token", field=HEADER, expected="the token of the server's --token-file"
+        )
 
 
-def _refuse(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    error = Unauthenticated(
-        "the call carries no valid bearer token", field=HEADER, expected="the token of the server's --token-file"
-    )
+def _bearer(token: str) -> bytes:
+    return f"Bearer {token}".encode()
 
+
+def _not_for(role: Role, allowed: frozenset[Role], method: str) -> PermissionDenied:
+    needed = " or ".join(sorted(allowed)) or "the service itself"
+    return PermissionDenied(
+        f"a token for {role} may not call {method}: it needs the token for {needed}",
+        field=HEADER, value=str(role), expected=f"the token for {needed}",
+    )  # fmt: skip
+
+
+def _refuse(handler: grpc.RpcMethodHandler, error: SlimeError) -> grpc.RpcMethodHandler:
     def answer(request: Any, context: grpc.ServicerContext) -> Any:
         abort_with(context, error)
 
@@ -106,13 +163,16 @@ class TokenInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to every call."""
+    """Adds the token to every call, if there is one."""
 
-    def __init__(self, token: str) -> None:
-        self._header = (HEADER, f"Bearer {token}")
+    def __init__(self, token: Callable[[], str | None]) -> None:
+        self._token = token
 
     def _intercept(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
-        return continuation(with_details(details, metadata=[*(details.metadata or ()), self._header]), request)
+        token = self._token()
+        if token is not None:
+            details = with_details(details, metadata=[*(details.metadata or ()), (HEADER, f"Bearer {token}")])
+        return continuation(details, request)
 
     intercept_unary_unary = _intercept
     intercept_unary_stream = _intercept

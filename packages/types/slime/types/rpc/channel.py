@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from slime.types.rpc.auth import TokenInterceptor, channel_credentials, read_token
+from slime.types.rpc.auth import TokenInterceptor, channel_credentials, token_source
 from slime.types.rpc.deadline import DeadlineInterceptor
 from slime.types.rpc.raising import RaisingInterceptor
 from slime.types.rpc.retry import RetryInterceptor
@@ -24,7 +24,9 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
     """A channel to "host:port", for the generated stubs. It connects at the first call; nothing is sent before.
 
     Every call has a deadline (`call_timeout_seconds` where none is passed), is repeated while the server is unavailable
-    (`RetryInterceptor` says which), and raises the SlimeError that the server raised. TLS where `tls_ca` is set.
+    (`RetryInterceptor` says which), and raises the SlimeError that the server raised. TLS where `tls_ca` is set. The
+    token is that of `token_file`, or of a service of this user on the loopback, which `token_files` finds.
+    Raises InvalidSetting for a token that would cross the network in plain text.
     """
     settings = settings or RpcSettings()
     # A proxy in the environment must not see calls between our services. A peer that vanished without closing its
@@ -35,13 +37,12 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
         channel = grpc.insecure_channel(address, options)
     else:
         channel = grpc.secure_channel(address, credentials, options)
+    token = token_source(address, settings)
     # The first is the outermost: the error names the deadline, and every attempt of a retry shares it.
     interceptors: list[Any] = [
         DeadlineInterceptor(settings.call_timeout_seconds),
         RaisingInterceptor(address),
-        RetryInterceptor(settings.retry_seconds),
+        RetryInterceptor(settings.retry_seconds, token),
+        TokenInterceptor(token),
     ]
-    token = read_token(settings)
-    if token is not None:
-        interceptors.append(TokenInterceptor(token))
     return grpc.intercept_channel(channel, *interceptors)

@@ -1,4 +1,4 @@
-"""Repeats calls whose server is unavailable, and nothing else."""
+"""Repeats calls whose server is unavailable or has just started anew, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slime.types.rpc.details import with_details
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
+Token = Callable[[], str | None]
 
 
 class Repeatable:
@@ -28,21 +29,27 @@ class Repeatable:
 class Attempts:
     """How often one call is made: until `seconds` or its deadline have passed, with exponential backoff and jitter."""
 
-    def __init__(self, seconds: float, details: grpc.ClientCallDetails) -> None:
+    def __init__(self, seconds: float, details: grpc.ClientCallDetails, token: Token) -> None:
         self._details = details
+        self._token = token
+        self._token_sent: str | None = None
         self._started = time.monotonic()
         self._limit = seconds if details.timeout is None else min(seconds, details.timeout)
         self._pause = FIRST_PAUSE
 
     def details(self) -> grpc.ClientCallDetails:
         """The call's details, with what is left of its deadline."""
+        self._token_sent = self._token()
         if self._details.timeout is None:
             return self._details
         return with_details(self._details, timeout=max(0.0, self._details.timeout - (time.monotonic() - self._started)))
 
     def pause_after(self, outcome: Any) -> bool:
         """Whether to call again, after a pause."""
-        if outcome.code() is not grpc.StatusCode.UNAVAILABLE:
+        code = outcome.code()
+        if code is grpc.StatusCode.UNAUTHENTICATED and self._token() != self._token_sent:
+            return True  # The service has just started, and made another token.
+        if code is not grpc.StatusCode.UNAVAILABLE:
             return False
         wait = random.uniform(0, self._pause)
         if time.monotonic() - self._started + wait > self._limit:
@@ -55,19 +62,20 @@ class Attempts:
 class RetryInterceptor(
     grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor
 ):
-    """Repeats a call on UNAVAILABLE for up to `seconds`.
+    """Repeats a call on UNAVAILABLE for up to `seconds`, and where its token was replaced meanwhile.
 
     A server stream is repeated before its first message only; a client stream where what is passed can be iterated
     again (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, token: Token = lambda: None) -> None:
         self._seconds = seconds
+        self._token = token
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
     ) -> Any:
-        attempts = Attempts(self._seconds, details)
+        attempts = Attempts(self._seconds, details, self._token)
         while True:
             call = continuation(attempts.details(), request)
             if not attempts.pause_after(call):
@@ -76,7 +84,7 @@ class RetryInterceptor(
     def intercept_unary_stream(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
     ) -> Any:
-        attempts = Attempts(self._seconds, details)
+        attempts = Attempts(self._seconds, details, self._token)
         return _RetriedStream(attempts, lambda: continuation(attempts.details(), request))
 
     def intercept_stream_unary(
@@ -84,7 +92,7 @@ class RetryInterceptor(
     ) -> Any:
         if isinstance(request_iterator, Iterator):
             return continuation(details, request_iterator)
-        attempts = Attempts(self._seconds, details)
+        attempts = Attempts(self._seconds, details, self._token)
         while True:
             call = continuation(attempts.details(), iter(request_iterator))
             if not attempts.pause_after(call):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,14 +17,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from slime.types.errors import DeadlineExceeded, InvalidSetting, PortInUse, SlimeError
+from slime.types.rpc import token_files
 from slime.types.rpc.auth import TokenCheck, check_exposure, read_token, server_credentials
 from slime.types.rpc.channel import KEEPALIVE_MS, message_options
 from slime.types.rpc.settings import RpcSettings
 from slime.types.rpc.status import ErrorsToStatus
 
+PING_STRIKES = 10
+
 
 class Server:
     """Serves `servicers`, pairs of a generated `add_XServicer_to_server` and a servicer.
+
+    Calls carry the token of `settings.token_file`, or of a role derived from it (`roles`). On the loopback, without
+    such a file, the server makes a token; `token_file` is where clients find it. Only `insecure` serves without one.
 
     service_names: full names such as "slime.v1.BufferService", for health and reflection.
     """
@@ -36,9 +44,13 @@ class Server:
     ) -> None:
         check_exposure(settings)
         interceptors: list[grpc.ServerInterceptor] = [ErrorsToStatus()]
-        token = read_token(settings)
-        if token is not None:
-            interceptors.insert(0, TokenCheck(token))
+        self._token = read_token(settings)
+        self._own_token = self._token is None and not settings.insecure
+        if self._own_token:
+            self._token = secrets.token_hex(32)
+        if self._token is not None:
+            interceptors.insert(0, TokenCheck(self._token))
+        self.token_file: Path | None = Path(settings.token_file) if settings.token_file else None
         self._settings = settings
         self._pool = ThreadPoolExecutor(max_workers=settings.rpc_threads, thread_name_prefix="rpc")
         self._server = grpc.server(
@@ -50,7 +62,7 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 # Clients ping during long calls; gRPC's default takes that for an attack after the third.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
-                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.http2.max_ping_strikes", PING_STRIKES),
             ],
         )
         self._health = health.HealthServicer()
@@ -58,7 +70,9 @@ class Server:
         for add, servicer in servicers:
             add(servicer, self._server)
         self._names = tuple(service_names)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        if self._token is not None:
+            names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
 
     def start(self) -> str:
         """Listens and serves; returns "host:port". Raises PortInUse, or InvalidSetting for a host that is not ours."""
@@ -73,6 +87,8 @@ class Server:
                 port = self._server.add_secure_port(f"{host}:{settings.port}", credentials)
         except RuntimeError as error:
             raise _cannot_listen(settings.host, settings.port, error) from None
+        if self._own_token:
+            self.token_file = token_files.publish(f"{host}:{port}", str(self._token))
         self._server.start()
         for name in ("", *self._names):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -83,6 +99,8 @@ class Server:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait(grace_seconds + 5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._own_token and self.token_file is not None:
+            token_files.retract(self.token_file, str(self._token))
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Returns once the server was stopped; raises DeadlineExceeded after `timeout_seconds`."""
@@ -126,6 +144,11 @@ class RunningService:
         except BaseException:
             close()
             raise
+
+    @property
+    def token_file(self) -> Path | None:
+        """The file that has the token of calls; None where calls need none."""
+        return self._server.token_file
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Safe to call twice."""

@@ -16,8 +16,12 @@ class RpcSettings:
     tls_cert: str | None = setting(None, "PEM file of the server's certificate chain", metavar="FILE")
     tls_key: str | None = setting(None, "PEM file of the server's private key", metavar="FILE")
     tls_ca: str | None = setting(None, "PEM file of the authority that a client trusts", metavar="FILE")
-    token_file: str | None = setting(None, "file with the bearer token that calls must carry", metavar="FILE")
-    insecure: bool = setting(False, "listen beyond loopback without TLS and token")
+    token_file: str | None = setting(
+        None,
+        "file (mode 0600) with the bearer token of every call; default: one that is made, on loopback",
+        metavar="FILE",
+    )
+    insecure: bool = setting(False, "listen, and send the token, without TLS; without --token-file, ask for no token")
     max_message_mb: int = setting(64, "largest message, in MiB", minimum=1, maximum=2047)
     rpc_threads: int = setting(32, "threads that answer calls", minimum=2)
     call_timeout_seconds: float = setting(60.0, "deadline of a call that does not name its own", above=0)

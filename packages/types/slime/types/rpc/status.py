@@ -17,6 +17,7 @@ from slime.types.errors import (
     NotAvailable,
     NotFound,
     OutOfSpace,
+    PermissionDenied,
     RemoteError,
     SlimeError,
     Unauthenticated,
@@ -43,6 +44,7 @@ _BY_CODE: dict[grpc.StatusCode, type[SlimeError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfSpace,
     grpc.StatusCode.UNIMPLEMENTED: NotAvailable,
 }

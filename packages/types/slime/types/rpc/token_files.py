@@ -1,0 +1,90 @@
+"""Tokens of the services that this user runs on this machine, in files that only this user can read.
+
+A service on the loopback that was given no token makes one and writes it to DIRECTORY/HOST:PORT, where clients of the
+same user find it. DIRECTORY is $XDG_RUNTIME_DIR/slime, or /tmp/slime-UID where there is no such variable.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from slime.types.errors import InvalidFile
+
+LOCALHOST = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False
+
+
+def private_directory(path: Path) -> Path:
+    """Makes `path`, for this user alone. Raises InvalidFile where somebody else owns it, or may look into it."""
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise InvalidFile(
+                f"{path} is not a directory that only this user can read: remove it, or `chmod 700` it",
+                field="token", value=str(path), expected="a directory of this user with mode 0700",
+            ) from None  # fmt: skip
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only this user can read; it appears whole."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+def publish(address: str, token: str) -> Path:
+    """Writes the token of the service at "host:port"; returns the file."""
+    path = private_directory(_directories()[0]) / _name(address)
+    write_private(path, f"{token}\n")
+    return path
+
+
+def find(address: str) -> str | None:
+    """The token of this user's service at "host:port"; None where there is none, or the address is no loopback."""
+    if not is_loopback(address.rpartition(":")[0]):
+        return None
+    for directory in _directories():
+        path = directory / _name(address)
+        try:
+            # What others can write could be theirs.
+            if path.lstat().st_uid == os.geteuid() and not directory.lstat().st_mode & 0o022:
+                return path.read_text().strip()
+        except OSError:
+            continue
+    return None
+
+
+def retract(path: Path, token: str) -> None:
+    """Removes what `publish` wrote, unless a later service has that address now."""
+    try:
+        if path.read_text().strip() == token:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+def _directories() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    own = [Path(runtime, "slime")] if runtime and os.path.isdir(runtime) else []
+    return [*own, Path(f"/tmp/slime-{os.geteuid()}")]
+
+
+def _name(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{LOCALHOST if host == 'localhost' else host}:{port}"
