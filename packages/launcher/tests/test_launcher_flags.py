@@ -40,7 +40,8 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def base(files: dict[str, Path]) -> list[str]:
-    return ["--hf-checkpoint", str(files["model"]), "--prompt-data", str(files["prompts"]), "--num-rollout", "4"]
+    return ["--hf-checkpoint", str(files["model"]), "--prompt-data", str(files["prompts"]), "--num-rollout", "4",
+            "--n-samples-per-prompt", "2"]  # fmt: skip
 
 
 def test_one_flag_reaches_every_package_that_has_the_setting(base: list[str]) -> None:
@@ -249,3 +250,25 @@ def test_help_is_light() -> None:
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "--rollout-batch-size" in done.stdout and "Data buffer" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+def test_groups_of_one_sample_are_refused_where_nothing_would_be_learned(
+    base: list[str], files: dict[str, Path], estimator: str
+) -> None:
+    line = [*base[:-1], "1", "--advantage-estimator", estimator]
+    line += ["--normalize-advantages"] if estimator == "reinforce_plus_plus_baseline" else []
+    with pytest.raises(
+        InvalidSetting, match=f"--n-samples-per-prompt 1 with .*{estimator}: every advantage would be 0"
+    ):
+        flags.parse(line)
+    plugin = files["prompts"].with_name("rewards.py")
+    plugin.write_text("def normalize(args, samples):\n    return [1.0], [1.0]\n")
+    for more in (
+        ["--disable-rewards-normalization"],
+        ["--custom-reward-post-process-path", f"{plugin}:normalize"],
+        ["--loss-type", "sft_loss"],
+        ["--debug-rollout-only"],
+        ["--num-rollout", "0", "--eval-prompt-data", "sums", str(files["prompts"])],
+    ):
+        flags.parse([*line, *more])

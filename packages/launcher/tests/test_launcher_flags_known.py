@@ -98,7 +98,7 @@ def command(line: Line, value: str, places: dict[str, Path], *, beside: bool = T
     """A command line on which the flag has `value`, and nothing else is wrong."""
     flag = f"--{line.name}"
     words = [flag + value] if value.startswith("=") else [flag, *split(value, places)]
-    base = {"hf-checkpoint": "{model}", "prompt-data": "{prompts}", "num-rollout": "4"}
+    base = {"hf-checkpoint": "{model}", "prompt-data": "{prompts}", "num-rollout": "4", "n-samples-per-prompt": "2"}
     if line.name == "num-epoch":  # the other way to say how long
         del base["num-rollout"]
     given = [word for name, text in base.items() if name != line.name for word in (f"--{name}", *split(text, places))]

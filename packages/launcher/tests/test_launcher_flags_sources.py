@@ -36,7 +36,8 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def parse(model: Path, prompts: Path) -> Parse:
-    base = ["--hf-checkpoint", str(model), f"--prompt-data={prompts}", "--num-rollout", "4"]
+    base = ["--hf-checkpoint", str(model), f"--prompt-data={prompts}", "--num-rollout", "4",
+            "--n-samples-per-prompt", "2"]  # fmt: skip
 
     def run(*words: str, **variables: str) -> flags.RunConfig:
         return flags.parse([*base, *words], environment=variables)
@@ -143,7 +144,7 @@ def test_two_names_of_one_setting_may_not_disagree(parse: Parse, tmp_path: Path)
 
 def test_modes_that_name_one_update_a_rollout(parse: Parse) -> None:
     assert parse("--true-on-policy-mode").trainer.num_steps_per_rollout == 1
-    assert parse("--true-on-policy-mode", "--global-batch-size", "32").trainer.num_steps_per_rollout is None
+    assert parse("--true-on-policy-mode", "--global-batch-size", "64").trainer.num_steps_per_rollout is None
     for extra in ("--global-batch-size 16", "--num-steps-per-rollout 2", "--partial-rollout"):
         with pytest.raises(InvalidSetting, match="--true-on-policy-mode contradicts " + extra.split()[0]):
             parse("--true-on-policy-mode", *extra.split())
@@ -172,7 +173,8 @@ def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path, mon
 def test_a_data_source_takes_the_place_of_the_buffers_prompts(model: Path, tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text("class Source:\n    def __init__(self, args):\n        self.args = args\n")
-    words = ["--hf-checkpoint", str(model), "--num-rollout", "1", "--data-source-path", f"{source}:Source"]
+    words = ["--hf-checkpoint", str(model), "--num-rollout", "1", "--data-source-path", f"{source}:Source",
+             "--n-samples-per-prompt", "2"]  # fmt: skip
     config = flags.parse(words, environment={})
     assert config.buffer.rollout_global_dataset is False, "the buffer reads no prompts of its own"
     assert config.flat["rollout_global_dataset"] is True, "the class may"

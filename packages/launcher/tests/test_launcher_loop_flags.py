@@ -101,7 +101,8 @@ def test_the_first_recorded_rollout_is_looked_for_before_anything_starts(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    line = ["train", "--hf-checkpoint", str(tmp_path), "--num-rollout", "3", "--output-dir", str(tmp_path / "out")]
+    line = ["train", "--hf-checkpoint", str(tmp_path), "--num-rollout", "3", "--output-dir", str(tmp_path / "out"),
+            "--n-samples-per-prompt", "2"]  # fmt: skip
     assert main([*line, "--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]) == 2
     assert f"no such file {tmp_path}/0.pt" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -36,7 +36,8 @@ def base(tmp_path: Path) -> list[str]:
     (model / "tokenizer.json").write_text("{}")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1 + 1"}\n')
-    return ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--num-rollout", "4"]
+    return ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--num-rollout", "4",
+            "--n-samples-per-prompt", "2"]  # fmt: skip
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings import DEFAULT_DATA_SOURCE, RolloutSettings
+from slime.trainer.contradictions import refuse_groups_of_one
+from slime.trainer.settings import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.plugins import load_plugin
 from slime.types.vision import FAMILIES, require_vision
@@ -114,6 +116,12 @@ def check_run(args: Mapping[str, Any]) -> None:
     check_on_policy(args)
     _check_pipeline_engines(args)
     _check_batch(args)
+
+
+def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:
+    """Raises InvalidSetting for a run that trains and could not learn anything."""
+    if args["num_rollout"] != 0 and not args["debug_rollout_only"]:
+        refuse_groups_of_one(trainer)
 
 
 def check_tensor_parallel(rollout: RolloutSettings) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import defaults, given
 from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
-from slime.launcher.checks import check_files, check_plugins, check_run, check_tensor_parallel
+from slime.launcher.checks import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
 from slime.launcher.declared import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.eval_config import apply_eval_config
 from slime.launcher.flag_table import why_not
@@ -128,6 +128,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     if spelled.get("rollout_num_gpus_per_engine", ("",))[0] == "--sglang-tp-size":
         check_tensor_parallel(config.rollout)
     if check:
+        check_learning(config.flat, config.trainer)
         check_files(config.flat, config.buffer.evaluation_sets())
         check_model(config.launcher, config.trainer, given(config.megatron))
         check_plugins(config.flat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from slime.trainer.estimators import ESTIMATORS, WHITENED
+from slime.trainer.estimators import ESTIMATORS, GROUP_NORMALIZED, WHITENED
 from slime.types.errors import InvalidSetting, NotAvailable
 
 if TYPE_CHECKING:
@@ -85,6 +85,28 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
         _contradiction(settings, "min_lr", "lr", "--min-lr not above --lr")
     _check_transport(settings)
     _check_batch_sizes(settings)
+
+
+def refuse_groups_of_one(settings: TrainerSettings) -> None:
+    """Raises InvalidSetting where every advantage would be 0: a single reward less the mean of its group is nothing.
+
+    Whoever knows that the settings are those of a run that trains calls it; a plug-in may compute something else.
+    """
+    plug_ins = (
+        settings.custom_reward_post_process_path, settings.custom_advantage_function_path,
+        settings.custom_convert_samples_to_train_data_path, settings.rollout_data_postprocess_path,
+    )  # fmt: skip
+    centred = settings.advantage_estimator in GROUP_NORMALIZED and settings.rewards_normalization
+    if settings.n_samples_per_prompt > 1 or settings.loss_type != "policy_loss" or not centred or any(plug_ins):
+        return
+    raise InvalidSetting(
+        f"--n-samples-per-prompt 1 with --advantage-estimator {settings.advantage_estimator}: every advantage would be "
+        "0 and nothing would be learned, for this estimator compares the samples of one prompt with each other; "
+        "expected --n-samples-per-prompt 2 or more, or another estimator",
+        field="--n-samples-per-prompt",
+        value=1,
+        expected="2 or more",
+    )
 
 
 def _check_old_policies(settings: TrainerSettings) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime.converters.megatron_flags import given
 from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
-from slime.launcher.checks import check_files
+from slime.launcher.checks import check_files, check_learning
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok
 from slime.launcher.megatron import check_model
 from slime.types.errors import ConfigError
@@ -20,8 +20,15 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config is None:
         return
-    findings = [*_checkpoint(subject), *_files(subject), *_model(subject)]
+    findings = [*_learning(subject), *_checkpoint(subject), *_files(subject), *_model(subject)]
     yield from findings or [ok("the flags fit together, and to the model")]
+
+
+def _learning(subject: Subject) -> Iterator[Finding]:
+    try:
+        check_learning(subject.config.flat, subject.config.trainer)
+    except ConfigError as error:
+        yield fail(str(error), "--n-samples-per-prompt 8 is a usual size of a group")
 
 
 def _checkpoint(subject: Subject) -> Iterator[Finding]:
