@@ -165,6 +165,26 @@ def test_plugins_take_part(model: str, tmp_path: Any):
     assert Runner(one_row).run()["train/pg_loss"] == pytest.approx(3.0 / 12)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_masks_that_a_correction_returns_reach_the_reducer(model: str, tmp_path: Path, backend: str, reduced: bool):
+    file = tmp_path / "plugins.py"
+    file.write_text(
+        "import torch\n"
+        "def nothing(args, *, pg_loss, loss_masks, **kwargs):\n"
+        "    return pg_loss, [mask * 0 for mask in loss_masks], {}\n"
+        "def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    mask = torch.cat(list(loss_masks))\n"
+        "    return lambda x: (x * mask).sum() / 12\n"
+    )
+    values: dict[str, Any] = {"train_backend": backend}
+    if reduced:
+        values["custom_pg_loss_reducer_function_path"] = f"{file}:reducer"
+    assert Runner(make_settings(model, **values)).run()["train/grad_norm"] > 0.1
+    rejecting = make_settings(model, use_tis=True, custom_tis_function_path=f"{file}:nothing", **values)
+    assert Runner(rejecting).run()["train/grad_norm"] == 0.0
+
+
 def test_errors_name_what_was_wrong(model: str, tmp_path: Any):
     with pytest.raises(MissingFile, match="--hf-checkpoint"):
         Runner(make_settings(str(tmp_path / "none")))

@@ -105,19 +105,20 @@ class Loss:
             )
             pg_loss = pg_loss * kept
             tokens["opsm_clipfrac"] = 1 - kept
-        weights = batch.weights
+        weights, mask = batch.weights, batch.mask
         if s.use_tis or s.get_mismatch_metrics:
             trained = old
             if s.use_rollout_logprobs:
                 trained = log_probs.detach() if targets.train_log_probs is None else targets.train_log_probs
-            corrected, corrected_weights, metrics = self._correct_mismatch(batch, pg_loss, trained)
+            corrected, corrected_mask, metrics = self._correct_mismatch(batch, pg_loss, trained)
             tokens |= metrics
             if s.use_tis:
-                pg_loss, weights = corrected, corrected_weights
+                # Changed masks change the numerator only: the weights keep the plan's denominators.
+                pg_loss, weights, mask = corrected, weights * corrected_mask, corrected_mask
         if self._reducer is None:
             pg = weighted_sum(pg_loss, weights)
         else:
-            masks = list(batch.mask.split(batch.lengths))
+            masks = list(mask.split(batch.lengths))
             reduce = self._reducer(batch.total_lengths, batch.lengths, masks, s.calculate_per_token_loss)
             pg = reduce(pg_loss) / denominator
         loss, terms = pg, {"pg_loss": pg}
@@ -140,20 +141,19 @@ class Loss:
     def _correct_mismatch(
         self, batch: PackedBatch, pg_loss: Tensor, old: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(loss [K], weights [K] with the masks that the function returned, metrics [K])."""
+        """(loss [K], the masks that the function returned [K], metrics [K])."""
         s = self.settings
         assert batch.rollout_log_probs is not None
         if self._tis is None:
             weights, metrics = truncated_importance(old, batch.rollout_log_probs, s.tis_clip_low, s.tis_clip)
-            return pg_loss * weights, batch.weights, metrics
+            return pg_loss * weights, batch.mask, metrics
         lengths = batch.lengths
         pg_loss, masks, metrics = self._tis(
             args=self.args, pg_loss=pg_loss, train_log_probs=list(old.split(lengths)),
             rollout_log_probs=list(batch.rollout_log_probs.split(lengths)), loss_masks=list(batch.mask.split(lengths)),
             total_lengths=batch.total_lengths, response_lengths=lengths,
         )  # fmt: skip
-        # Changed masks change the numerator only: the weights keep the plan's denominators.
-        return pg_loss, batch.weights * torch.cat(list(masks)).to(batch.weights.dtype), metrics
+        return pg_loss, torch.cat(list(masks)).to(batch.mask), metrics
 
 
 def _plugin(
