@@ -1,5 +1,6 @@
 """Losses that a Megatron model adds by itself: of layers that predict ahead, and of routers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,15 @@ import torch
 from safetensors.torch import load_file
 from trainer_megatron_losses import CASES
 from trainer_processes import results_of
-from trainer_tiny import VOCAB, Runner, make_settings, write_ahead_model, write_model
+from trainer_tiny import (
+    VOCAB,
+    Runner,
+    make_samples,
+    make_settings,
+    write_ahead_model,
+    write_biased_model,
+    write_model,
+)  # fmt: skip
 
 from slime.converters.safetensors_dir import SafetensorsDir
 from slime.trainer.checkpoint import write_model as write_hf
@@ -109,3 +118,60 @@ def test_without_training_them_layers_that_predict_ahead_stay_as_they_were(model
     assert not torch.equal(written.load(trained), source.load(trained))
     retrained = Runner(make_settings(str(tmp_path / "hf"), train_backend="megatron", enable_mtp_training=True))
     assert retrained.run()["train/mtp_loss"] > 0
+
+
+ROUTED = {"moe_aux_loss_coeff": [0.5], "moe_router_load_balancing_type": ["aux_loss"]}
+NO_OP = "def keep(args, rollout_id, rollout_data):\n    pass\n"
+
+
+@pytest.mark.parametrize("equal", ["some", "all"])
+@pytest.mark.parametrize("name, values, megatron", [
+    ("ahead", {"train_backend": "megatron", "enable_mtp_training": True}, {}),
+    ("experts", {"train_backend": "megatron"}, ROUTED),
+    ("experts", {"train_backend": "fsdp"}, {}),
+])  # fmt: skip
+def test_equal_rewards_cost_no_loss_of_the_model(
+    models: Path, tmp_path: Path, name: str, values: dict[str, Any], megatron: dict[str, Any], equal: str
+):
+    """The gradient is the one of feeding every sample, which a function that may change advantages forces."""
+    (tmp_path / "hook.py").write_text(NO_OP)
+    samples = make_samples()
+    for sample in samples:
+        sample.reward = 1.0 if equal == "all" or sample.group_index else sample.reward
+    samples[0].remove_sample = True
+    found = []
+    for hook in (None, f"{tmp_path}/hook.py:keep"):
+        settings = make_settings(str(models / name), rollout_data_postprocess_path=hook, max_tokens_per_gpu=10**6)
+        settings = dataclasses.replace(settings, **values)
+        runner = Runner(settings, megatron=megatron or None)
+        found.append((runner.run(0, [dataclasses.replace(s) for s in samples]), runner.weights()))
+    (metrics, weights), (expected, expected_weights) = found
+    if values["train_backend"] == "megatron":
+        assert metrics["train/skipped_samples"] == 0 and metrics["train/grad_norm"] > 1e-3
+    assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5, abs=1e-7)
+    for weight_name, weight in expected_weights.items():
+        assert torch.allclose(weights[weight_name], weight, atol=1e-5), weight_name
+
+
+def test_biases_of_routers_count_the_tokens_of_every_sample(tmp_path: Path):
+    directory = write_biased_model(tmp_path / "biased")
+    runner = Runner(make_settings(directory, train_backend="megatron"), megatron={"moe_router_bias_update_rate": 0.1})
+    before = {n: w for n, w in runner.weights().items() if "e_score" in n}
+    samples = make_samples()
+    for sample in samples:
+        sample.reward = 1.0
+    runner.run(0, samples)
+    assert any(not torch.equal(before[name], weight) for name, weight in runner.weights().items() if name in before)
+
+
+def test_an_update_without_samples_reports_no_loss_of_the_update_before(models: Path):
+    settings = make_settings(str(models / "experts"), train_backend="megatron", num_steps_per_rollout=2)
+    runner = Runner(settings, megatron=ROUTED)
+    samples = make_samples()
+    plan = runner.plan(0, samples)
+    plan["updates"][1] |= {"train": [], "skipped": plan["updates"][1]["train"]}
+    of_first = []
+    model_losses = runner.backend.model_losses
+    runner.backend.model_losses = lambda: of_first.append(model_losses()) or of_first[-1]  # type: ignore[method-assign]
+    runner.step(plan, samples)
+    assert of_first[0]["moe_aux_loss"] > 0 and of_first[1] == {}

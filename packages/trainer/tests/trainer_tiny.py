@@ -160,8 +160,14 @@ class Runner:
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
         samples = make_samples(step) if samples is None else samples
-        plan = Planner(self.settings).plan(step, summarize(samples))
+        return self.step(self.plan(step, samples), samples)
+
+    def step(self, plan: dict[str, Any], samples: Sequence[Sample]) -> dict[str, float]:
         return self._step.run(plan, lambda positions: (samples[p] for p in positions))
+
+    def plan(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
+        planner = Planner(self.settings, feeds_all=self.backend.needs_every_sample)
+        return planner.plan(step, summarize(samples))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.backend.named_weights()}

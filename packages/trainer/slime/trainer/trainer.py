@@ -69,7 +69,7 @@ class Trainer:
             self.state = dataclasses.replace(self.state, step=settings.start_rollout_id - 1)
         # A node has blobs once, for all its ranks.
         self._step = TrainStep(settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None)
-        self._planner = Planner(settings)
+        self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
         self._weight_updates = (
             None if rollout is None else WeightUpdates(settings, ranks, self.backend, rollout, self._source)
         )

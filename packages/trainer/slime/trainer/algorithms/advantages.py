@@ -21,15 +21,14 @@ def reinforce_plus_plus(
     rewards: Tensor, kl: Tensor, mask: Tensor, lengths: Sequence[int], *, kl_coef: float, gamma: float
 ) -> Tensor:
     """[K] discounted returns G_t = sum_{s>=t} gamma^(s-t) r_s, with r_t = -kl_coef * kl_t * m_t, plus rho at the last
-    token whose mask is 1. Source: REINFORCE++ (arXiv:2501.03262). Raises ValueError for a sample without such a token.
+    token whose mask is 1. Source: REINFORCE++ (arXiv:2501.03262). 0 in a sample without such a token.
     """
     token_rewards = -kl_coef * kl * mask
     returns = []
     for reward, r, m in zip(rewards, token_rewards.split(list(lengths)), mask.split(list(lengths)), strict=True):
         trained = m.nonzero()
-        if not len(trained):
-            raise ValueError("reinforce_plus_plus: a sample has no token with loss mask 1")
-        r = r.index_add(0, trained[-1], reward.to(r.dtype)[None])
+        if len(trained):
+            r = r.index_add(0, trained[-1], reward.to(r.dtype)[None])
         returns.append(discounted_returns(r, gamma))
     return torch.cat(returns)
 

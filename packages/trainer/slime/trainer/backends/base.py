@@ -62,6 +62,9 @@ class Backend(abc.ABC):
     replicas: int
     # Of every replica one rank has this; what is summed over ranks is taken from those.
     leads_replica: bool
+    # Whether samples without a gradient of the policy's loss change the update: routers balance their load, and layers
+    # that predict ahead learn, by every token that they see.
+    needs_every_sample: bool = False
     # How images of samples are joined for the model; None where it reads text alone.
     vision: Vision | None = None
     # A replica's number of micro-batches has to be a multiple of this.

@@ -60,9 +60,13 @@ class Summary(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """Plans steps by the settings of one trainer; `plan` is a pure function of its arguments."""
+    """Plans steps by the settings of one trainer; `plan` is a pure function of its arguments.
+
+    feeds_all: no sample is skipped, see `Backend.needs_every_sample`.
+    """
 
     settings: TrainerSettings
+    feeds_all: bool = False
 
     def plan(
         self,
@@ -169,7 +173,8 @@ class Planner:
         """True where every term of a sample's loss has gradient exactly zero, whatever the policy is."""
         s = self.settings
         if (
-            s.custom_advantage_function_path
+            self.feeds_all
+            or s.custom_advantage_function_path
             or s.custom_pg_loss_reducer_function_path
             or s.rollout_data_postprocess_path
         ):

@@ -109,6 +109,7 @@ class MegatronBackend(Backend):
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         # The interleaved schedule runs micro-batches in groups of the number of stages.
         self.micro_batch_multiple = stages if len(self.chunks) > 1 else 1
+        self.needs_every_sample = bool(self.transformer.num_moe_experts or self.transformer.mtp_num_layers)
         self.num_parameters = sum(self.weight_sizes().values())
 
     def begin_update(self, step: int, update: int) -> None:
@@ -155,17 +156,17 @@ class MegatronBackend(Backend):
         yield from ((tensor, True) for tensor in self.optimizer.tensors())
 
     def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+        own_losses.clear(self.chunks)
+        self._micro_batches = len(batches)
         if not batches:
             return
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.scale = self._loss_scale(batches)
-        own_losses.clear(self.chunks)
-        self._micro_batches = len(batches)
         self._pipeline.train(batches, loss, entropy, self.optimizer.scale)
 
     def model_losses(self) -> dict[str, float]:
-        if not self.transformer.num_moe_experts and not self.transformer.mtp_num_layers:
+        if not self.needs_every_sample:
             return {}
         return own_losses.means(self.chunks, self.ranks, self._micro_batches)
 
@@ -174,7 +175,7 @@ class MegatronBackend(Backend):
 
         Multiplying the policy's loss with it and dividing all gradients by it makes those means over tokens.
         """
-        if not self.transformer.num_moe_experts and not self.transformer.mtp_num_layers:
+        if not self.needs_every_sample:
             return 1.0
         tokens = sum(batch.tokens.shape[1] for batch in batches if batch is not None) if self.leads_replica else 0
         return max(1.0, self.ranks.add_numbers({"tokens": float(tokens)})["tokens"])
