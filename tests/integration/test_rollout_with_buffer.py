@@ -109,7 +109,7 @@ def test_a_rollout_ends_in_the_buffer(pair):
     for sample in (sample for group in groups for sample in group):
         assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
         assert 1 <= sample.response_length <= 4 and len(sample.rollout_log_probs) == sample.response_length
-        assert (sample.rollout_log_probs <= 0).all() and sample.weight_versions == ["0"]
+        assert max(sample.rollout_log_probs) <= 0 and sample.weight_versions == ["0"]
         assert 0 <= sample.reward <= 1
     rewards = [sample.reward for group in groups for sample in group]
     assert result.metrics["rollout/raw_reward"] == pytest.approx(np.mean(rewards))
@@ -141,7 +141,7 @@ def test_new_weights_serve_after_the_commit(pair, checkpoint):
 def test_two_deterministic_runs_are_alike_token_for_token(pair, other):
     other.rollout.generate(0, 8, timeout=60)
     first, second = (
-        [(s.index, s.tokens.tolist(), s.rollout_log_probs.tolist(), s.reward) for g in p.groups(range(8)) for s in g]
+        [(s.index, s.tokens, s.rollout_log_probs, s.reward) for g in p.groups(range(8)) for s in g]
         for p in (pair, other)
     )
     assert len(first) == 32 and first == second

@@ -55,7 +55,7 @@ from slime.types.rpc import RpcSettings, Server, connect
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 
 sample = Sample(index=3, prompt="2 + 2?", tokens=[1, 2, 3], response_length=2, loss_mask=[1, 0])
-assert decode_sample(encode_sample(sample)).tokens.tolist() == [1, 2, 3]
+assert decode_sample(encode_sample(sample)).tokens == [1, 2, 3]
 
 class Buffer(buffer_pb2_grpc.BufferServiceServicer):
     def GetRun(self, request, context):

@@ -52,7 +52,7 @@ def test_groups_keep_their_order_and_samples_get_a_place_in_the_buffer(buffer: B
     count, metrics, examples = source.generate(0)
     assert count == 2 and metrics["rollout/raw_reward"] == 0.5 and len(examples) == 2
     assert len(buffer.seal_step(0, count)) == 4
-    assert [sample.tokens.tolist() for sample in buffer.read_step(0, range(4))] == [
+    assert [sample.tokens for sample in buffer.read_step(0, range(4))] == [
         [1, 9, 0], [1, 9, 1], [1, 4, 0], [1, 4, 1],
     ]  # fmt: skip
     assert source.generate(1)[0] == 1

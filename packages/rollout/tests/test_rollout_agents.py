@@ -52,11 +52,11 @@ def test_merged_turns_are_the_engines_tokens_and_log_probs(made: list[tuple[Turn
     left = list(turns)
     for sample in samples:
         mine, left = left[: sample.metadata["num_turns"]], left[sample.metadata["num_turns"] :]
-        assert sample.tokens.tolist() == mine[-1].all_ids
+        assert sample.tokens == mine[-1].all_ids
         mask, log_probs = np.zeros(len(sample.tokens)), np.zeros(len(sample.tokens), np.float32)
         for turn in mine:
             at = slice(len(turn.prompt_ids), len(turn.all_ids))
-            assert sample.tokens[at].tolist() == turn.completion_ids
+            assert sample.tokens[at] == turn.completion_ids
             mask[at], log_probs[at] = 1, turn.log_probs
         start = len(mine[0].prompt_ids)
         np.testing.assert_array_equal(sample.loss_mask, mask[start:])

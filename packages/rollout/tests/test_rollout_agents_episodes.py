@@ -158,17 +158,17 @@ def check_against_engine(run: Run, segments: list[Sample]) -> None:
         for _ in range(segment.metadata["num_turns"]):
             prompt, _, output = next(asked)
             pairs = output["meta_info"]["output_token_logprobs"]
-            assert segment.tokens[: len(prompt)].tolist() == prompt
+            assert segment.tokens[: len(prompt)] == prompt
             start = len(prompt) - (len(segment.tokens) - segment.response_length)
             end = start + len(pairs)
-            assert response(segment)[start:end].tolist() == [pair[1] for pair in pairs]
+            assert response(segment)[start:end] == [pair[1] for pair in pairs]
             np.testing.assert_array_equal(
                 segment.rollout_log_probs[start:end], np.asarray([pair[0] for pair in pairs], np.float32)
             )
             known += range(start, end)
         trained = np.flatnonzero(segment.loss_mask).tolist()
         assert trained == known
-        assert not segment.rollout_log_probs[segment.loss_mask == 0].any()
+        assert not np.asarray(segment.rollout_log_probs)[np.asarray(segment.loss_mask) == 0].any()
     assert next(asked, None) is None
 
 

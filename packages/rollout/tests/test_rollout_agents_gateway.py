@@ -146,7 +146,7 @@ def test_turns_that_go_on_are_one_sample_and_a_changed_history_starts_another(sp
     first, second = client.samples()
     assert first.response == "one<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
     assert first.effective_response_length == 8 and first.metadata["num_turns"] == 2
-    assert second.response == "three<|im_end|>" and second.loss_mask.tolist() == [1] * 6
+    assert second.response == "three<|im_end|>" and second.loss_mask == [1] * 6
     assert first.rollout_id == second.rollout_id == 7
 
 
@@ -226,7 +226,7 @@ def test_plain_completions_take_text_and_token_ids(speaker, connect):
         "tokens": ["y", TEMPLATE_END], "token_logprobs": [-1.0, -2.0], "top_logprobs": None, "text_offset": [0, 1]
     }  # fmt: skip
     (sample,) = client.samples()
-    assert sample.tokens.tolist() == [*b"abx", END, *b"cy", END] and sample.loss_mask.tolist() == [1, 1, 0, 1, 1]
+    assert sample.tokens == [*b"abx", END, *b"cy", END] and sample.loss_mask == [1, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

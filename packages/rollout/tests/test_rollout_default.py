@@ -33,7 +33,7 @@ def test_groups_are_generated_scored_and_completed(engine, make_state):
     assert sorted(buffer.completed) == [0, 1, 2, 3]
     sample = buffer.completed[2][1]
     assert sample.status is Sample.Status.COMPLETED and sample.reward == 1.0
-    assert sample.tokens[-4:].tolist() == reverse(sample.tokens[:4].tolist(), {})
+    assert sample.tokens[-4:] == reverse(sample.tokens[:4], {})
     np.testing.assert_array_equal(sample.rollout_log_probs, np.full(4, -0.5, np.float32))
     assert [(span.start, span.end, span.weight_version) for span in sample.spans] == [(0, 4, "0")]
     assert not buffer.leased and len(buffer.waiting) == 2
@@ -131,7 +131,7 @@ def test_a_partial_group_goes_on_where_it_stopped(engine, make_state):
     assert request["input_ids"][0] == [*state.tokenizer.encode(group.samples[0].prompt), 2]
     assert request["sampling_params"][0]["max_new_tokens"] == 3
     resumed, untouched = buffer.completed[0]
-    assert resumed.response_length == 4 and resumed.loss_mask.tolist() == [0, 1, 1, 1]
+    assert resumed.response_length == 4 and resumed.loss_mask == [0, 1, 1, 1]
     assert [(s.start, s.end, s.weight_version) for s in resumed.spans] == [(0, 1, "0"), (1, 4, "3")]
     assert untouched.response_length == 1 and untouched.reward is not None
 

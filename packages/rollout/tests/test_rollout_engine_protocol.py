@@ -115,7 +115,7 @@ def test_an_answer_becomes_tokens_of_a_sample(call: Call) -> None:
     sample = Sample(tokens=PROMPT)
     append_output(Namespace(), sample, answer)
     sample.validate()
-    assert sample.tokens.tolist() == PROMPT + answer["output_ids"]
+    assert sample.tokens == PROMPT + answer["output_ids"]
     assert sample.weight_versions == ["0"] and sample.spans[0].weight_version == "0"
     assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 

@@ -91,7 +91,7 @@ def test_an_engine_gets_placeholders_and_images_and_the_sample_keeps_tokens_and_
     image = state.processor.image_token_id
     assert request["image_data"] == [[data_uri(RED)]] and request["input_ids"][0].count(image) == 1
     assert data_uri(RED).startswith("data:image/png;base64,")
-    assert sample.tokens.tolist().count(image) == 4 and sample.tokens[-2:].tolist() == [3, EOS]
+    assert sample.tokens.count(image) == 4 and sample.tokens[-2:] == [3, EOS]
     assert sample.multimodal_train_inputs is not None
     assert sample.multimodal_train_inputs["pixel_values"].shape == (1, 3, 16, 16)
     assert sample.multimodal_train_input_id
@@ -107,7 +107,7 @@ def test_a_resumed_response_goes_on_behind_the_placeholders(llava: Path, make_st
     engine.stop()
     (request,) = engine.requests
     assert request["input_ids"][0] == [*state.prompts.with_media(sample).placeholders, 3]
-    assert sample.tokens[-3:].tolist() == [3, 4, EOS]
+    assert sample.tokens[-3:] == [3, 4, EOS]
 
 
 def test_samples_with_and_without_images_are_two_requests(llava: Path, make_state: Callable[..., Any]) -> None:

@@ -112,7 +112,7 @@ def test_samples_that_torch_saved_are_grouped(tmp_path: Path) -> None:
     assert [[s.index for s in group.samples] for group in recorded.groups] == [[10, 11], [12]]
     first, second = recorded.groups[0].samples
     assert first.rollout_routed_experts.shape == (2, 1, 2) and first.status is Sample.Status.COMPLETED
-    assert second.rollout_log_probs.tolist() == [-1.0, -2.0] and second.reward == 0.5
+    assert second.rollout_log_probs == [-1.0, -2.0] and second.reward == 0.5
     assert first.later == {"a": 1} and first.weight_versions == ["3"]  # type: ignore[attr-defined]
 
 

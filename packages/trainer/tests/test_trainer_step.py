@@ -50,7 +50,7 @@ def test_a_grpo_step_equals_its_float64_reference(model: str, settings: dict[str
     runner, samples, reference = Runner(s), make_samples(), load64(model)
     metrics = runner.run(0, samples)
 
-    rewards, loss, num_tokens = grpo_rewards(samples), 0.0, sum(int(x.loss_mask.sum()) for x in samples)
+    rewards, loss, num_tokens = grpo_rewards(samples), 0.0, sum(sum(x.loss_mask) for x in samples)
     for sample, reward in zip(samples, rewards, strict=True):
         mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
         tokens = torch.tensor(sample.tokens, dtype=torch.int64)

@@ -78,7 +78,7 @@ def fail(ranks: Ranks, directory: Path, model: str) -> None:
     samples = make_samples()
     if ranks.rank == 1:
         for sample in samples:
-            sample.tokens = sample.tokens + 1000
+            sample.tokens = [token + 1000 for token in sample.tokens]
     errors = [_caught(lambda: runner.run(0, samples))]
     (directory / "file").write_text("")
     target = directory / "file" / "below-a-file"

@@ -107,7 +107,7 @@ def train_data(samples: Sequence[Sample]) -> dict[str, Any]:
         "sample_indices": [s.index for s in samples],
         "loss_masks": [s.loss_mask for s in samples],
         "rollout_ids": list(range(len(samples))),
-        "rollout_mask_sums": [int(s.loss_mask.sum()) for s in samples],  # type: ignore[union-attr]
+        "rollout_mask_sums": [sum(s.loss_mask) for s in samples],  # type: ignore[union-attr]
     }
 
 
@@ -127,7 +127,7 @@ def summarize(samples: Sequence[Sample]) -> list[Summary]:
     return [
         Summary(
             s.index, s.group_index, s.rollout_id, len(s.tokens), s.response_length,
-            s.response_length if s.loss_mask is None else int(s.loss_mask.sum()), s.reward, s.remove_sample,
+            s.response_length if s.loss_mask is None else sum(s.loss_mask), s.reward, s.remove_sample,
         )
         for s in samples
     ]  # fmt: skip

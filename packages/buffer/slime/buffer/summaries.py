@@ -16,9 +16,9 @@ def encode_summaries(messages: Sequence[sample_pb2.Sample], samples: Sequence[Sa
         summary = response.samples.add(
             index=message.index,
             group_index=message.group_index,
-            total_length=len(sample.tokens),
+            total_length=len(sample.array("tokens")),
             response_length=sample.response_length,
-            loss_mask_sum=sample.response_length if sample.loss_mask is None else int(sample.loss_mask.sum()),
+            loss_mask_sum=sample.effective_response_length,
             status=message.status,
             remove_sample=message.remove_sample,
             metadata_json=message.metadata_json,

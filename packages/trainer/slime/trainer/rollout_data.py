@@ -51,7 +51,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
         assert batch is not None and targets is not None
         samples = [work.samples[position] for position in batch.positions]
         part = of_batch(batch, targets) | {
-            "tokens": [torch.as_tensor(sample.tokens) for sample in samples],
+            "tokens": [torch.as_tensor(sample.array("tokens")) for sample in samples],
             "sample_indices": [sample.index for sample in samples],
         }
         for name, values in part.items():

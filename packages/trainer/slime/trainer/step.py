@@ -104,8 +104,10 @@ class TrainStep:
         for position, sample in samples.items():
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             expected = plan["lengths"][position]
-            if len(sample.tokens) != expected:
-                raise InvalidField("tokens", len(sample.tokens), f"{expected} tokens, as planned (position {position})")
+            if len(sample.array("tokens")) != expected:
+                raise InvalidField(
+                    "tokens", len(sample.array("tokens")), f"{expected} tokens, as planned (position {position})"
+                )
         works = []
         for number, share in enumerate(shares):
             batches = [self._pack_one(plan, micro_batch, samples) for micro_batch in share]

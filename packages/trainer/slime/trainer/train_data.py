@@ -48,7 +48,7 @@ class Converted:
                 index=sample.index if sample.index is not None else position,
                 group_index=position,
                 rollout_id=sample.rollout_id,
-                total_length=len(sample.tokens),
+                total_length=len(sample.array("tokens")),
                 response_length=sample.response_length,
                 loss_mask_sum=int(loss_mask(sample).sum()),
                 reward=self.rewards[position],
@@ -109,7 +109,8 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
         rollout_log_probs=entry("rollout_log_probs"),
         status=SampleStatus.TRUNCATED if entry("truncated", 0) else SampleStatus.COMPLETED,
     )
-    for name, values in (("loss_masks", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
+    for name, field in (("loss_masks", "loss_mask"), ("rollout_log_probs", "rollout_log_probs")):
+        values = sample.array(field)
         if values is not None and len(values) != sample.response_length:
             raise InvalidField(
                 f"train data[{name!r}][{i}]", len(values), f"response_lengths[{i}] = {sample.response_length} numbers"

@@ -42,7 +42,7 @@ def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]
                 "total_lengths": torch.tensor(batch.total_lengths),
                 "response_lengths": torch.tensor(batch.lengths),
                 "rewards": batch.rewards,
-                "tokens": torch.as_tensor(np.concatenate([work.samples[p].tokens for p in batch.positions])),
+                "tokens": torch.as_tensor(np.concatenate([work.samples[p].array("tokens") for p in batch.positions])),
                 "loss_masks": batch.mask,
                 "weights": batch.weights,
                 "rollout_log_probs": batch.rollout_log_probs,

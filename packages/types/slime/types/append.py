@@ -38,22 +38,24 @@ def append_response_tokens(
     update_terminal_info: bool,
 ) -> None:
     """See `Sample.append_response_tokens`."""
-    new_tokens = arrays.empty(np.int32) if tokens is None else arrays.convert("tokens", tokens, np.int32)
+    new_tokens = np.empty(0, np.int32) if tokens is None else arrays.convert("tokens", tokens, np.int32)
     count, before = len(new_tokens), sample.response_length
     new_log_probs = _log_probs(sample, log_probs, count, trainable)
     changes: dict[str, Any] = {}
     if count:
-        changes["tokens"] = arrays.concatenate(sample.tokens, new_tokens)
+        changes["tokens"] = np.concatenate((sample.array("tokens"), new_tokens))
         changes["response_length"] = before + count
-        mask = np.ones(before, np.uint8) if sample.loss_mask is None else sample.loss_mask
-        changes["loss_mask"] = arrays.concatenate(mask, np.full(count, trainable, np.uint8))
+        mask = sample.array("loss_mask")
+        mask = np.ones(before, np.uint8) if mask is None else mask
+        changes["loss_mask"] = np.concatenate((mask, np.full(count, trainable, np.uint8)))
     if new_log_probs is not None:
-        earlier = np.zeros(before, np.float32) if sample.rollout_log_probs is None else sample.rollout_log_probs
-        changes["rollout_log_probs"] = arrays.concatenate(earlier, new_log_probs)
+        earlier = sample.array("rollout_log_probs")
+        earlier = np.zeros(before, np.float32) if earlier is None else earlier
+        changes["rollout_log_probs"] = np.concatenate((earlier, new_log_probs))
     if count:
         changes |= _nucleus(sample, meta_info or {}, count, trainable)
     if meta_info is not None:
-        changes |= _experts(sample, args, meta_info, len(sample.tokens) + count)
+        changes |= _experts(sample, args, meta_info, len(sample.array("tokens")) + count)
     _check_lengths(sample, changes)
     _check_finish_reason(meta_info, update_terminal_info)
 
@@ -104,7 +106,7 @@ def _log_probs(sample: Sample, log_probs: Any, count: int, trainable: bool) -> n
         raise InvalidField(
             "log_probs", len(new), str(count), f"log_probs: got length {len(new)}, expected {count} (tokens)"
         )
-    if count and sample.response_length and sample.rollout_log_probs is None:
+    if count and sample.response_length and sample.array("rollout_log_probs") is None:
         raise InvalidField(
             "rollout_log_probs", None, f"the log-probs of the {sample.response_length} response tokens before these"
         )
@@ -114,11 +116,11 @@ def _log_probs(sample: Sample, log_probs: Any, count: int, trainable: bool) -> n
 def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable: bool) -> dict[str, Any]:
     """The rollout_top_p fields with `count` more tokens; tokens of a tool have an empty nucleus."""
     ids, offsets = _decode(meta_info, _NUCLEUS_IDS), _decode(meta_info, _NUCLEUS_OFFSETS)
-    known = sample.rollout_top_p_token_offsets
+    known = sample.array("rollout_top_p_token_offsets")
     if ids is None and offsets is None:
         if trainable or known is None:
             return {}
-        ids, offsets = arrays.empty(np.int32), np.zeros(count + 1, np.int64)
+        ids, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int64)
     if ids is None or offsets is None:
         raise InvalidField(
             "meta_info." + (_NUCLEUS_IDS if ids is None else _NUCLEUS_OFFSETS)[0], None, "an array beside the other"
@@ -127,13 +129,13 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
         raise InvalidField(
             "meta_info." + _NUCLEUS_OFFSETS[0], offsets.tolist(), f"{count + 1} offsets from 0 to {len(ids)}"
         )
-    old_ids = sample.rollout_top_p_token_ids
+    old_ids = sample.array("rollout_top_p_token_ids")
     if known is None or old_ids is None:
         # Tokens before these, of a tool, had no nucleus.
         known, old_ids = np.zeros(sample.response_length + 1, np.int64), np.empty(0, np.int32)
     return {
-        "rollout_top_p_token_ids": arrays.concatenate(old_ids, ids),
-        "rollout_top_p_token_offsets": arrays.concatenate(known, offsets[1:].astype(np.int64) + known[-1]),
+        "rollout_top_p_token_ids": np.concatenate((old_ids, ids)),
+        "rollout_top_p_token_offsets": np.concatenate((known, offsets[1:].astype(np.int64) + known[-1])),
     }
 
 
@@ -156,7 +158,7 @@ def _experts(sample: Sample, args: Any, meta_info: Mapping[str, Any], length: in
         if known is None or len(known) < start or known.shape[1:] != new.shape[1:]:
             have = None if known is None else known.shape
             raise InvalidField("rollout_routed_experts", have, f"at least {start} rows of {layers} x {top_k}")
-        new = arrays.concatenate(known[:start].astype(np.int32), new)
+        new = np.concatenate((known[:start].astype(np.int32), new))
     return {"rollout_routed_experts": new}
 
 
@@ -186,7 +188,7 @@ def _check_lengths(sample: Sample, changes: Mapping[str, Any]) -> None:
         ("rollout_log_probs", length),
         ("rollout_top_p_token_offsets", length + 1),
     ):
-        array = changes.get(name, getattr(sample, name))
+        array = changes[name] if name in changes else sample.array(name)
         if array is not None and len(array) != expected:
             raise InvalidField(name, len(array), str(expected), f"{name}: got length {len(array)}, expected {expected}")
 

@@ -16,7 +16,6 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from slime.types.arrays import TokenArray, empty
 from slime.types.errors import InvalidField
 from slime.types.json_fields import from_json, to_json
 from slime.types.sample import CONVERTERS, FIELD_NAMES, PrefixCacheInfo, Sample, SampleGroup, SpecInfo, TokenSpan
@@ -64,6 +63,8 @@ def encode_sample(sample: Sample) -> bytes:
     aside: list[Any] = []
     for name, (number, _, itemsize) in _ARRAYS.items():
         array = values[name]
+        if isinstance(array, list):
+            array = CONVERTERS[name](name, array)
         if array is not None and _is_plain(name, array):
             aside += (_array_header(name, number, array.size, itemsize), array)
         elif array is not None:
@@ -116,8 +117,9 @@ def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
 def fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
     values = sample.__dict__
     for name in _ARRAYS:
-        if values[name] is not None:
-            _fill_array(message, name, values[name])
+        array = sample.array(name)
+        if array is not None:
+            _fill_array(message, name, array)
     _fill_fields(message, values)
 
 
@@ -258,7 +260,7 @@ def sample_from_proto(message: sample_pb2.Sample, *, resolve: Resolver | None = 
         else:
             values[name] = value
     if values["tokens"] is None:
-        values["tokens"] = empty(np.int32)
+        values["tokens"] = np.empty(0, np.int32)
     sample = object.__new__(Sample)
     # Past __setattr__: every array here is converted already.
     object.__setattr__(sample, "__dict__", values)
@@ -269,7 +271,7 @@ def _array(name: str, tensor: Any, resolve: Resolver | None, copy: bool) -> np.n
     number, dtype, itemsize = _ARRAYS[name]
     data, shape = tensor.inline, tensor.shape
     if data and tensor.dtype == number and len(shape) == 1 and shape[0] * itemsize == len(data):
-        return TokenArray(shape[0], dtype, bytearray(data) if copy else data)
+        return np.ndarray(shape[0], dtype, bytearray(data) if copy else data)
     # Another shape or integer type, an empty array, a reference, or an error.
     return CONVERTERS[name](name, tensor_from_proto(tensor, field=name, resolve=resolve, copy=copy))
 

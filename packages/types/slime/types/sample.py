@@ -1,8 +1,13 @@
 """`Sample`: one response to one prompt, from the prompt alone to the scored, masked tokens that a trainer reads.
 
 Shapes: L is the number of tokens of prompt and response together, R = `response_length` that of the response, whose
-tokens are `tokens[L - R:]`. Per-token fields hold numpy arrays (`TokenArray`) or None; lists and CPU tensors are
-converted whenever such a field is set.
+tokens are `tokens[L - R:]`.
+
+Per-token fields are kept as typed arrays and read as lists of Python numbers. `sample.array(name)` gives the array, at
+no cost while nobody has read or set the list: that is what the code of slime uses. `sample.name` gives a list, made the
+first time that it is read; from then on the list is the field's value, so changing it in place changes the sample.
+Lists, arrays and CPU tensors can be set; what is no array of the field is refused at once. A list that is changed in
+place later is checked when it becomes an array again: by `array`, `validate` and the codec.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 
@@ -99,6 +104,8 @@ CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "rollout_top_p_token_offsets": _array_or_none(np.int64),
     "rollout_routed_experts": lambda name, value: None if value is None else arrays.convert_integers(name, value),
 }
+# Routed experts are an array of three dimensions, also where they are read.
+LISTS = tuple(name for name in CONVERTERS if name != "rollout_routed_experts")
 
 
 @dataclass(eq=False)
@@ -111,7 +118,7 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     # int32 [L]
-    tokens: np.ndarray = field(default_factory=lambda: arrays.empty(np.int32))
+    tokens: list[int] = field(default_factory=list)
     # Trees of dicts, lists, text, bytes, numbers and arrays: raw inputs, and what the processor made of them.
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -122,19 +129,19 @@ class Sample:
     label: Any = None
     reward: float | dict[str, Any] | None = None
     # uint8 [R]: 1 where the token is trained on. None: all of them.
-    loss_mask: np.ndarray | None = None
+    loss_mask: list[int] | None = None
     # One for each request that the response took.
     weight_versions: list[str] = field(default_factory=list)
     # float32 [R]
-    rollout_log_probs: np.ndarray | None = None
+    rollout_log_probs: list[float] | None = None
     # Nucleus of response token i: ids[offsets[i]:offsets[i + 1]]; int32 [offsets[R]] and int64 [R + 1].
-    rollout_top_p_token_ids: np.ndarray | None = None
-    rollout_top_p_token_offsets: np.ndarray | None = None
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
     # Integer [L - 1, layers, top_k]
     rollout_routed_experts: np.ndarray | None = None
     remove_sample: bool = False
     # float32 [R]
-    teacher_log_probs: np.ndarray | None = None
+    teacher_log_probs: list[float] | None = None
     status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -153,18 +160,36 @@ class Sample:
 
     def __setattr__(self, name: str, value: Any) -> None:
         convert = CONVERTERS.get(name)
-        object.__setattr__(self, name, value if convert is None else convert(name, value))
+        if convert is None:
+            object.__setattr__(self, name, value)
+            return
+        array = convert(name, value)
+        # A list stays the object that was given, as with any attribute, once it is known to be one of the field.
+        self.__dict__[name] = value if isinstance(value, list) and name in LISTS else array
+
+    @overload
+    def array(self, name: Literal["tokens"]) -> np.ndarray: ...
+
+    @overload
+    def array(self, name: str) -> np.ndarray | None: ...
+
+    def array(self, name: str) -> np.ndarray | None:
+        """The array of a per-token field, in the field's dtype; not to be written to. Raises InvalidField where a list
+        that was changed in place is none."""
+        value = self.__dict__[name]
+        return CONVERTERS[name](name, value) if isinstance(value, list) else value
 
     def __eq__(self, other: object) -> bool:
         """Field by field; arrays by dtype, shape and value; NaN equals NaN."""
-        return isinstance(other, Sample) and _same(self.__dict__, other.__dict__)
+        return isinstance(other, Sample) and _same(_with_arrays(self), _with_arrays(other))
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def effective_response_length(self) -> int:
         """Response tokens that are trained on."""
-        return self.response_length if self.loss_mask is None else int(self.loss_mask.sum(dtype=np.int64))
+        mask = self.array("loss_mask")
+        return self.response_length if mask is None else int(mask.sum(dtype=np.int64))
 
     def get_reward_value(self, args: Any) -> float:
         """`reward`, or its entry `args.reward_key` where that is set."""
@@ -172,13 +197,17 @@ class Sample:
         return self.reward[key] if key else self.reward  # type: ignore[index, return-value]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every attribute by name, the status as its text, nested infos and spans as dicts; arrays are not copied."""
-        return self.__dict__ | {
-            "status": self.status.value,
-            "spec_info": self.spec_info.to_dict(),
-            "prefix_cache_info": self.prefix_cache_info.to_dict(),
-            "spans": [dataclasses.asdict(span) for span in self.spans],
-        }
+        """Every attribute by name, the status as its text, nested infos and spans as dicts; nothing else is copied."""
+        return (
+            self.__dict__
+            | {name: getattr(self, name) for name in LISTS}
+            | {
+                "status": self.status.value,
+                "spec_info": self.spec_info.to_dict(),
+                "prefix_cache_info": self.prefix_cache_info.to_dict(),
+                "spans": [dataclasses.asdict(span) for span in self.spans],
+            }
+        )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -254,6 +283,32 @@ Sample.PrefixCacheInfo = PrefixCacheInfo  # type: ignore[attr-defined]
 FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Sample))
 
 
+class _ListField:
+    """Shows the array under `name` as a list."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, sample: Sample | None, owner: type) -> Any:
+        if sample is None:
+            return self
+        try:
+            value = sample.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
+        if isinstance(value, np.ndarray):
+            value = sample.__dict__[self.name] = value.tolist()
+        return value
+
+    def __set__(self, sample: Sample, value: Any) -> None:
+        # Sample.__setattr__ writes past this; it makes the field one that an instance's dictionary does not hide.
+        sample.__dict__[self.name] = value
+
+
+for _name in LISTS:
+    setattr(Sample, _name, _ListField(_name))
+
+
 @dataclass
 class SampleGroup:
     """The samples of one prompt. `dataset` is "train", or the name of an evaluation set."""
@@ -261,6 +316,10 @@ class SampleGroup:
     group_index: int
     dataset: str = "train"
     samples: list[Sample] = field(default_factory=list)
+
+
+def _with_arrays(sample: Sample) -> dict[str, Any]:
+    return sample.__dict__ | {name: sample.array(name) for name in LISTS}
 
 
 def _same(a: Any, b: Any) -> bool:

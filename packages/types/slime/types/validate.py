@@ -27,18 +27,20 @@ def validate_sample(sample: Sample) -> None:
     length = sample.response_length
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
         raise InvalidField("response_length", length, "a whole number, at least 0")
-    if length > len(sample.tokens):
-        raise _length("response_length", length, f"at most {len(sample.tokens)} (the length of tokens)")
+    total = len(sample.array("tokens"))
+    if length > total:
+        raise _length("response_length", length, f"at most {total} (the length of tokens)")
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-        array = getattr(sample, name)
+        array = sample.array(name)
         if array is not None and len(array) != length:
             raise _length(name, len(array), f"{length} (response_length)")
-    if sample.loss_mask is not None and length and sample.loss_mask.max() > 1:
-        raise InvalidField("loss_mask", int(sample.loss_mask.max()), "0 or 1 for each token")
+    mask = sample.array("loss_mask")
+    if mask is not None and length and mask.max() > 1:
+        raise InvalidField("loss_mask", int(mask.max()), "0 or 1 for each token")
     _check_nucleus(sample)
     experts = sample.rollout_routed_experts
     if experts is not None:
-        rows = max(0, len(sample.tokens) - 1)
+        rows = max(0, total - 1)
         if experts.ndim != 3:
             raise InvalidField(
                 "rollout_routed_experts", experts.shape, "three dimensions: [len(tokens) - 1, layers, top_k]"
@@ -53,7 +55,7 @@ def validate_sample(sample: Sample) -> None:
 
 
 def _check_nucleus(sample: Sample) -> None:
-    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    ids, offsets = sample.array("rollout_top_p_token_ids"), sample.array("rollout_top_p_token_offsets")
     if ids is None and offsets is None:
         return
     if ids is None or offsets is None:

@@ -40,7 +40,7 @@ def _segment(position: int, turns: list[Turn], origin: Sample, decode: Callable[
     sample.metadata |= {"segment_index": position, "num_turns": len(turns)}
     sample.tokens = np.asarray(turns[0].prompt_ids, np.int32)
     for turn in turns:
-        between = turn.prompt_ids[len(sample.tokens) :]
+        between = turn.prompt_ids[len(sample.array("tokens")) :]
         if between:
             sample.append_response_tokens(args, tokens=between, trainable=False, text=decode(between))
         sample.append_response_tokens(
@@ -69,7 +69,7 @@ def failed_sample(origin: Sample, error: str) -> Sample:
     no token to train."""
     sample = new_sample(origin)
     sample.metadata |= {"segment_index": 0, "num_turns": 0, "episode_error": error}
-    sample.tokens, sample.response_length = [0, 0], 1  # type: ignore[assignment]
-    sample.loss_mask, sample.rollout_log_probs = [0], [0.0]  # type: ignore[assignment]
+    sample.tokens, sample.response_length = [0, 0], 1
+    sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
     sample.status, sample.remove_sample = Sample.Status.FAILED, True
     return sample

@@ -121,8 +121,8 @@ class _Rollout:
             return True
         sample = group[0]
         length = (
-            len(sample.tokens) - sample.response_length
-            if len(sample.tokens)
+            len(sample.array("tokens")) - sample.response_length
+            if len(sample.array("tokens"))
             else len(await _in_thread(self.state.prompts.encode, sample))
             if sample.multimodal_inputs
             else len(self.state.prompts.encode(sample))

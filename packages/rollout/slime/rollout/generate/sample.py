@@ -49,7 +49,7 @@ def make_request(
     """
     if sample.status in FINISHED:
         return None
-    if not len(sample.tokens):
+    if not len(sample.array("tokens")):
         sample.tokens = state.prompts.encode(sample)
     if sample.response_length and not evaluation and state.args.mask_offpolicy_in_partial_rollout:
         sample.loss_mask = np.zeros(sample.response_length, np.uint8)
@@ -57,17 +57,17 @@ def make_request(
     limit = state.args.eval_max_context_len if evaluation else None
     limit = limit or state.context_len
     if limit is not None:
-        prompt_length = len(sample.tokens) - sample.response_length
+        prompt_length = len(sample.array("tokens")) - sample.response_length
         if prompt_length >= limit:
             raise prompt_too_long(sample, prompt_length, limit)
-        budget = min(budget, limit - len(sample.tokens))
+        budget = min(budget, limit - len(sample.array("tokens")))
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return None
     params = sampling_params | {"max_new_tokens": budget}
     if state.seeded and "sampling_seed" not in params:
         params["sampling_seed"] = sampling_seed(state.args.rollout_seed, sample.index)
-    request = Request(sample, sample.tokens.tolist(), params, uuid.uuid4().hex)
+    request = Request(sample, sample.array("tokens").tolist(), params, uuid.uuid4().hex)
     if sample.multimodal_inputs:
         prompt = state.prompts.with_media(sample)
         sample.multimodal_train_inputs, sample.multimodal_train_input_id = prompt.train_inputs, prompt.input_id

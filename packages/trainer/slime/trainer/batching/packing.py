@@ -59,9 +59,10 @@ def loss_mask(sample: Sample) -> np.ndarray:
     """[R] float32: ones where the sample has none, zeros where it is removed. Raises InvalidField on a wrong length."""
     if sample.remove_sample:
         return np.zeros(sample.response_length, dtype=np.float32)
-    if sample.loss_mask is None:
+    own = sample.array("loss_mask")
+    if own is None:
         return np.ones(sample.response_length, dtype=np.float32)
-    mask = np.asarray(sample.loss_mask, dtype=np.float32)
+    mask = np.asarray(own, dtype=np.float32)
     if len(mask) != sample.response_length:
         raise InvalidField(
             "loss_mask", len(mask), f"response_length = {sample.response_length} (sample {sample.index})"
@@ -73,12 +74,13 @@ def check_sample(
     sample: Sample, vocab_size: int, *, needs_log_probs: bool = False, vision: Vision | None = None
 ) -> None:
     """Raises InvalidField, or NotAvailable for images without `vision`, where the model cannot be fed with it."""
-    total, response = len(sample.tokens), sample.response_length
+    tokens, response = sample.array("tokens"), sample.response_length
+    total = len(tokens)
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
-    if total and not 0 <= int(np.min(sample.tokens)) <= int(np.max(sample.tokens)) < vocab_size:
-        raise InvalidField("tokens", int(np.max(sample.tokens)), f"ids in [0, {vocab_size}) (sample {sample.index})")
-    log_probs = sample.rollout_log_probs
+    if total and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < vocab_size:
+        raise InvalidField("tokens", int(np.max(tokens)), f"ids in [0, {vocab_size}) (sample {sample.index})")
+    log_probs = sample.array("rollout_log_probs")
     if log_probs is None and needs_log_probs:
         raise InvalidField(
             "rollout_log_probs",
@@ -136,7 +138,7 @@ def pack(
         return filled - len(tokens)
 
     for branch, sample in enumerate(samples, start=1):
-        tokens = np.asarray(sample.tokens, dtype=np.int64)
+        tokens = np.asarray(sample.array("tokens"), dtype=np.int64)
         split = len(tokens) - sample.response_length
         unknown = sample.multimodal_train_inputs and sample.multimodal_train_input_id is None
         shareable = share_prompts and not unknown
@@ -166,10 +168,10 @@ def pack(
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
     targets = np.concatenate(
-        [np.asarray(s.tokens, dtype=np.int64)[len(s.tokens) - s.response_length :] for s in samples]
+        [np.asarray(s.array("tokens"), dtype=np.int64)[len(s.array("tokens")) - s.response_length :] for s in samples]
     )
     lengths = [s.response_length for s in samples]
-    log_probs = [s.rollout_log_probs for s in samples]
+    log_probs = [s.array("rollout_log_probs") for s in samples]
     known = all(p is not None for p in log_probs)
 
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -190,7 +192,7 @@ def pack(
         rewards=to(np.asarray(rewards), torch.float32),
         rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,  # type: ignore[arg-type]
         lengths=lengths,
-        total_lengths=[len(s.tokens) for s in samples],
+        total_lengths=[len(s.array("tokens")) for s in samples],
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=torch.from_numpy(in_prompt).to(device)[None] if joined else None,
