@@ -1,14 +1,14 @@
 """Every error that a package of this project raises on purpose.
 
     SlimeError                      status on the wire
-    ├── InvalidField                INVALID_ARGUMENT     a value that breaks the contract
+    ├── InvalidField (+)            INVALID_ARGUMENT     a value that breaks the contract
     ├── ConfigError                 INVALID_ARGUMENT     flags and files that a user gave
-    │   ├── UnknownFlag
-    │   ├── InvalidSetting          out of range, contradictory, wrong type
+    │   ├── UnknownFlag (v)
+    │   ├── InvalidSetting (v)      out of range, contradictory, wrong type
     │   ├── NotAvailable            a known name without an implementation yet
     │   ├── MissingFile
     │   ├── InvalidFile             a file that exists and cannot be used; names the line
-    │   └── PluginError             a plug-in path that does not lead to a fitting callable
+    │   └── PluginError (+)         a plug-in path that does not lead to a fitting callable, or a wrong answer of one
     ├── NotFound                    NOT_FOUND
     ├── StaleWriter                 FAILED_PRECONDITION  a write of an older incarnation
     ├── LeaseLost                   FAILED_PRECONDITION
@@ -21,6 +21,9 @@
     ├── OutOfSpace                  RESOURCE_EXHAUSTED   a full disk
     ├── EngineError                 INTERNAL             an engine that died or answered with an error
     └── RemoteError                 INTERNAL             an unexpected exception in the peer
+
+Those with (v) are ValueErrors too, those with (+) ValueErrors and TypeErrors: so `except ValueError:` in the code of a
+user catches them, as it does where the same rules are written with Python's own errors.
 
 An error names what was wrong (`field`, `value`) and what was `expected`. The server kit sends these four as an
 `ErrorDetail`, and the client kit raises the same class again.
@@ -61,7 +64,7 @@ def _shorten(value: object, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-class InvalidField(SlimeError):
+class InvalidField(SlimeError, ValueError, TypeError):
     """A value that breaks the contract: `InvalidField("tokens", 3.5, "an array of integers")`."""
 
     status = "INVALID_ARGUMENT"
@@ -79,11 +82,11 @@ class ConfigError(SlimeError):
     status = "INVALID_ARGUMENT"
 
 
-class UnknownFlag(ConfigError):
+class UnknownFlag(ConfigError, ValueError):
     pass
 
 
-class InvalidSetting(ConfigError):
+class InvalidSetting(ConfigError, ValueError):
     pass
 
 
@@ -99,7 +102,7 @@ class InvalidFile(ConfigError):
     pass
 
 
-class PluginError(ConfigError):
+class PluginError(ConfigError, ValueError, TypeError):
     pass
 
 
