@@ -211,7 +211,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=86400, metavar="SECONDS", help="wait so long (default 86400)")
     parser.add_argument("--target-env-name", default="CUDA_VISIBLE_DEVICES", metavar="NAME", help="variable to set")
     parser.add_argument(
-        "--lock-path-pattern", default="/dev/shm/custom_gpu_lock_{gpu_id}.lock", metavar="PATH", help="with {gpu_id}"
+        "--lock-path-pattern",
+        default=os.environ.get("GPU_LOCK_PATH_PATTERN", "/dev/shm/custom_gpu_lock_{gpu_id}.lock"),
+        metavar="PATH",
+        help="with {gpu_id}; default: GPU_LOCK_PATH_PATTERN, or files in /dev/shm",
     )
     parser.add_argument("--print-only", action="store_true", help="print the free GPUs and end")
     parser.add_argument("--retry-seconds", type=float, default=5.0, help=argparse.SUPPRESS)

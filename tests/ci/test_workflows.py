@@ -83,8 +83,7 @@ def test_a_workflow_has_the_form_that_github_reads(name: str) -> None:
 def test_each_label_has_its_job_and_a_manual_run_has_all() -> None:
     jobs = workflow("pr-test.yml")["jobs"]
     for label, job in LABELS.items():
-        assert f"contains(github.event.pull_request.labels.*.name, '{label}')" in jobs[job]["if"]
-        assert "github.event_name == 'workflow_dispatch' || " in jobs[job]["if"]
+        assert jobs[job]["if"] == f"github.event_name == 'workflow_dispatch' || github.event.label.name == '{label}'"
     assert jobs.keys() == {*LABELS.values(), "e2e-test-changed"}
     assert jobs["e2e-test-changed"]["needs"] == "detect-changed"
 
@@ -115,9 +114,35 @@ def test_both_workflows_use_the_same_tools() -> None:
     used: dict[str, set[str]] = {}
     for name in ("ci.yml", "pr-test.yml"):
         for action, version in re.findall(r"uses: (\S+)@(\S+)", (WORKFLOWS / name).read_text()):
+            assert re.fullmatch("[0-9a-f]{40}", version), f"{action} is pinned by tag"
             used.setdefault(action, set()).add(version)
         assert "PIP_EXTRA_INDEX_URL: ${{ vars.PIP_EXTRA_INDEX_URL }}" in (WORKFLOWS / name).read_text()
     assert all(len(versions) == 1 for versions in used.values()), used
+
+
+def test_a_push_to_a_labelled_pull_request_runs_nothing_of_it() -> None:
+    assert workflow("pr-test.yml")[True]["pull_request"]["types"] == ["labeled"]
+
+
+def test_containers_for_gpus_have_no_privileges_and_are_named_by_digest() -> None:
+    text = (WORKFLOWS / "pr-test.yml").read_text()
+    assert "docker run" in text and "--privileged" not in text and "--ipc=host" not in text
+    assert ":latest" not in text and text.count("*@sha256:*) ;;") == text.count("docker run")
+
+
+def test_what_is_installed_from_an_index_has_hashes() -> None:
+    for name in NAMES:
+        for command in re.findall(r"pip install (.*?)(?:\n(?! {10,}-e)|$)", (WORKFLOWS / name).read_text(), re.S):
+            assert "--require-hashes" in command or ("--no-deps" in command and "-e packages/" in command), command
+
+
+def test_the_hashed_requirements_are_those_of_the_constraints() -> None:
+    def pinned(path: Path) -> set[str]:
+        return {line.split()[0].lower() for line in path.read_text().splitlines() if re.match(r"[A-Za-z0-9].*==", line)}
+
+    constraints = pinned(ROOT / "constraints.txt")
+    assert constraints <= pinned(WORKFLOWS.parent / "requirements-ci.txt"), "run .github/lock-requirements"
+    assert pinned(WORKFLOWS.parent / "requirements-image.txt") <= constraints, "run .github/lock-requirements"
 
 
 def test_a_pull_request_runs_what_it_can_break_and_main_runs_all() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tiny_runs import wait_for
+from tiny_runs import command_line, wait_for
 
 START = 90.0
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -143,7 +143,7 @@ class RayCluster:
         for node in self.nodes:
             if node.process.poll() is None:
                 for process in psutil.Process(node.process.pid).children(recursive=True):
-                    words = " ".join(process.cmdline())
+                    words = command_line(process)
                     if "ServiceActor" in words or "slime" in words:
                         found.append(process)
         return found

@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import (
     DEADLINE,
     command,
+    command_line,
     descendants,
     finish,
     gone,
@@ -60,7 +61,7 @@ def test_ctrl_c_and_a_service_that_dies_end_the_run_at_once(inputs: Path, tmp_pa
     process = command("train-async", inputs, tmp_path / "killed", *long)
     wait_for(lambda: trained_a_step(tmp_path / "killed"), DEADLINE, "a step")
     children = descendants(process)
-    (engine,) = [p for p in children if "slime.rollout.engines.embedded" in " ".join(p.cmdline())]
+    (engine,) = [p for p in children if "slime.rollout.engines.embedded" in command_line(p)]
     engine.kill()
     output = finish(process, 60)
     assert process.returncode == 1 and "engine embedded-0" in output, output

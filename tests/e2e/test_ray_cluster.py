@@ -16,7 +16,7 @@ from ray_cluster import RayCluster
 from slime.converters.cli import main as convert
 from slime.launcher.quickstart import reverse
 from slime.rollout.recordings import read_rollout
-from tiny_runs import DEADLINE, gone, metrics, trained_a_step, wait_for
+from tiny_runs import DEADLINE, command_line, gone, metrics, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ def test_an_engine_that_dies_on_another_node_than_the_rollout_service_ends_the_r
     submit(cluster, f"dying-{killed}", "train.py", "--hf-checkpoint", f"{inputs}/model", *words)
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     workers = cluster.workers()
-    (engine,) = [p for p in workers if "slime.rollout.engines.embedded" in p.cmdline() and SECOND in p.cmdline()]
+    (engine,) = [p for p in workers if {"slime.rollout.engines.embedded", SECOND} <= {*command_line(p).split()}]
     if killed == "engine":
         engine.kill()
         message = f"on {SECOND}: engine embedded-1 (pid {engine.pid}) ended with signal SIGKILL"

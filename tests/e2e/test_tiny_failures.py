@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import DEADLINE, descendants, finish, gone, quickstart, trained_a_step, wait_for
+from tiny_runs import DEADLINE, command_line, descendants, finish, gone, quickstart, trained_a_step, wait_for
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     process = quickstart(tmp_path)
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     children = descendants(process)
-    (engine,) = [p for p in children if "slime.rollout.engines.embedded" in " ".join(p.cmdline())]
+    (engine,) = [p for p in children if "slime.rollout.engines.embedded" in command_line(p)]
     os.kill(engine.pid, signal.SIGKILL)
     output = finish(process, 60)
     assert process.returncode == 1, output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import DEADLINE, descendants, finish, gone, metrics, quickstart, run, timeless, wait_for
+from tiny_runs import DEADLINE, command_line, descendants, finish, gone, metrics, quickstart, run, timeless, wait_for
 
 MEGATRON = ("--train-backend", "megatron")
 TENSOR = (*MEGATRON, "--tensor-model-parallel-size", "2")
@@ -51,7 +51,7 @@ def test_a_killed_run_resumes_at_its_layout_and_at_another(
     checkpoints = tmp_path / "parts" / "checkpoints"
     wait_for((checkpoints / "iter_0000001").exists, DEADLINE, "the second checkpoint")
     # Two agents of Ray's own, which touch nothing of the run, take a minute to see that it has been killed.
-    children = [child for child in descendants(process) if "Agent" not in " ".join(child.cmdline())]
+    children = [child for child in descendants(process) if "Agent" not in command_line(child)]
     process.kill()
     finish(process, 60)
     wait_for(lambda: gone(children), 60, "every process of the run has ended")
