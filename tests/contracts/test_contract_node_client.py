@@ -126,3 +126,21 @@ def test_node_may_do_what_its_token_is_for(node: Callable[..., list[Any]], serve
     assert error["code"] == 7 and "a token for feed may not call /slime.v1.BufferService/ReadGroups" in error["message"]
     (error,) = node("add", "more", "two", expect=1, token_file=str(wrong))
     assert error["code"] == 16 and "token" in error["message"]
+
+
+def test_node_gets_the_field_of_each_sample_that_cannot_be_trained(
+    node: Callable[..., list[Any]], served: Served
+) -> None:
+    with BufferClient(served.address) as client:
+        client.open_run("run")
+        client.add_prompts(["one"])
+        *refused, whole = node("mutate")
+        assert len(refused) >= 100
+        wrong = [
+            answer
+            for answer in refused
+            if answer["code"] != 3 or not answer["message"].startswith(f"samples[1].{answer['field']}")
+        ]
+        assert not wrong, json.dumps(wrong, indent=1)
+        assert whole["code"] == 0, whole
+        assert client.stats().groups["completed"] == 1

@@ -20,6 +20,7 @@ from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import blobs
 from slime.types.clients import BufferClient
+from slime.types.codec import sample_from_proto, sample_to_proto
 from slime.types.errors import InvalidFile, InvalidSetting, LeaseLost, NotFound, OutOfSpace, WrongState
 
 
@@ -229,7 +230,8 @@ def test_a_limit_on_file_size(settings):
             client.add_prompts(["p"])
             (lease,) = client.lease_groups(1)
             (sample,) = lease.group.samples
-            sample.response = "x" * 3_000_000
+            sample.response, sample.tokens, sample.response_length = "x" * 3_000_000, [1, 2], 1
+            sample.reward, sample.status = 1.0, sample.Status.COMPLETED
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
             try:
@@ -282,7 +284,8 @@ def test_a_lease_that_ends_while_its_group_is_written(settings):
 
         buffer.payloads.write = slow  # type: ignore[method-assign]
         with pytest.raises(LeaseLost):
-            buffer.complete(writer, leased.group.token or "", leased.samples)
+            samples = finish(map(sample_from_proto, leased.samples))
+            buffer.complete(writer, leased.group.token or "", list(map(sample_to_proto, samples)))
         assert buffer.store.payload_names() == set()
         assert not list(Path(settings["buffer_dir"]).glob("payloads/*/*"))
     finally:

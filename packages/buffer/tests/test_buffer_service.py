@@ -313,6 +313,7 @@ def test_large_groups_are_streamed(connected):
     client.add_prompts(["p"])
     (lease,) = client.lease_groups(1)
     for sample in lease.group.samples:
+        sample.reward, sample.status = 1.0, sample.Status.COMPLETED
         sample.tokens = np.arange(600_000)
         sample.response_length = 599_999
         sample.rollout_log_probs = np.zeros(599_999)
@@ -327,6 +328,7 @@ def test_a_group_beyond_the_limit_is_refused(connected):
     client.add_prompts(["p"])
     (lease,) = client.lease_groups(1)
     (sample,) = lease.group.samples
+    sample.reward, sample.status, sample.response_length = 1.0, sample.Status.COMPLETED, 1
     sample.tokens = np.arange(400_000)
     with pytest.raises(InvalidField, match="max-group-mb"):
         client.complete_group(lease.token, [sample])

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from slime.types import Sample, SampleGroup
 from slime.types.errors import LeaseLost
+from slime.types.validate import validate_finished, validate_samples
 
 EOS = 1
 VOCABULARY = ["<pad>", "<eos>", *"0123456789>"]
@@ -239,8 +240,7 @@ class FakeBuffer:
             self.waiting.append(next(g for g in self.groups if g.group_index == group.group_index))
 
     def complete_group(self, token: str, samples: list[Sample]) -> bool:
-        for sample in samples:
-            sample.validate()
+        validate_samples(samples, validate_finished)
         self.completed[self._end(token).group_index] = list(samples)
         return False
 

@@ -217,11 +217,12 @@ def test_the_buffer_client_leases_and_completes(buffer: Any) -> None:
     assert client.renew_leases(["a", "b"]) == ["b"]
 
     client.open_run("run")
-    assert client.complete_group("t", GROUP.samples) is True
+    removed = dict(remove_sample=True, status=Sample.Status.FAILED)
+    assert client.complete_group("t", [Sample(index=8, **removed), Sample(index=9, **removed)]) is True
     assert servicer.requests[0].writer.run_id == "run" and servicer.requests[0].lease_token == "t"
     assert [s.index for r in servicer.requests for s in r.samples] == [8, 9]
     assert [r.commit for r in servicer.requests] == [True]
-    client.complete_group("t", [Sample(response="x" * 3_000_000)] * 3)
+    client.complete_group("t", [Sample(response="x" * 3_000_000, **removed)] * 3)
     assert [(r.lease_token, len(r.samples), r.commit) for r in servicer.requests] == [
         ("t", 1, False),
         ("", 1, False),
@@ -233,7 +234,7 @@ def test_the_buffer_client_leases_and_completes(buffer: Any) -> None:
         client.reject_group("t", "no variance")
     broken = Sample(tokens=[1], response_length=1, loss_mask=[1, 1])
     with pytest.raises(InvalidField, match="length 2, expected 1") as caught:
-        client.complete_group("t", [Sample(), broken])
+        client.complete_group("t", [Sample(**removed), broken])
     assert caught.value.field == "samples[1].loss_mask"
 
 

@@ -2,6 +2,7 @@
 //
 //   node client.js PROTO_DIR ADDRESS TOKEN_FILE add KEY TEXT...   adds prompts; prints AddPromptsResponse
 //   node client.js PROTO_DIR ADDRESS TOKEN_FILE work COUNT        leases COUNT groups, completes them; prints their indexes
+//   node client.js PROTO_DIR ADDRESS TOKEN_FILE mutate            leases a group, hands it in as mutations.js says, then whole
 //   node client.js PROTO_DIR ADDRESS TOKEN_FILE read STATE        reads groups in that state; prints one object a sample
 //
 // A failed call prints {code, message} and exits with 1.
@@ -11,6 +12,7 @@ const fs = require("fs");
 const path = require("path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
+const { MUTATIONS, VALID } = require("./mutations");
 
 const [protoDirectory, address, tokenFile, command, ...words] = process.argv.slice(2);
 const definition = loader.loadSync(path.join(protoDirectory, "slime/v1/buffer.proto"), {
@@ -94,6 +96,24 @@ async function work(count) {
   return leased.map(({ lease }) => lease.group_index);
 }
 
+// One object a mutation, {name, field, code, message}; the last is of the group as it should be.
+async function mutate() {
+  const { writer } = await call("GetRun", {});
+  const request = { writer, worker_id: "node", max_groups: 1, ttl_seconds: 600, wait_seconds: 5 };
+  const [{ lease, group }] = await collect("LeaseGroups", request);
+  const results = [];
+  for (const [name, field, change] of [...MUTATIONS, ["nothing wrong", "", {}]]) {
+    const samples = group.samples.map((sample) => ({ ...sample, ...VALID }));
+    Object.assign(samples[samples.length - 1], change);
+    const answered = await call("CompleteGroup", { writer, lease_token: lease.token }, { samples }, { commit: true }).then(
+      () => ({ code: 0, message: "" }),
+      (error) => ({ code: error.code, message: error.details || error.message }),
+    );
+    results.push({ name, field, ...answered });
+  }
+  return results;
+}
+
 async function read(state) {
   const answers = await collect("ReadGroups", { states: ["GROUP_STATE_" + state.toUpperCase()] });
   return answers.flatMap(({ group }) =>
@@ -113,7 +133,7 @@ async function read(state) {
   );
 }
 
-Promise.resolve({ add, work, read }[command](...words)).then(
+Promise.resolve({ add, work, mutate, read }[command](...words)).then(
   (results) => results.forEach((result) => console.log(JSON.stringify(result))),
   (error) => {
     console.log(JSON.stringify({ code: error.code, message: error.details || error.message }));

@@ -71,6 +71,7 @@ class Buffer:
                     self.payloads,
                     self.prompts,
                     default_seconds=settings.lease_seconds,
+                    reward_required=not settings.allow_missing_rewards,
                     buffer_filter=buffer_filter,
                     clock=clock,
                 )

@@ -42,6 +42,7 @@ class Leases:
         prompts: Prompts,
         *,
         default_seconds: float,
+        reward_required: bool = True,
         buffer_filter: BufferFilter | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -49,6 +50,7 @@ class Leases:
         self.payloads = payloads
         self.prompts = prompts
         self.default_seconds = default_seconds
+        self.reward_required = reward_required
         self.buffer_filter = buffer_filter
         # Wall-clock time, for leases outlive a restart of the buffer.
         self.clock = clock
@@ -131,7 +133,9 @@ class Leases:
         columns: dict[str, object] = {}
         if messages or ended_by == "complete":
             # Outside the transaction: it takes long, and others need not wait for it.
-            samples = check_samples(group, messages)
+            samples = check_samples(
+                group, messages, finished=ended_by == "complete", reward_required=self.reward_required
+            )
             parts = [message.SerializeToString() for message in messages]
             if ended_by == "complete":
                 columns["summaries"] = encode_summaries(messages, samples)

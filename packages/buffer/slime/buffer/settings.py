@@ -63,6 +63,9 @@ class BufferSettings:
     )
     lease_seconds: float = setting(600.0, "how long a lease lasts where the worker asks for no time", above=0)
     max_group_mb: int = setting(1024, "largest group that is accepted, all samples together, in MiB", minimum=1)
+    allow_missing_rewards: bool = setting(
+        False, "Accept finished samples without a reward, as supervised losses and custom rewards of the trainer do"
+    )
     release_committed: bool = setting(
         False, "delete the samples of committed steps; without it they can be read back after the run"
     )

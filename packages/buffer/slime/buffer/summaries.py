@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime.types import Sample
+from slime.types.validate import version_number
 from slime.v1 import buffer_pb2, sample_pb2
 
 
@@ -31,13 +32,16 @@ def encode_summaries(messages: Sequence[sample_pb2.Sample], samples: Sequence[Sa
         match message.WhichOneof("reward"):
             case "reward_value":
                 summary.reward_value = message.reward_value
-            case "reward_json":
+            case "reward_json" if isinstance(sample.reward, dict):
                 summary.reward_json = message.reward_json
+            case "reward_json":
+                # A number that another client has sent as JSON, or a whole one beyond 2**53.
+                summary.reward_value = float(sample.reward)  # type: ignore[arg-type]
     return response.SerializeToString()
 
 
 def weight_versions(sample: Sample) -> tuple[int, int]:
     """(oldest, newest) weight version of the tokens; (-1, -1) where none is a whole number."""
     named = [span.weight_version for span in sample.spans] or sample.weight_versions
-    versions = [int(version) for version in named if version.isdecimal()]
+    versions = [number for version in named if (number := version_number(version)) is not None]
     return (min(versions), max(versions)) if versions else (-1, -1)

@@ -1,4 +1,4 @@
-"""What a worker hands in must be the group that it leased, and every sample must be whole."""
+"""Checks that what a worker hands in is the group that it leased, and that every sample is whole."""
 
 from __future__ import annotations
 
@@ -8,33 +8,68 @@ from slime.buffer.store.base import Group
 from slime.types import Sample
 from slime.types.codec import sample_from_proto
 from slime.types.errors import InvalidField
+from slime.types.validate import (
+    is_untrainable,
+    reward_is_finite,
+    validate_finished,
+    validate_sample,
+    validate_samples,
+    validate_wire_types,
+)
 from slime.v1 import sample_pb2
 
+# A group whose samples fanned out into more would hold up every other call while it is decoded.
+MAX_SAMPLES = 16384
 
-def check_samples(group: Group, messages: Sequence[sample_pb2.Sample]) -> list[Sample]:
-    """The decoded samples. Raises InvalidField naming the sample and the field.
+
+def check_samples(
+    group: Group, messages: Sequence[sample_pb2.Sample], *, finished: bool, reward_required: bool = True
+) -> list[Sample]:
+    """The decoded samples. Raises InvalidField naming the sample, the field, the position in it and the value.
 
     Each sample carries the group's index and the index of one that was leased; each leased index is there. An index may
     come more than once, where one prompt fanned out into several samples: these share a rollout_id.
+
+    finished: whether the samples are complete; those that are given back may lack status, reward and response.
+    A finished sample that is FAILED or removed and has no finite reward is marked as removed in its message, and loses
+    that reward: it takes part in nothing that is computed over rewards.
     """
+    if len(messages) > MAX_SAMPLES:
+        raise InvalidField("samples", len(messages), f"at most {MAX_SAMPLES} samples in a group")
+    samples: list[Sample] = []
+
+    def decode(message: sample_pb2.Sample) -> None:
+        validate_wire_types(message)
+        sample = sample_from_proto(message, copy=False)
+        if finished:
+            validate_finished(sample, reward_required=reward_required)
+            _drop_useless_reward(message, sample)
+        else:
+            validate_sample(sample)
+        samples.append(sample)
+
+    validate_samples(messages, decode)
+    _check_indexes(group, samples)
+    return samples
+
+
+def _drop_useless_reward(message: sample_pb2.Sample, sample: Sample) -> None:
+    if is_untrainable(sample) and not reward_is_finite(sample.reward):
+        message.ClearField("reward_value")
+        message.ClearField("reward_json")
+        sample.reward = None
+        message.remove_sample = sample.remove_sample = True
+
+
+def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:
     leased = range(group.first_sample, group.first_sample + group.num_samples)
     rollouts: dict[int, list[int | None]] = {}
-    samples = []
-    for position, message in enumerate(messages):
-        try:
-            sample = sample_from_proto(message, copy=False)
-            sample.validate()
-        except InvalidField as error:
-            place = f"samples[{position}]"
-            raise InvalidField(
-                f"{place}.{error.field}", error.value, error.expected, f"{place}: {error.message}"
-            ) from None
+    for position, sample in enumerate(samples):
         if sample.group_index != group.group_index:
             raise InvalidField(f"samples[{position}].group_index", sample.group_index, str(group.group_index))
         if sample.index is None or sample.index not in leased:
             raise InvalidField(f"samples[{position}].index", sample.index, f"one of {leased[0]} to {leased[-1]}")
         rollouts.setdefault(sample.index, []).append(sample.rollout_id)
-        samples.append(sample)
     missing = [index for index in leased if index not in rollouts]
     if missing:
         raise InvalidField("samples", sorted(rollouts), f"every leased index: {missing} missing")
@@ -43,4 +78,3 @@ def check_samples(group: Group, messages: Sequence[sample_pb2.Sample]) -> list[S
             raise InvalidField(
                 "rollout_id", ids, f"one id shared by the {len(ids)} samples of index {index}: they are one rollout"
             )
-    return samples

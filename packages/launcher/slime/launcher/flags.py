@@ -174,6 +174,14 @@ def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # The buffer keeps what the class gives; it has no prompts and no choice of its own.
         parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
+    trainer = parts["trainer"]
+    if (
+        trainer.loss_type == "sft_loss"
+        or trainer.custom_reward_post_process_path
+        or (trainer.custom_convert_samples_to_train_data_path)
+    ):
+        # These need no reward of a sample, or make their own.
+        parts["buffer"] = dataclasses.replace(parts["buffer"], allow_missing_rewards=True)
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})

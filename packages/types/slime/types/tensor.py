@@ -84,7 +84,11 @@ def tensor_from_proto(
             f"{len(data)} bytes",
             f"{expected} bytes (shape {shape}, {dtype.itemsize} bytes an element)",
         )
-    array = np.frombuffer(data, dtype).reshape(shape)
+    try:
+        array = np.frombuffer(data, dtype).reshape(shape)
+    except (ValueError, OverflowError) as error:
+        # Too many dimensions, or an empty array of an impossible shape.
+        raise InvalidField(f"{field}.shape", shape, f"a shape that numpy can hold ({error})") from None
     if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
         raise InvalidField(f"{field}.inline", "a byte above 1", "0 or 1 for each bool")
     return array.copy() if copy else array

@@ -1,26 +1,60 @@
-"""What must hold between the fields of a sample that is complete."""
+"""Rules between the fields of a sample: what holds at any time, and what a finished one needs to be trained on.
+
+Producers in Python and the buffer call the same functions, so a sample that one accepts is accepted by the other.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.types.errors import InvalidField
 from slime.types.status import SampleStatus
+from slime.v1 import sample_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from slime.types.sample import Sample
 
+FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
+# The weight version of an SGLang engine that has been given no weights yet.
+NO_VERSION = "default"
+MAX_VERSION = 2**63 - 1
+# A log-softmax in float32 may exceed 0 by its rounding error.
+LOG_PROB_ROUNDING = 1e-4
+# Rewards become float32 tensors.
+MAX_REWARD = float(np.finfo(np.float32).max)
+INTEGER_TYPES = tuple(
+    getattr(tensor_pb2, f"DATA_TYPE_{name}") for name in ("UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64")
+)
+FLOAT_TYPES = tuple(getattr(tensor_pb2, f"DATA_TYPE_{name}") for name in ("FLOAT16", "FLOAT32", "FLOAT64"))
+_WIRE_TYPES = {
+    "tokens": INTEGER_TYPES,
+    "loss_mask": (*INTEGER_TYPES, tensor_pb2.DATA_TYPE_BOOL),
+    "rollout_log_probs": FLOAT_TYPES,
+    "teacher_log_probs": FLOAT_TYPES,
+    "rollout_top_p_token_ids": INTEGER_TYPES,
+    "rollout_top_p_token_offsets": INTEGER_TYPES,
+    "rollout_routed_experts": INTEGER_TYPES,
+}
+
 
 def validate_sample(sample: Sample) -> None:
-    """Raises InvalidField for the first rule that `sample` breaks.
+    """Checks what holds for every sample, also for one that is given back unfinished.
 
+    Raises InvalidField for the first rule that `sample` breaks:
+
+    - tokens and rollout_top_p_token_ids are at least 0
     - 0 <= response_length <= len(tokens)
-    - loss_mask, rollout_log_probs, teacher_log_probs: None or [response_length]; a mask holds 0 and 1
+    - loss_mask, rollout_log_probs, teacher_log_probs: None or [response_length]; a mask holds 0 and 1, log-probs are
+      finite and at most 0
     - rollout_top_p_*: both or none; offsets [response_length + 1], from 0, never falling, up to len(ids)
     - rollout_routed_experts: None or [len(tokens) - 1, layers, top_k]
     - spans lie in the response, in order, without overlap
+    - weight versions are whole numbers, or "default"
     """
     if not isinstance(sample.status, SampleStatus):
         raise InvalidField("status", sample.status, "a Sample.Status")
@@ -30,6 +64,7 @@ def validate_sample(sample: Sample) -> None:
     total = len(sample.array("tokens"))
     if length > total:
         raise _length("response_length", length, f"at most {total} (the length of tokens)")
+    _check_ids("tokens", sample.array("tokens"))
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         array = sample.array(name)
         if array is not None and len(array) != length:
@@ -37,6 +72,8 @@ def validate_sample(sample: Sample) -> None:
     mask = sample.array("loss_mask")
     if mask is not None and length and mask.max() > 1:
         raise InvalidField("loss_mask", int(mask.max()), "0 or 1 for each token")
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        _check_log_probs(name, sample.array(name))
     _check_nucleus(sample)
     experts = sample.rollout_routed_experts
     if experts is not None:
@@ -52,6 +89,136 @@ def validate_sample(sample: Sample) -> None:
         if not end <= span.start <= span.end <= length:
             raise InvalidField(f"spans[{position}]", f"[{span.start}, {span.end})", f"a range within [{end}, {length}]")
         end = span.end
+        # Another model's versions are its own business.
+        if not span.model and span.weight_version:
+            _check_version(f"spans[{position}].weight_version", span.weight_version)
+    for position, version in enumerate(sample.weight_versions):
+        _check_version(f"weight_versions[{position}]", version)
+
+
+def validate_finished(sample: Sample, *, reward_required: bool = True) -> None:
+    """Checks what completing a group demands of each sample, beyond `validate_sample`.
+
+    Raises InvalidField for the first rule that `sample` breaks:
+
+    - status is COMPLETED, TRUNCATED or FAILED
+    - tokens hold a prompt and a response of at least one token each, unless `remove_sample` is set
+    - reward is a finite number that float32 can hold, or a dict whose numbers are; it may be missing, or not finite,
+      where the status is FAILED or `remove_sample` is set, and missing where `reward_required` is False
+    """
+    validate_sample(sample)
+    if sample.status not in FINISHED:
+        raise InvalidField(
+            "status", sample.status.value, "completed, truncated or failed: an unfinished group is returned"
+        )
+    if not sample.remove_sample:
+        if not sample.response_length:
+            raise InvalidField(
+                "response_length",
+                0,
+                "at least 1 response token, or remove_sample for a sample without",
+                _no_response(sample),
+            )
+        total = len(sample.array("tokens"))
+        if sample.response_length >= total:
+            raise InvalidField(
+                "response_length", sample.response_length,
+                f"less than {total} (the length of tokens): tokens begin with the prompt",
+            )  # fmt: skip
+    if not (is_untrainable(sample) or sample.reward is None and not reward_required):
+        _check_reward(sample.reward)
+    if not math.isfinite(sample.non_generation_time):
+        raise InvalidField("non_generation_time", sample.non_generation_time, "a finite number of seconds")
+
+
+def validate_samples(samples: Sequence[Any], check: Callable[[Any], None]) -> None:
+    """Calls `check` with each sample; its InvalidField names `samples[POSITION]` before the field."""
+    for position, sample in enumerate(samples):
+        try:
+            check(sample)
+        except InvalidField as error:
+            field = f"samples[{position}]"
+            raise InvalidField(
+                f"{field}.{error.field}", error.value, error.expected, f"{field}.{error.message}"
+            ) from None
+
+
+def validate_wire_types(message: sample_pb2.Sample) -> None:
+    """Raises InvalidField for an array of the wrong kind of number: decoding would convert it where values allow."""
+    for name, allowed in _WIRE_TYPES.items():
+        if message.HasField(name) and getattr(message, name).dtype not in allowed:
+            got = getattr(message, name).dtype
+            known = tensor_pb2.DataType.values()
+            kind = "a float" if allowed is FLOAT_TYPES else "an integer"
+            raise InvalidField(
+                f"{name}.dtype", tensor_pb2.DataType.Name(got) if got in known else got, f"{kind} DataType of slime.v1"
+            )
+
+
+def is_untrainable(sample: Sample) -> bool:
+    """Whether nothing of the sample is trained on, whatever it holds."""
+    return sample.remove_sample or sample.status is SampleStatus.FAILED
+
+
+def reward_is_finite(reward: Any) -> bool:
+    """Whether `reward` is a number that can be trained on, or a dict of JSON values whose numbers are."""
+    try:
+        _check_reward(reward)
+    except InvalidField:
+        return False
+    return True
+
+
+def version_number(version: str) -> int | None:
+    """The number of a weight version; None where it has none ("default")."""
+    # int() alone would take other scripts' digits, and fails for thousands of them.
+    if version.isascii() and version.isdecimal() and len(version) <= 19 and int(version) <= MAX_VERSION:
+        return int(version)
+    return None
+
+
+def _check_version(field: str, version: Any) -> None:
+    if not isinstance(version, str) or version != NO_VERSION and version_number(version) is None:
+        raise InvalidField(field, version, f'a weight version: a whole number as text, or "{NO_VERSION}"')
+
+
+def _check_reward(reward: Any) -> None:
+    expected = "a finite number"
+    if not isinstance(reward, (numbers.Real, np.bool_, dict)):
+        raise InvalidField("reward", reward, f"{expected}, or a dict of them")
+    pending: list[tuple[str, Any]] = [("reward", reward)]
+    while pending:
+        field, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{field}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            pending += [(f"{field}[{position}]", item) for position, item in enumerate(value)]
+        elif isinstance(value, numbers.Real) and not abs(value) <= MAX_REWARD:
+            raise InvalidField(field, value, f"{expected} of float32")
+
+
+def _check_ids(field: str, ids: np.ndarray) -> None:
+    if ids.size and ids.min() < 0:
+        position = int(np.argmax(np.asarray(ids) < 0))
+        raise InvalidField(f"{field}[{position}]", int(ids[position]), "a token id, at least 0")
+
+
+def _check_log_probs(field: str, log_probs: np.ndarray | None) -> None:
+    if log_probs is None or not log_probs.size:
+        return
+    # A NaN is the smallest and the largest value of its array, and fails both comparisons.
+    if log_probs.min() > -math.inf and log_probs.max() <= LOG_PROB_ROUNDING:
+        return
+    values = np.asarray(log_probs)
+    position = int(np.argmax(~((values > -math.inf) & (values <= LOG_PROB_ROUNDING))))
+    raise InvalidField(f"{field}[{position}]", float(values[position]), "a finite log-prob, at most 0")
+
+
+def _no_response(sample: Sample) -> str:
+    got = "no tokens" if not len(sample.array("tokens")) else "no response tokens"
+    if sample.response:
+        got += f" for a response of {len(sample.response)} characters"
+    return f"response_length: got {got}, expected at least 1 response token; set remove_sample for a sample without"
 
 
 def _check_nucleus(sample: Sample) -> None:
@@ -73,6 +240,7 @@ def _check_nucleus(sample: Sample) -> None:
         raise _length(
             "rollout_top_p_token_ids", len(ids), f"{int(offsets[-1])} (the last of rollout_top_p_token_offsets)"
         )
+    _check_ids("rollout_top_p_token_ids", ids)
 
 
 def _length(field: str, length: int, expected: str) -> InvalidField:

@@ -182,6 +182,7 @@ class LeasedDataSource:
                 sample.group_index = index
                 if sample.index is None and position < len(lease.samples):
                     sample.index = lease.samples[position].index
+                _finish(sample)
             self.buffer.complete_group(lease.token, samples)
             self.completed.append(samples)
 
@@ -259,6 +260,18 @@ class LeasedDataSource:
                     self.buffer.renew_leases(tokens, self.ttl_seconds)
                 except SlimeError as error:
                     log.warning("leases could not be renewed: %s", error)
+
+
+def _finish(sample: Sample) -> None:
+    """Marks what a user's function may leave open: it returned the sample, so its generation is over, and a response
+    without tokens has nothing to train."""
+    if sample.status is Sample.Status.PENDING:
+        sample.status = Sample.Status.COMPLETED
+    if not sample.response_length and not sample.response and not sample.remove_sample:
+        log.warning(
+            "sample %s of group %s has an empty response: it is not trained on", sample.index, sample.group_index
+        )
+        sample.remove_sample = True
 
 
 def _ended() -> WrongState:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slime.types.blobs import BlobReader, resolver
@@ -18,6 +19,7 @@ from slime.types.rpc import RpcSettings, chunk_messages, chunk_samples
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample, SampleGroup
 from slime.types.status import STATUS_BY_NUMBER, SampleStatus
+from slime.types.validate import validate_finished, validate_sample, validate_samples
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 SLACK_SECONDS = 10.0  # what a call that waits may take beyond its wait
@@ -151,20 +153,16 @@ class BufferClient(Client):
 
     def return_group(self, token: str, samples: Sequence[Sample] = ()) -> None:
         """Gives a group back with what its samples have so far; without samples, as it was leased."""
+        validate_samples(samples, validate_sample)
         self._call("ReturnGroup", self._group_stream(buffer_pb2.ReturnGroupRequest, token, samples))
 
     def complete_group(self, token: str, samples: Sequence[Sample]) -> bool:
-        """Completes a group of valid samples; True where it had been completed with this token before."""
-        for position, sample in enumerate(samples):
-            try:
-                sample.validate()
-            except InvalidField as error:
-                raise InvalidField(
-                    f"samples[{position}].{error.field}",
-                    error.value,
-                    error.expected,
-                    f"samples[{position}].{error.message}",
-                ) from None
+        """Completes a group of finished samples; True where it had been completed with this token before.
+
+        `slime.types.validate.validate_finished` says what a finished sample is. Raises InvalidField naming the sample.
+        """
+        # Whether a reward may be missing is a setting of the buffer.
+        validate_samples(samples, partial(validate_finished, reward_required=False))
         return self._call(
             "CompleteGroup", self._group_stream(buffer_pb2.CompleteGroupRequest, token, samples)
         ).duplicate
