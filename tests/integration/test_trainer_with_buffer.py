@@ -67,7 +67,7 @@ def start(
     )
     # No weights are pushed here, so nothing answers at the rollout address.
     places = dict(rank=rank, world_size=world_size, master_address=master, buffer_address=buffer.address)
-    return serve_trainer(trainer, RpcSettings(), rollout_address="127.0.0.1:1", **places)
+    return serve_trainer(trainer, RpcSettings(), rollout_address="127.0.0.1:1", write_below=["/"], **places)
 
 
 def test_steps_checkpoint_and_resume(model: str, buffer: BufferClient, tmp_path: Path):

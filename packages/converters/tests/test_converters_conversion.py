@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from slime.converters import hf_to_torch_dist, to_hf, torch_dist_to_hf
 from slime.converters.cli import main
-from slime.converters.in_progress import directory_in_progress
 from slime.converters.safetensors_dir import INDEX, SafetensorsDir
 from slime.converters.torch_dist import writer
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.verify import compare
+from slime.types.directories import MARK, WholeDirectory, whole_directory
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace
 
 
@@ -43,7 +43,7 @@ def test_there_and_back_is_the_same_directory(config: dict[str, Any], dtype: tor
     assert directory == tmp_path / "td" / "release"
     assert (tmp_path / "td" / "latest_checkpointed_iteration.txt").read_text() == "release"
     back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
-    assert names(back) == sorted([*names(source), "slime.json"])
+    assert names(back) == sorted([*names(source), MARK])
     assert not list(compare(source, back)) and not list(compare(source, directory))
     for name in ("config.json", "tokenizer.json", INDEX):
         assert (back / name).read_bytes() == (source / name).read_bytes() or name == INDEX
@@ -108,7 +108,7 @@ def test_another_dtype_and_other_shards(tmp_path: Path) -> None:
     directory = hf_to_torch_dist.convert(source, tmp_path / "td", dtype="float32")
     assert TorchDist(directory).tensors["decoder.final_layernorm.weight"].dtype == torch.float32
     back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", dtype="bfloat16", max_shard_bytes=10**9)
-    assert names(back) == ["config.json", "model.safetensors", "slime.json", "tokenizer.json"]
+    assert names(back) == ["config.json", "model.safetensors", MARK, "tokenizer.json"]
     assert not list(compare(source, back))
     assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
@@ -335,7 +335,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete_and_runs_again(w
     done = subprocess.run(command, timeout=120, check=False, env=ENVIRONMENT)
     assert done.returncode == -signal.SIGKILL
     left = target if way == "there" else target.parent
-    assert len(names(left)) == 1 and names(left)[0].endswith(".partial")
+    assert len(names(left)) == 1 and ".partial-" in names(left)[0]
     with pytest.raises(MissingFile):
         TorchDist(target) if way == "there" else SafetensorsDir(target)
     convert(given, target)
@@ -344,16 +344,11 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete_and_runs_again(w
 
 
 def test_two_at_once_are_one_too_many(tmp_path: Path) -> None:
-    import fcntl
-
     source = hf_directory(tmp_path / "hf")
-    partial = tmp_path / "td" / ".release.partial"
-    partial.mkdir(parents=True)
-    handle = os.open(partial, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
+    other = WholeDirectory(tmp_path / "td" / "release")
     with pytest.raises(InvalidSetting, match="another process is writing"):
         hf_to_torch_dist.convert(source, tmp_path / "td")
-    os.close(handle)
+    other.discard()
     hf_to_torch_dist.convert(source, tmp_path / "td")
 
 
@@ -495,13 +490,13 @@ def test_ranks_of_torchrun_share_the_work(tmp_path: Path) -> None:
     assert code == 0, told
     assert not list(compare(source, tmp_path / "back"))
     code, told = run("to-hf", "--load", tmp_path / "td", "--output-dir", source)
-    assert code != 0 and "holds something that slime-convert did not write" in told
+    assert code != 0 and "holds what slime did not write" in told
 
 
 def test_a_failure_is_told_whatever_became_of_the_directory_around_it(tmp_path: Path) -> None:
     for number, change in enumerate((shutil.rmtree, lambda parent: (parent / "mine").touch())):
         parent = tmp_path / str(number)
-        with pytest.raises(KeyError, match="told"), directory_in_progress(parent / "out", flag="--save"):
+        with pytest.raises(KeyError, match="told"), whole_directory(parent / "out", "test"):
             change(parent)
             raise KeyError("told")
     assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["mine"]

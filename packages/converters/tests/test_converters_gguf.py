@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -193,7 +194,7 @@ def test_what_is_not_a_usable_gguf(source: Path, model: LlamaForCausalLM, tmp_pa
 def test_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
-        patch.setattr(converter.shutil, "disk_usage", lambda path: usage)
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(OutOfSpace, match="needed"):
             converter.convert(source, tmp_path / "hf")
 

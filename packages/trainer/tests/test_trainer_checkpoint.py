@@ -15,7 +15,8 @@ from trainer_tiny import Runner, alone, make_settings, write_biased_model, write
 from transformers import AutoModelForCausalLM
 
 from slime.converters import safetensors_dir
-from slime.trainer import checkpoint, hf_directory
+from slime.trainer import checkpoint
+from slime.types import directories
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable, OutOfSpace
 
 
@@ -51,7 +52,7 @@ def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: st
     save(runner, path, 0)
     assert sorted(os.listdir(path)) == [
         "config.json", "generation_config.json", "model.safetensors", "optimizer",
-        "tokenizer_config.json", "trainer.json",
+        "slime-files.json", "tokenizer_config.json", "trainer.json",
     ]  # fmt: skip
     assert os.listdir(path.parent) == ["step_0"]
     loaded = AutoModelForCausalLM.from_pretrained(path)
@@ -124,7 +125,7 @@ def test_a_full_disk_leaves_what_was_there(model: str, tmp_path: Path, monkeypat
         save(runner, tmp_path / "c", 1)
     assert os.listdir(tmp_path) == ["c"]
     assert checkpoint.read_state(str(tmp_path / "c")).step == 0
-    monkeypatch.setattr(hf_directory.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    monkeypatch.setattr(directories.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(OutOfSpace, match="10 are free"):
         save(runner, tmp_path / "d", 1)
 

@@ -16,7 +16,7 @@ from slime.converters.torch_dist.reader import TorchDist
 from slime.trainer import checkpoint
 from slime.trainer.backends.build import build_backend, open_checkpoints
 from slime.trainer.trainer import pick_device
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, InvalidSetting
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_what_is_damaged_is_named(saves: Path, models: Path, tmp_path: Path):
 def test_a_failed_save_leaves_nothing(saves: Path, models: Path, tmp_path: Path):
     backend = backend_of(models)
     checkpoints = open_checkpoints(backend.settings, backend, alone(), models / "nowhere")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InvalidSetting, match="nowhere"):
         checkpoints.save(tmp_path / "iter_0000000", checkpoint.TrainerState(step=0))
         checkpoints.finish(wait=True)
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """The gRPC service over a buffer and a rollout service that stand in."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,15 @@ from trainer_stack import WRITER, Stack
 from trainer_tiny import make_samples, summarize
 
 from slime.trainer.worker import Worker
-from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, RemoteError, SlimeError, WrongState
+from slime.types.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    InvalidSetting,
+    LeaseLost,
+    RemoteError,
+    SlimeError,
+    WrongState,
+)
 
 
 @pytest.fixture
@@ -93,6 +102,37 @@ def test_wrong_calls_name_the_field(stack: Stack, call: Any, error: type[SlimeEr
     with pytest.raises(error) as caught:
         call(stack.client)
     assert caught.value.field == field
+
+
+def test_a_path_that_cannot_be_written_leaves_the_rank_at_work(stack: Stack, tmp_path: Path):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    (tmp_path / "link").symlink_to("mine")
+    stack.client.train_step(0, 3, timeout=60)
+    for name in ("file", "file/below", "n" * 300, "mine", "link", "n" * 250):
+        for call in (stack.client.export_model, functools.partial(stack.client.save_checkpoint, 0)):
+            with pytest.raises(InvalidSetting, match=name) as caught:
+                call(str(tmp_path / name), timeout=60)
+            assert caught.value.field == "path"
+    assert stack.client.train_step(1, 3, timeout=60)["train/step"] == 2
+    assert (tmp_path / "file").read_text() == (tmp_path / "mine" / "notes.txt").read_text() == "precious"
+
+
+def test_calls_save_only_below_the_directories_of_the_run(model: str, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "leads-out").symlink_to(tmp_path)
+    for write_below, expected in (([str(tmp_path / "out")], "below"), ([], "--write-below")):
+        stack = Stack(model, write_below=write_below)
+        try:
+            for path in ("elsewhere", "out/../elsewhere", "out/leads-out/elsewhere", "outside"):
+                with pytest.raises(InvalidField, match=f"path: .*{expected}"):
+                    stack.client.export_model(str(tmp_path / path), timeout=60)
+            if write_below:
+                stack.client.export_model(str(tmp_path / "out" / "model"), timeout=60)
+        finally:
+            stack.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
 def test_after_an_unexpected_error_the_rank_refuses_work(stack: Stack, monkeypatch: pytest.MonkeyPatch):

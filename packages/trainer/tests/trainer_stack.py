@@ -74,11 +74,11 @@ class StandInRollout:
 
 
 class Stack:
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str, *, write_below: Sequence[str] = ("/",), **settings: Any) -> None:
         self.buffer, self.rollout, self.worker = StandInBuffer(), StandInRollout(), Worker("trainer")
         make = lambda: Trainer(make_settings(model, **settings), alone(), self.buffer, self.rollout)  # noqa: E731
         self.trainer = self.worker.run("loading", make, 60)
-        service = TrainerService(self.trainer, self.worker)
+        service = TrainerService(self.trainer, self.worker, write_below)
         add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
         server = Server([(add, service)], RpcSettings(), service_names=[SERVICE])
         self.running = RunningService(server, self.worker.stop)

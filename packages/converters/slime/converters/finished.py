@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from slime.converters.safetensors_dir import SafetensorsDir, disk_errors
+from slime.converters.safetensors_dir import SafetensorsDir
+from slime.types.directories import check_replaceable, read_mark
 from slime.types.errors import InvalidSetting, MissingFile, SlimeError
 
-MARK = "slime.json"
+WRITER = "slime-convert"
+# Room for metadata, config and tokenizer beside the tensors.
+SPARE_BYTES = 64 << 20
 
 
-def write_mark(directory: Path, mark: str) -> None:
-    """mark: a fingerprint of the source and of what was asked for. Raises OutOfSpace."""
-    with disk_errors(directory):
-        (directory / MARK).write_text(json.dumps({"source": mark}) + "\n")
+def check_hf_output(target: Path, source: str, overwrite: bool) -> bool:
+    """Whether `target` is complete and was made of the same source (a fingerprint) in the same way.
 
-
-def check_hf_output(target: Path, mark: str, overwrite: bool) -> bool:
-    """Whether `target` is complete and was made of the same source in the same way.
-
-    Raises InvalidSetting where it is something else that may not be replaced: what slime-convert did not write, ever;
-    what it did, without `overwrite`.
+    Raises InvalidSetting where it is something else that may not be replaced: what slime did not write, ever; what it
+    did, without `overwrite`.
     """
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return False
-    if not target.is_dir():
-        raise _taken(target, "is no directory", "a new directory")
-    if not (target / MARK).is_file():
-        raise _taken(target, "holds something that slime-convert did not write", "a new directory")
-    if overwrite:
+    check_replaceable(target, field="--output-dir")
+    if overwrite or not target.exists() or not any(target.iterdir()):
         return False
     try:
-        found = json.loads((target / MARK).read_text()).get("source")
         SafetensorsDir(target)
         if not (target / "config.json").is_file():
             raise MissingFile("no config.json", field="path", value=str(target / "config.json"))
-    except (ValueError, AttributeError, SlimeError) as error:
-        raise _taken(target, f"is damaged ({error})", "--overwrite, to replace it") from None
-    if found != mark:
-        raise _taken(target, "was made of another checkpoint or with other flags", "--overwrite, to replace it")
+    except SlimeError as error:
+        raise _taken(target, f"is damaged ({error})") from None
+    if (read_mark(target) or {}).get("source") != source:
+        raise _taken(target, "was made of another checkpoint or with other flags")
     return True
 
 
-def _taken(target: Path, what: str, expected: str) -> InvalidSetting:
+def _taken(target: Path, what: str) -> InvalidSetting:
+    expected = "--overwrite, to replace it"
     return InvalidSetting(
         f"--output-dir: {target} {what}; expected {expected}",
         field="--output-dir",
         value=str(target),
         expected=expected,
     )
+
+
+def fingerprint(files: list[Path], options: dict[str, Any]) -> str:
+    """Differs when a file does, by size or time of change, or an option."""
+    state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+    return hashlib.sha256(json.dumps([state, options], sort_keys=True, default=str).encode()).hexdigest()

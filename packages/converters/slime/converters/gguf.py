@@ -7,26 +7,21 @@ padding, the chat template kept.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.converters.finished import SPARE_BYTES, WRITER
 from slime.converters.safetensors_dir import SafetensorsDir, disk_errors, write
 from slime.converters.settings import DTYPES
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace, SlimeError
+from slime.types.directories import whole_directory
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, SlimeError
 
 if TYPE_CHECKING:
     import torch
 
 MAGIC = b"GGUF"
-# Room for the tokenizer and for the directory itself.
-SPARE_BYTES = 64 << 20
 
 Progress = Callable[[str], None]
 
@@ -49,9 +44,8 @@ def convert(
         return target
     progress(f"reading {source}")
     metadata = read_metadata(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(target.parent, metadata["num_elements"] * (4 if dtype == "float32" else 2) + SPARE_BYTES)
-    with _directory_in_progress(target, dtype) as partial:
+    size = metadata["num_elements"] * (4 if dtype == "float32" else 2) + SPARE_BYTES
+    with whole_directory(target, WRITER, field="--output-dir", need_bytes=size) as partial:
         _write_model(source, partial, metadata, dtype, progress)
     progress(f"wrote {target}")
     return target
@@ -196,35 +190,3 @@ def _check_complete(target: Path, dtype: str) -> None:
             value=str(target),
             expected=f"a directory of {dtype} weights, or a new one",
         )
-
-
-def _check_space(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OutOfSpace(
-            f"{directory}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB needed",
-            field="--output-dir",
-            value=str(directory),
-            expected=f"{needed} bytes free",
-        )
-
-
-@contextlib.contextmanager
-def _directory_in_progress(target: Path, dtype: str) -> Iterator[Path]:
-    """A directory beside `target` that becomes it at the end, and is removed on any error."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        for file in partial.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        try:
-            partial.rename(target)
-        except OSError as error:
-            # Another process was faster: its directory is as good, if it is one.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            _check_complete(target, dtype)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

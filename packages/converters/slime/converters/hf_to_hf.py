@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from slime.converters.families import read_config
-from slime.converters.finished import check_hf_output, write_mark
+from slime.converters.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.hf_files import copy_side_files
 from slime.converters.hf_source import HfSource
 from slime.converters.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
-from slime.converters.in_progress import check_space, directory_in_progress, fingerprint
 from slime.converters.megatron_args import check_model_args, read_model_config
 from slime.converters.ranks import Ranks
 from slime.converters.rectangles import pieces
 from slime.converters.safetensors_dir import SHARD_BYTES
+from slime.types.directories import whole_directory
 from slime.types.errors import InvalidSetting
 
 Progress = Callable[[str], None]
@@ -87,7 +87,6 @@ def _write(
         tensors.append(HfTensor(name, wanted if wanted is not None and kind.is_floating_point else kind, shape))
     like = None if max_shard_bytes else {name: info.file.name for name, info in source.tensors.items()}
     files = divide_into_files(tensors, like=like, max_bytes=max_shard_bytes or SHARD_BYTES)
-    check_space(target.parent, sum(tensor.num_bytes for tensor in tensors), flag="--output-dir")
     changes: dict[str, Any] = {}
     if source.block is not None:
         changes = {"quantization_config": None, "dtype": "bfloat16"}
@@ -95,7 +94,8 @@ def _write(
         changes["dtype"] = dtype
     if vocab_size is not None:
         changes["vocab_size"] = vocab_size
-    with directory_in_progress(target, flag="--output-dir") as partial:
+    size = sum(tensor.num_bytes for tensor in tensors) + SPARE_BYTES
+    with whole_directory(target, WRITER, field="--output-dir", need_bytes=size, alone=True, source=mark) as partial:
         create(partial, files)
         with HfFiles(places(partial, files)) as out:
             for tensor in tensors:
@@ -104,4 +104,3 @@ def _write(
                     source.read(tensor.name, index, part)
                     out.write(tensor.name, index, part)
         copy_side_files(origin, partial, changes)
-        write_mark(partial, mark)

@@ -19,21 +19,22 @@ import torch
 
 from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
+from slime.converters.finished import SPARE_BYTES, WRITER, fingerprint
 from slime.converters.hf_files import copy_side_files
 from slime.converters.hf_leftovers import SHOWN, check_tied, keep
 from slime.converters.hf_source import NAMES, HfSource
-from slime.converters.in_progress import check_space, directory_in_progress, fingerprint
 from slime.converters.mapping import Parameter
 from slime.converters.megatron_args import check_model_args, model_args, padded_vocab_size, read_model_config
 from slime.converters.parallel_sizes import check_parallel_sizes
 from slime.converters.ranks import Ranks, divide, run_jobs
-from slime.converters.safetensors_dir import disk_errors
 from slime.converters.torch_dist.description import describe
 from slime.converters.torch_dist.directory import COMMON, CONFIG, HF_DIR, RELEASE, TRACKER
 from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
+from slime.types.directories import check_replaceable, whole_directory
 from slime.types.errors import InvalidSetting, MissingFile, SlimeError
+from slime.types.files import write_whole
 
 # Of a chunk: loading a part of one reads all of it.
 CHUNK_BYTES = 128 << 20
@@ -143,12 +144,12 @@ def _is_done(save: Path, mark: str, overwrite: bool) -> bool:
             save, f"holds checkpoints of a run ({', '.join(iterations[:3]) or tracker.name})", "another directory"
         )
     if not (save / RELEASE).exists():
-        others = [
-            path.name for path in save.iterdir() if path.name not in (f".{RELEASE}.partial", f".{RELEASE}.old", TRACKER)
-        ]
+        unfinished = tuple(f".{RELEASE}.{kind}-" for kind in ("partial", "old"))
+        others = [path.name for path in save.iterdir() if path.name != TRACKER and not path.name.startswith(unfinished)]
         if others:
             raise _taken(save, f"holds something else ({', '.join(sorted(others)[:3])})", "a new directory")
         return False
+    check_replaceable(save / RELEASE, field="--save")
     if overwrite:
         return False
     try:
@@ -172,10 +173,7 @@ def _taken(save: Path, what: str, expected: str) -> InvalidSetting:
 
 
 def _write_tracker(save: Path) -> None:
-    partial = save / f".{TRACKER}"
-    with disk_errors(partial):
-        partial.write_text(RELEASE)
-        partial.rename(save / TRACKER)
+    write_whole(save / TRACKER, RELEASE, field="--save")
 
 
 def _write(
@@ -189,8 +187,10 @@ def _write(
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
-            check_space(target.parent, sum(sizes), flag="--save")
-            return str(stack.enter_context(directory_in_progress(target, flag="--save")))
+            size = sum(sizes) + SPARE_BYTES
+            return str(
+                stack.enter_context(whole_directory(target, WRITER, field="--save", need_bytes=size, alone=True))
+            )
 
         partial = Path(ranks.on_first(begin))
         progress(f"{len(parameters)} parameters, {sum(sizes) / 2**30:.2f} GiB, to {target}")

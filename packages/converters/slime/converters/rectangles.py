@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.converters.mapping import Index, Shape
-from slime.converters.safetensors_dir import write_error
+from slime.types.directories import write_error
 from slime.types.errors import InvalidFile, MissingFile
 
 if TYPE_CHECKING:

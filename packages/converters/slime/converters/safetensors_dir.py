@@ -5,7 +5,6 @@ Reading takes headers first and tensors one by one; writing holds at most one sh
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotFound, OutOfSpace
+from slime.types.directories import write_error
+from slime.types.errors import InvalidFile, MissingFile, NotFound, OutOfSpace
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Of a file's name: of how many it is one.
 _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
-# Of a place that takes no files.
-_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 SHARD_BYTES = 5 << 30
 # The format's own limit on its JSON header.
 MAX_HEADER_BYTES = 100_000_000
@@ -228,24 +226,6 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         os.chmod(path, 0o644)
 
 
-def write_error(error: OSError, path: Path) -> Exception:
-    """What to raise where `path` could not be written: OutOfSpace, InvalidSetting, or `error` where it is neither."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfSpace(f"no space left while writing {path}", field="path", value=str(path))
-    if error.errno == errno.EFBIG:
-        return OutOfSpace(
-            f"{path} becomes larger than this process or file system may write",
-            field="path",
-            value=str(path),
-            expected="a higher limit (ulimit -f)",
-        )
-    if error.errno in _CLOSED:
-        return InvalidSetting(
-            f"cannot write {path}: {error.strerror}", field="path", value=str(path), expected="a place to write to"
-        )
-    return error
-
-
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """While writing `path`: a full disk becomes OutOfSpace, a place that takes no files InvalidSetting."""
@@ -254,7 +234,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise write_error(error, path) from None
+        raise write_error(error, path) from error
     except SafetensorError as error:
         if "os error 28" not in str(error) and "No space left" not in str(error):
             raise

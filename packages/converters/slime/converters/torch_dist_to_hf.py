@@ -17,12 +17,11 @@ import torch
 
 from slime.converters.families import find_family, read_config
 from slime.converters.families.base import Config, Family
-from slime.converters.finished import check_hf_output, write_mark
+from slime.converters.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.hf_files import copy_side_files, weight_map
 from slime.converters.hf_leftovers import Leftovers
 from slime.converters.hf_source import DTYPES
 from slime.converters.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
-from slime.converters.in_progress import check_space, directory_in_progress, fingerprint
 from slime.converters.mapping import Parameter
 from slime.converters.megatron_args import check_model_args, read_model_config
 from slime.converters.ranks import Ranks, divide, run_jobs
@@ -30,6 +29,7 @@ from slime.converters.rectangles import pieces
 from slime.converters.safetensors_dir import SHARD_BYTES, SafetensorsDir
 from slime.converters.torch_dist.directory import METADATA
 from slime.converters.torch_dist.reader import Parameters, TorchDist
+from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile, NotFound
 
 JOB_BYTES = 4 << 30
@@ -202,8 +202,10 @@ def _write(
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
-            check_space(target.parent, total, flag="--output-dir")
-            partial = stack.enter_context(directory_in_progress(target, flag="--output-dir"))
+            writing = whole_directory(
+                target, WRITER, field="--output-dir", need_bytes=total + SPARE_BYTES, alone=True, source=mark
+            )
+            partial = stack.enter_context(writing)
             create(partial, files)
             return str(partial)
 
@@ -225,7 +227,6 @@ def _write(
         def finish() -> None:
             leftovers.write(places(partial, files))
             copy_side_files(origin, partial, _config_changes(export, origin, tensors))
-            write_mark(partial, mark)
             stack.close()
 
         ranks.on_first(finish)

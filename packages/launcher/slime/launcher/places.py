@@ -24,6 +24,15 @@ def check_places(args: Mapping[str, Any]) -> None:
             _check("--" + name.replace("_", "-"), str(value), Path(str(value).split("{", 1)[0] or "."))
 
 
+def saved_below(args: Mapping[str, Any]) -> list[str]:
+    """Absolute directories below which a run saves checkpoints and models. args: flat, with `checkpoint_dir`."""
+    directories = [str(args["output_dir"]), str(args["checkpoint_dir"])]
+    if template := args["save_hf"]:
+        before, braces, _ = str(template).partition("{")
+        directories.append(os.path.dirname(before) if braces else before)
+    return [os.path.abspath(directory) for directory in directories]
+
+
 def _check(flag: str, value: str, path: Path) -> None:
     while not path.exists() and path != path.parent:
         path = path.parent

@@ -22,6 +22,7 @@ from slime.launcher.nixl_store import NixlReader, NixlWriter
 from slime.launcher.node_choice import EngineShare
 from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
+from slime.launcher.places import saved_below
 from slime.launcher.replay import Replay
 from slime.launcher.supervise import Process, Supervisor, uninterrupted
 from slime.rollout.engines.base import HostedEngine
@@ -192,6 +193,7 @@ class Services:
             extra_args=config.flat,
             megatron=given(config.megatron),
             blobs=blobs,
+            write_below=saved_below(config.flat),
         )
         self.trainers = [TrainerClient(address, settings=supervisor.client_settings) for address in addresses]
         info = self.trainers[0].info()

@@ -24,8 +24,9 @@ from torch import Tensor
 from slime.converters.hf_source import HfSource
 from slime.converters.safetensors_dir import SafetensorsDir, write
 from slime.trainer.collective import Ranks
-from slime.trainer.hf_directory import copy_side_files, whole_directory
+from slime.trainer.hf_directory import WRITER, copy_side_files
 from slime.trainer.weight_sync.base import Weights, as_dtype
+from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def save_checkpoint(
 ) -> None:
     """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
 
-    Raises OutOfSpace; then and after any other failure nothing lies at `path` but what lay there before.
+    Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint; then and after any other failure nothing
+    lies at `path` but what lay there before.
     """
     state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
     elements = sum(backend.weight_sizes().values())
@@ -150,7 +152,7 @@ def save_checkpoint(
     moments = backend.optimizer_state() if state.has_optimizer else iter(())
 
     def write_all() -> None:
-        with whole_directory(path, torch.float32.itemsize * elements) as directory:
+        with whole_directory(path, WRITER, need_bytes=torch.float32.itemsize * elements) as directory:
             copy_side_files(source, directory, "float32")
             write(directory, as_dtype(weights, torch.float32))
             if state.has_optimizer:
@@ -171,14 +173,15 @@ def write_model(
     source: Path,
     untrained: Iterable[str] = (),
 ) -> int:
-    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights.
+    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights. Raises as
+    `save_checkpoint` does.
 
     untrained: names of tensors that, where `source` has them, are its own.
     """
     kept = SafetensorsDir(source).tensors if (names := list(untrained)) else {}
     names = [name for name in names if name in kept]
     size = (sum(sizes.values()) + sum(kept[name].num_elements for name in names)) * dtype.itemsize
-    with whole_directory(path, size) as directory:
+    with whole_directory(path, WRITER, need_bytes=size) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
         write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(_of_source(source, names), dtype)))
     return size

@@ -49,6 +49,9 @@ class PlaceSettings:
     master_address: str | None = setting(
         None, "where rank 0 listens for the others; default: MASTER_ADDR:MASTER_PORT", metavar="HOST:PORT"
     )
+    write_below: list[str] = setting(
+        list, "directories below which calls may have checkpoints and models saved (default: nowhere)", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
         for name in ("buffer_address", "rollout_address"):
@@ -114,6 +117,7 @@ def _serve(settings: TrainerSettings, megatron: dict[str, Any], rpc: RpcSettings
         buffer_address=place.buffer_address,
         rollout_address=place.rollout_address,
         megatron=megatron,
+        write_below=place.write_below,
     )
     _on_stop(stop.set)
     with service:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -26,9 +28,11 @@ SERVICE = "slime.v1.TrainerService"
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers calls by jobs on the worker thread, where the trainer was made."""
 
-    def __init__(self, trainer: Any, worker: Worker) -> None:
+    def __init__(self, trainer: Any, worker: Worker, write_below: Sequence[str] = ()) -> None:
+        """write_below: directories in which calls may have something saved; without any, nothing is."""
         self._trainer = trainer
         self._worker = worker
+        self._write_below = [Path(directory).resolve() for directory in write_below]
         self._broken: BaseException | None = None
 
     def GetInfo(
@@ -70,21 +74,34 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.SaveCheckpointResponse:
-        _check_path(request.path)
         path = self._run(
             f"SaveCheckpoint {request.step}",
             request,
             context,
-            lambda: self._trainer.save_checkpoint(request.step, request.path),
+            lambda: self._trainer.save_checkpoint(request.step, self._checked(request.path)),
         )
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
     def ExportModel(
         self, request: trainer_pb2.ExportModelRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.ExportModelResponse:
-        _check_path(request.path)
-        path = self._run("ExportModel", None, context, lambda: self._trainer.export_model(request.path))
+        path = self._run("ExportModel", None, context, lambda: self._trainer.export_model(self._checked(request.path)))
         return trainer_pb2.ExportModelResponse(path=path)
+
+    def _checked(self, path: str) -> str:
+        """`path`; raises InvalidField, on every rank, where it is in no directory of the run. Links are followed."""
+        self._trainer.ranks.together(lambda: self._check(path))
+        return path
+
+    def _check(self, path: str) -> None:
+        if not path or "\0" in path:
+            raise InvalidField("path", path, "a directory")
+        if not self._write_below:
+            raise InvalidField("path", path, "--write-below DIR of this trainer, which was started without")
+        target = Path(os.path.abspath(path))
+        real = Path(os.path.realpath(target.parent), target.name)
+        if not any(real.is_relative_to(directory) for directory in self._write_below):
+            raise InvalidField("path", path, f"a directory below {' or '.join(map(str, self._write_below))}")
 
     def _run(self, job: str, request: Any, context: grpc.ServicerContext, work: Callable[[], T]) -> T:
         def guarded() -> T:
@@ -112,11 +129,6 @@ def _writer(message: buffer_pb2.Writer) -> Writer | None:
     return Writer(message.run_id, message.incarnation) if message.run_id else None
 
 
-def _check_path(path: str) -> None:
-    if not path:
-        raise InvalidField("path", path, "a directory")
-
-
 def serve(
     settings: TrainerSettings,
     rpc: RpcSettings,
@@ -129,12 +141,14 @@ def serve(
     extra_args: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
     blobs: BlobReader | None = None,
+    write_below: Sequence[str] = (),
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
     rollout_address: None where there are no engines to push weights to.
     extra_args: more names for the `args` of plug-ins. megatron: Megatron's arguments that were given, by attribute.
     blobs: the store through which the buffer may hand over large tensors.
+    write_below: directories in which calls may have checkpoints and models saved.
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")
@@ -162,7 +176,7 @@ def serve(
 
         trainer = worker.run("loading", load, None)
         server = Server(
-            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerService(trainer, worker))],
+            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerService(trainer, worker, write_below))],
             rpc,
             service_names=[SERVICE],
         )

@@ -31,7 +31,7 @@ class DiskTransport(WeightTransport):
         self._requests = EngineRequests(timeout_seconds)
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
-        path = (self._directory / f"weight_v{version:06d}").resolve()
+        path = self._directory.resolve() / f"weight_v{version:06d}"
         size = self._write(path, weights)
         body = json.dumps({"model_path": str(path), "weight_version": str(version), "flush_cache": False}).encode()
         self._requests.post(engines, "/update_weights_from_disk", body, JSON, path.name)

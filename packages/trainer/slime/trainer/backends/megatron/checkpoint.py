@@ -33,7 +33,9 @@ from slime.trainer.backends.megatron.backend import MegatronBackend
 from slime.trainer.backends.megatron.initial import reading
 from slime.trainer.checkpoint import FORMAT, STATE_FILE, TrainerState
 from slime.trainer.collective import Ranks
-from slime.trainer.hf_directory import WholeDirectory, copy_side_files
+from slime.trainer.hf_directory import WRITER, copy_side_files
+from slime.types.directories import WholeDirectory, path_errors
+from slime.types.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class TorchDistCheckpoints:
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
         """Begins to write; `finish` says when it is done. An earlier one is waited for.
 
-        Raises OutOfSpace, here or in `finish`; then nothing lies at `path` but what lay there before.
+        Raises OutOfSpace or InvalidSetting, here or in `finish`; then nothing lies at `path` but what lay there before.
         """
         self.finish(wait=True)
         optimizer = optimizer and state.updates > 0
@@ -91,16 +93,18 @@ class TorchDistCheckpoints:
             moments, common = sharded_state.optimizer_parts(self._backend.optimizer.wrapped, self._backend.models)
             parts += moments
         size = sum(of_rank for of_rank in self._ranks.gather(sum(part.tensor.nbytes for part in parts)))
-        directory = self._ranks.together(lambda: WholeDirectory(path, size) if self._ranks.rank == 0 else None)
+        first = self._ranks.rank == 0
+        directory = self._ranks.together(lambda: WholeDirectory(path, need_bytes=size) if first else None)
         partial = Path(self._ranks.gather(str(directory.partial) if directory else "")[0])
         job = self._pending = _Save(state.step, directory, partial)
         latent = bool(self._backend.args.get("multi_latent_attention"))
 
         def write() -> None:
             try:
-                job.chunks = _write(partial, self._ranks.rank, parts, latent=latent)
-                if directory is not None:
-                    self._describe(partial, state, common)
+                with path_errors(path):
+                    job.chunks = _write(partial, self._ranks.rank, parts, latent=latent)
+                    if directory is not None:
+                        self._describe(partial, state, common)
             except Exception as error:  # raised on every rank by `finish`
                 job.error = error
 
@@ -139,10 +143,10 @@ class TorchDistCheckpoints:
 
         def complete() -> None:
             if job.directory is not None:
-                write_metadata(job.partial, chunks)
-                job.directory.complete()
-                tracker = job.directory.path.parent / TRACKER
-                tracker.write_text(str(job.step))
+                with path_errors(job.directory.path):
+                    write_metadata(job.partial, chunks)
+                job.directory.complete(WRITER, files={chunk.file for chunk in chunks})
+                write_whole(job.directory.path.parent / TRACKER, str(job.step))
 
         try:
             self._ranks.together(complete)

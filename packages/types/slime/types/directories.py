@@ -1,0 +1,347 @@
+"""Directories that appear whole or not at all, and take the place only of what this project wrote.
+
+    writing = WholeDirectory(Path("out/model"), field="--save-hf")
+    try:
+        ...                          # fill writing.partial, an unpredictable name beside the target
+        writing.complete("slime-trainer")
+    finally:
+        writing.discard()
+
+A complete directory holds MARK, written last: who wrote it, and its files. Another may take its place as long as it
+holds nothing but those. Everything else that can be at a path (a file, a device, a link, a directory with a file of
+somebody's) is refused by name; `check_replaceable` does so before any work.
+
+While it is written, a directory is locked. What a dead process of this host and this user left behind is removed by the
+next that writes to the same path, or put back where it was killed between the two renames of a replacement.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slime.types.errors import InvalidSetting, OutOfSpace, SlimeError
+
+MARK = "slime-files.json"
+# Files by which a directory of a version that wrote no mark is known.
+OLDER_MARKS = ("trainer.json", "slime.json")
+EXPECTED = "a new or empty directory, or one that slime wrote"
+SHOWN = 3
+# Of an OSError that says nothing about a path.
+_OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)
+
+
+class WholeDirectory:
+    """A directory, `partial`, beside `path`, which takes its place when it is complete.
+
+    field: the flag or field that named `path`. need_bytes: to be free on the disk. alone: refuse where another process
+    of this host is writing `path`; otherwise the last to be complete stays.
+    Raises InvalidSetting where `path` may not be replaced or written, OutOfSpace.
+    """
+
+    def __init__(self, path: Path, *, field: str = "path", need_bytes: int = 0, alone: bool = False) -> None:
+        self.path = path.absolute()
+        self._field = field
+        self._handle = -1
+        with path_errors(self.path, field):
+            check_replaceable(self.path, field=field)
+            self._made_parent = not self.path.parent.exists()
+            if not self._made_parent and _clear_leftovers(self.path) and alone:
+                raise InvalidSetting(
+                    f"{_label(field)}another process is writing {self.path}", field=field, value=str(self.path)
+                )
+            _check_space(self.path, need_bytes, field)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.partial, self._handle = _locked_directory(self.path, "partial")
+
+    def complete(self, writer: str, *, files: Iterable[str] = (), **about: Any) -> None:
+        """Gives the directory its name. Raises InvalidSetting, OutOfSpace; then `path` is as it was.
+
+        files: names that a listing of `partial` may not show yet, of other hosts. about: more for the mark.
+        """
+        with path_errors(self.path, self._field):
+            if not self._is_ours():
+                raise OSError(errno.ESTALE, "somebody has moved the directory away", str(self.partial))
+            found = [file for file in self.partial.rglob("*") if not file.is_dir()]
+            names = {file.relative_to(self.partial).as_posix() for file in found} | set(files)
+            mark = self.partial / MARK
+            mark.write_text(json.dumps({"writer": writer, **about, "files": sorted(names)}, indent=1) + "\n")
+            for file in (*self.partial.rglob("*"), self.partial):
+                _sync(file)
+            os.fchmod(self._handle, 0o755)
+            self._take_place()
+            _sync(self.path.parent)
+        self._release()
+
+    def discard(self) -> None:
+        """Removes what was not completed. Safe to call twice, and after `complete`."""
+        if self._handle < 0:
+            return
+        if self._is_ours():
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self._release()
+        if self._made_parent:
+            # Not where somebody else has put something there, or has removed it.
+            with suppress(OSError):
+                self.path.parent.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether `partial` is still the directory that this object made."""
+        return _same(self.partial, self._handle)
+
+    def _release(self) -> None:
+        os.close(self._handle)
+        self._handle = -1
+
+    def _take_place(self) -> None:
+        try:
+            os.rename(self.partial, self.path)  # of a directory: only where there is nothing, or an empty one
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        with _moved_aside(self.path, self._field):
+            os.rename(self.partial, self.path)
+
+
+@contextmanager
+def _moved_aside(path: Path, field: str) -> Iterator[None]:
+    """Removes a directory that slime wrote if the block ends well; else it is back. Raises InvalidSetting."""
+    check_replaceable(path, field=field)
+    aside, handle = _locked_directory(path, "old")
+    kept = aside / path.name
+    try:
+        os.rename(path, kept)
+        try:
+            # Looked at again: nobody exchanges it any more.
+            if reason := _not_ours(kept):
+                raise _refused(path, reason, field)
+            yield
+        except BaseException:
+            os.rename(kept, path)
+            raise
+        # Under this name the next to write here finishes the removal, should this process be killed.
+        aside = aside.rename(aside.with_name(aside.name.replace(".old-", ".partial-", 1)))
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        with suppress(OSError):
+            aside.rmdir()
+        os.close(handle)
+
+
+def remove_directory(path: Path, *, field: str = "path") -> None:
+    """Removes a directory that slime wrote, as a whole. Raises InvalidSetting where it holds anything else."""
+    with path_errors(path, field), _moved_aside(path, field):
+        pass
+
+
+@contextmanager
+def whole_directory(
+    path: Path, writer: str, *, field: str = "path", need_bytes: int = 0, alone: bool = False, **about: Any
+) -> Iterator[Path]:
+    """The `partial` of a WholeDirectory that is complete when the block ends well, and vanishes when it does not."""
+    directory = WholeDirectory(path, field=field, need_bytes=need_bytes, alone=alone)
+    try:
+        with path_errors(directory.path, field):
+            yield directory.partial
+        directory.complete(writer, **about)
+    finally:
+        directory.discard()
+
+
+def check_replaceable(path: Path, *, field: str) -> None:
+    """Raises InvalidSetting, naming `field`, where a WholeDirectory may not come to lie at `path`."""
+    with path_errors(path, field):
+        if reason := _not_ours(path):
+            raise _refused(path, reason, field)
+
+
+def read_mark(path: Path) -> dict[str, Any] | None:
+    """What MARK in a directory says, or None where it has none that is one."""
+    try:
+        mark = json.loads((path / MARK).read_text())
+    except (OSError, ValueError):
+        return None
+    return mark if isinstance(mark, dict) and isinstance(mark.get("files"), list) else None
+
+
+def foreign_files(path: Path) -> list[str]:
+    """Names in a directory that its mark does not list, at most a few; all are foreign in one without a mark."""
+    mark = read_mark(path)
+    files = {MARK, *map(str, mark["files"])} if mark else set()
+    parents = {parent.as_posix() for file in files for parent in Path(file).parents}
+    found: list[str] = []
+    for directory, directories, names in os.walk(path, onerror=_raise):
+        here = Path(directory).relative_to(path)
+        for name in sorted(directories):
+            below = here / name
+            if below.as_posix() not in parents or (path / below).is_symlink():
+                found.append(f"{below.as_posix()}/")
+                directories.remove(name)
+        found += [entry for name in sorted(names) if (entry := (here / name).as_posix()) not in files]
+        if len(found) > SHOWN:
+            break
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _not_ours(path: Path) -> str | None:
+    """Why a directory may not take the place of what is at `path`; None where it may."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(mode):
+        return f"is a {_kind(mode)}"
+    if os.path.ismount(path):
+        return "is a mount point"
+    foreign = foreign_files(path)
+    if not foreign:
+        return None
+    if read_mark(path) is None and any((path / name).is_file() for name in OLDER_MARKS):
+        return "was written by an older version of slime, which left no list of its files; move it away"
+    more = ", ..." if len(foreign) > SHOWN else ""
+    return f"holds what slime did not write ({', '.join(foreign[:SHOWN])}{more})"
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFREG: "file", stat.S_IFLNK: "symbolic link", stat.S_IFSOCK: "socket", stat.S_IFIFO: "pipe"}
+    return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _refused(path: Path, reason: str, field: str) -> InvalidSetting:
+    return InvalidSetting(
+        f"{_label(field)}{path} {reason}; expected {EXPECTED}", field=field, value=str(path), expected=EXPECTED
+    )
+
+
+def _label(field: str) -> str:
+    """The beginning of a message: a flag is named, the field of a request goes without saying."""
+    return f"{field}: " if field.startswith("--") else ""
+
+
+def _leftover_prefix(path: Path, kind: str) -> str:
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    return f".{path.name}.{kind}-{host}-"
+
+
+def _locked_directory(path: Path, kind: str) -> tuple[Path, int]:
+    """A new directory beside `path` that only this user enters, and a descriptor that locks it."""
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_leftover_prefix(path, kind), dir=path.parent))
+        handle = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        if _lock(handle) is not False and _same(made, handle):
+            return made, handle
+        # Another process took it for the leftover of a dead one.
+        os.close(handle)
+
+
+def _same(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    except OSError:
+        return False
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether this process has the lock now; None where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def _clear_leftovers(path: Path) -> bool:
+    """Removes what dead processes left of `path`, and puts back what they had moved aside; whether one is alive."""
+    alive = False
+    for kind in ("old", "partial"):
+        prefix = _leftover_prefix(path, kind)
+        for name in [entry.name for entry in os.scandir(path.parent) if entry.name.startswith(prefix)]:
+            leftover = path.parent / name
+            try:
+                handle = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except OSError:
+                continue  # gone, or no directory of ours
+            try:
+                locked = _lock(handle) if os.fstat(handle).st_uid == os.geteuid() else None
+                alive |= locked is False
+                if locked and kind == "partial":
+                    shutil.rmtree(leftover, ignore_errors=True)
+                elif locked:
+                    _put_back(leftover, path)
+            finally:
+                os.close(handle)
+    return alive
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    kept = aside / path.name
+    if not os.path.lexists(path):
+        with suppress(OSError):
+            os.rename(kept, path)
+    elif kept.is_dir() and not _not_ours(kept):
+        shutil.rmtree(kept, ignore_errors=True)
+    with suppress(OSError):
+        aside.rmdir()
+
+
+def _check_space(path: Path, needed: int, field: str) -> None:
+    existing = next(parent for parent in path.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise OutOfSpace(
+            f"{_label(field)}{path}: {needed} bytes are needed, {free} are free",
+            field=field, value=str(path), expected=f"{needed} bytes",
+        )  # fmt: skip
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def path_errors(path: Path, field: str = "path") -> Iterator[None]:
+    """While writing `path`: a full disk becomes OutOfSpace, a place that takes no files InvalidSetting."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, _OTHER):
+            raise
+        raise write_error(error, path, field) from error
+
+
+def write_error(error: OSError, path: Path, field: str = "path") -> SlimeError:
+    """What to raise where `path` could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpace(f"{_label(field)}no space left while writing {path}", field=field, value=str(path))
+    if error.errno == errno.EFBIG:
+        return OutOfSpace(
+            f"{_label(field)}{path} becomes larger than this process or file system may write",
+            field=field, value=str(path), expected="a higher limit (ulimit -f)",
+        )  # fmt: skip
+    about = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(path) else ""
+    return InvalidSetting(
+        f"{_label(field)}cannot write {path}: {error.strerror or error}{about}",
+        field=field, value=str(path), expected="a place to write to",
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Directories that appear whole, and what they may take the place of."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.types import directories
+from slime.types.directories import (
+    MARK,
+    WholeDirectory,
+    check_replaceable,
+    foreign_files,
+    read_mark,
+    remove_directory,
+    whole_directory,
+)
+from slime.types.errors import InvalidSetting, OutOfSpace
+
+
+def write(path: Path, text: str = "new", name: str = "weights") -> None:
+    with whole_directory(path, "test", field="--save-hf") as partial:
+        (partial / "deep").mkdir()
+        (partial / "deep" / name).write_text(text)
+
+
+def entries(path: Path) -> list[str]:
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*"))
+
+
+def test_a_directory_appears_whole_with_a_list_of_its_files(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "model"
+    with whole_directory(target, "test") as partial:
+        assert not target.exists() and stat.S_IMODE(partial.stat().st_mode) == 0o700
+        (partial / "weights").write_text("x")
+    assert read_mark(target) == {"writer": "test", "files": ["weights"]}
+    assert stat.S_IMODE(target.stat().st_mode) == 0o755
+    assert entries(tmp_path) == ["a", "a/model", f"a/model/{MARK}", "a/model/weights"]
+
+
+def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "model", "old", "gone")
+    write(tmp_path / "model", "new")
+    assert entries(tmp_path / "model") == ["deep", "deep/weights", MARK]
+    assert entries(tmp_path)[0] == "model", "nothing is left beside it"
+
+
+def test_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model")
+    assert read_mark(tmp_path / "model")
+
+
+def a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def a_link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir()
+    path.symlink_to("elsewhere")
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+def somebodys_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("precious")
+
+
+def somebodys_model(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+
+
+def ours_with_more(path: Path) -> None:
+    write(path, "old")
+    (path / "deep" / "results.csv").write_text("precious")
+
+
+def ours_with_a_link(path: Path) -> None:
+    write(path, "old")
+    (path / "link").symlink_to(path.parent)
+
+
+def an_older_checkpoint(path: Path) -> None:
+    path.mkdir()
+    (path / "trainer.json").write_text("{}")
+
+
+OTHERS = {
+    a_file: "is a file", a_link: "is a symbolic link", os.mkfifo: "is a pipe", a_socket: "is a socket",
+    somebodys_directory: r"holds what slime did not write \(notes.txt\)",
+    somebodys_model: r"\(config.json\)", ours_with_more: r"\(deep/results.csv\)", ours_with_a_link: r"\(link/\)",
+    an_older_checkpoint: "older version of slime.*; move it away",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_what_slime_did_not_write_is_refused_and_stays(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # paths of sockets are short
+    target = tmp_path / "model"
+    make(target)
+    before = entries(tmp_path), os.lstat(target).st_ino
+    for attempt in (lambda: check_replaceable(target, field="--save-hf"), lambda: write(target)):
+        with pytest.raises(InvalidSetting, match=f"--save-hf: {target} .*{OTHERS[make]}") as told:
+            attempt()
+        assert told.value.field == "--save-hf" and told.value.value == str(target)
+    assert (entries(tmp_path), os.lstat(target).st_ino) == before
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_what_slime_did_not_write_is_not_removed(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "model")
+    before = entries(tmp_path)
+    with pytest.raises(InvalidSetting, match=OTHERS[make]):
+        remove_directory(tmp_path / "model")
+    assert entries(tmp_path) == before
+
+
+def test_what_slime_wrote_is_removed(tmp_path: Path) -> None:
+    write(tmp_path / "model")
+    remove_directory(tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device nodes")
+def test_a_device_is_refused(tmp_path: Path) -> None:
+    try:
+        os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("no right to make one here")
+    with pytest.raises(InvalidSetting, match="is a device"):
+        write(tmp_path / "null")
+    assert stat.S_ISCHR(os.lstat(tmp_path / "null").st_mode)
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_what_comes_while_writing_is_refused_too(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = tmp_path / "model"
+    directory = WholeDirectory(target)
+    make(target)
+    inode = os.lstat(target).st_ino
+    with pytest.raises(InvalidSetting, match=OTHERS[make]):
+        directory.complete("test")
+    directory.discard()
+    assert os.lstat(target).st_ino == inode and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    somebodys_directory(victim)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in (
+        ".model.partial",
+        ".model.old",
+        directories._leftover_prefix(shared / "model", "partial") + "abcdefgh",
+    ):
+        (shared / name).symlink_to(victim)
+    write(shared / "model")
+    assert entries(victim) == ["notes.txt"] and not (shared / "model").is_symlink()
+
+
+def test_a_partial_that_was_exchanged_for_a_link_is_noticed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    somebodys_directory(victim)
+    directory = WholeDirectory(tmp_path / "model")
+    directory.partial.rename(tmp_path / "moved")
+    directory.partial.symlink_to(victim)
+    with pytest.raises(InvalidSetting, match="moved the directory away"):
+        directory.complete("test")
+    directory.discard()
+    assert entries(victim) == ["notes.txt"] and not (tmp_path / "model").exists()
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    write(tmp_path / "model", "old")
+    with pytest.raises(KeyError), whole_directory(tmp_path / "model", "test"):
+        raise KeyError
+    with pytest.raises(KeyError), whole_directory(tmp_path / "new" / "model", "test"):
+        raise KeyError
+    assert (tmp_path / "model" / "deep" / "weights").read_text() == "old" and os.listdir(tmp_path) == ["model"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from slime.types import directories
+
+target, when = Path(sys.argv[1]), sys.argv[2]
+rename, renames = os.rename, []
+
+def dying(*arguments):
+    renames.append(rename(*arguments))
+    if len(renames) == int(when):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+directories.os.rename = dying
+with directories.whole_directory(target, "test") as partial:
+    (partial / "weights").write_text("killed")
+    if when == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["0", "1"])
+def test_what_a_killed_writer_left_is_cleared_away(when: str, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write(target, "old")
+    (target / MARK).stat()
+    # Killed while it writes, or between the two renames of the replacement (the first is refused by the system).
+    done = subprocess.run([sys.executable, "-c", KILLED, target, when], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")], "there is something to clear away"
+    directory = WholeDirectory(target)
+    assert (target / "deep" / "weights").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == sorted(["model", directory.partial.name])
+    directory.discard()
+    write(target)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_a_living_writer_writes_stays(tmp_path: Path) -> None:
+    first = WholeDirectory(tmp_path / "model")
+    (first.partial / "weights").write_text("first")
+    with pytest.raises(InvalidSetting, match="--save: another process is writing"):
+        WholeDirectory(tmp_path / "model", field="--save", alone=True)
+    write(tmp_path / "model", "second")
+    first.complete("test")
+    first.discard()
+    assert entries(tmp_path / "model") == [MARK, "weights"]
+
+
+def test_paths_that_take_no_directory_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "model", tmp_path / ("n" * 300), tmp_path / ("n" * 250)):
+        with pytest.raises(InvalidSetting, match="--save-hf: cannot write"):
+            write(path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OutOfSpace, match="bytes are needed"):
+        WholeDirectory(tmp_path / "model", need_bytes=1 << 60)
+    with pytest.raises(OutOfSpace, match="no space left"), whole_directory(tmp_path / "model", "test"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not os.listdir(tmp_path)
+
+
+def test_files_that_no_mark_lists_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "model")
+    assert foreign_files(tmp_path / "model") == []
+    (tmp_path / "model" / MARK).write_text('{"files": 3}')
+    assert foreign_files(tmp_path / "model") == ["deep/", MARK]
