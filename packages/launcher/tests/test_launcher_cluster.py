@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import subprocess
@@ -21,8 +20,6 @@ from slime.launcher.settings import LauncherSettings
 from slime.launcher.supervise import Supervisor
 from slime.rollout.settings import RolloutSettings
 from slime.types.errors import DeadlineExceeded, InvalidSetting, NotAvailable, Unavailable
-from slime.types.rpc import RpcSettings
-from slime.types.rpc.auth import check_exposure, read_token
 
 ROLLOUT = RolloutSettings(hf_checkpoint="m", rollout_num_gpus=1)
 
@@ -144,24 +141,12 @@ def test_a_cluster_that_is_not_there_is_an_error_of_ours(monkeypatch: pytest.Mon
         pass
 
 
-def test_a_service_that_others_can_reach_asks_for_the_token_of_its_run(tmp_path: Path) -> None:
-    def client_settings(**spots: Spot) -> RpcSettings:
-        return Supervisor(tmp_path, start_seconds=1, stop_seconds=1, spots=spots).client_settings
-
-    assert client_settings(buffer=Spot()) == RpcSettings()
-    settings = client_settings(buffer=Spot(), rollout=Spot("192.0.2.7"))
-    token = read_token(settings)
-    assert token is not None and len(token) == 64 and token == read_token(settings)
-    check_exposure(RpcSettings(host="192.0.2.7", token_file=settings.token_file, insecure=settings.insecure))
-
-
-def test_the_interface_of_an_address_is_named_unless_it_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_of_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Address:
         def __init__(self, address: str) -> None:
             self.address = address
 
     interfaces = {"lo": [Address("127.0.0.1")], "net0": [Address("fe80::1%net0"), Address("192.0.2.7")]}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
-    assert actors.interface_of("192.0.2.7") == "net0"
-    assert actors.interface_of("127.0.0.1") is None and actors.interface_of("192.0.2.8") is None
-    assert ipaddress.ip_address("127.0.0.2").is_loopback and actors.interface_of("127.0.0.2") is None
+    assert actors.interface_of("192.0.2.7") == "net0" and actors.interface_of("192.0.2.8") is None
+    assert actors.interface_of("127.0.0.1") == actors.interface_of("127.0.0.2") == "lo"

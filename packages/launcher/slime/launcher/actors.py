@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from slime.launcher.blob_keeper import KeptWriter
+from slime.launcher.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.errors import WrongState
 from slime.types.rpc import RpcSettings
+from slime.types.rpc.token_files import LOCALHOST, is_loopback
 
 
 class ServiceActor:
@@ -25,26 +28,33 @@ class ServiceActor:
 
     name: of the service, "trainer-0"; its log is `log_dir/NAME.log`, which also takes what native code prints.
     directory: what relative paths are relative to, where this node has it.
-    host: the address that it listens on; `token`: what calls to it must carry where others could reach that.
+    host: the address that it listens on.
     """
 
-    def __init__(self, name: str, log_dir: str, directory: str, host: str, token: str | None) -> None:
+    def __init__(self, name: str, log_dir: str, directory: str, host: str) -> None:
         self.name = name
         self.host = host
-        self._token = token
+        self._identity = Identity()
         self._service: Any = None
         self._blobs: KeptWriter | None = None
         if os.path.isdir(directory):
             # Ray starts processes where the node was started.
             os.chdir(directory)
         _redirect_output(Path(log_dir) / f"{name}.log")
+        self._directory: str | None = None
         interface = interface_of(host)
         if interface is not None:
-            # Left alone, gloo takes the address of this host's name, which often is a loopback's.
+            # Left alone, gloo takes the address of this host's name, which others may reach, or nobody.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface is not None and is_loopback(host):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
-    def free_address(self) -> str:
-        """A "host:port" that was free a moment ago, for a rendezvous of this process."""
+    def meeting_point(self, one_node: bool) -> str:
+        """Where the ranks of a trainer meet, this process's the first: a file that only this user can read, which takes
+        one node, or else a "host:port" that was free a moment ago."""
+        if one_node:
+            self._directory = tempfile.mkdtemp(prefix="slime-ranks-")
+            return f"file://{self._directory}/store"
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((self.host, 0))
@@ -55,11 +65,13 @@ class ServiceActor:
         """The GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES."""
         return visible_gpus()
 
-    def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any]) -> str:
+    def public_key(self) -> bytes:
+        """What the launcher seals the token of the run for."""
+        return self._identity.public_key
+
+    def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:
         """Calls `module.serve(settings, rpc, **options)`, to listen on this service's host; returns "host:port"."""
-        rpc = dataclasses.replace(rpc, host=self.host)
-        if self._token is not None:
-            rpc = with_token(rpc, self._token)
+        rpc = self._identity.accept(grant, dataclasses.replace(rpc, host=self.host))
         blobs = options.get("blobs")
         if isinstance(blobs, KeptWriter):
             self._blobs = blobs
@@ -84,6 +96,8 @@ class ServiceActor:
         if self._service is not None:
             self._service.stop(grace_seconds)
             self._service = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def ping(self) -> None:
         """Answers, which tells that the process lives."""
@@ -93,27 +107,13 @@ class ServiceActor:
         threading.Event().wait()
 
 
-def with_token(rpc: RpcSettings, token: str) -> RpcSettings:
-    """`rpc` with the token that the services of a run on several nodes share, for this process.
-
-    It is kept in memory under the name of a file. What travels is as plain as Ray's own traffic.
-    """
-    secret = os.memfd_create("token")
-    os.write(secret, token.encode())
-    return dataclasses.replace(rpc, token_file=f"/proc/self/fd/{secret}", insecure=True)
-
-
 def interface_of(host: str) -> str | None:
-    """The network interface that has the address `host`, where that is not the loopback's."""
+    """The network interface that has the address `host`."""
     import psutil
 
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return None
-    except ValueError:  # a name
-        return None
+    address = LOCALHOST if is_loopback(host) else host
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] == host for address in addresses):
+        if any(each.address.partition("%")[0] == address for each in addresses):
             return name
     return None
 

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slime.launcher.node_choice import (
@@ -32,6 +29,7 @@ from slime.launcher.node_choice import (
     divide_embedded,
     does_not_fit,
 )
+from slime.launcher.ray_access import check_that_ray_asks_for_its_token, own_cluster
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 from slime.rollout.settings import RolloutSettings
@@ -39,7 +37,6 @@ from slime.types.errors import InvalidSetting, NotAvailable, Unavailable
 
 log = logging.getLogger(__name__)
 
-AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 CONNECT_SECONDS = 10.0
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray
 OBJECT_STORE_BYTES = 100 << 20  # where samples travel by gRPC: Ray carries only settings and addresses
@@ -111,7 +108,8 @@ def ray_cluster(
     """Connects to the Ray cluster at `address` or RAY_ADDRESS, or starts one for this run and stops it afterwards.
 
     object_store_bytes: of a cluster that is started; None for as much as Ray takes by itself, a third of the memory.
-    Raises Unavailable where no cluster answers there.
+    A cluster that is started listens on the loopback. Raises Unavailable where no cluster answers there, or one that
+    takes work from everybody.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -124,40 +122,15 @@ def ray_cluster(
             _join(address, options)
         else:
             local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=object_store_bytes)
-            with _token_of_this_process():
+            with own_cluster():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), **local, **options)
+        check_that_ray_asks_for_its_token()
         if threading.current_thread() is threading.main_thread():
             # Ray puts a handler of its own in place, which aborts the process.
             signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()
-
-
-@cache
-def _own_token() -> str:
-    return secrets.token_hex(32)
-
-
-@contextmanager
-def _token_of_this_process() -> Iterator[None]:
-    """Lets Ray protect the cluster that it starts, as it does, and leave no token in the user's home.
-
-    With a token there, every later `ray start --head` makes a cluster that asks for it, and `ray start --address` and
-    `ray job submit` do not send it unasked.
-    """
-    before = {name: os.environ.get(name) for name in (AUTH_TOKEN, AUTH_MODE)}
-    given = any(name in os.environ for name in (AUTH_TOKEN, AUTH_TOKEN_PATH))
-    if not given and not Path("~/.ray/auth_token").expanduser().exists():
-        os.environ[AUTH_TOKEN] = _own_token()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slime.launcher.ray_access import AUTH_MODE, AUTH_TOKEN, loopback_variables
 from slime.launcher.supervise import uninterrupted
 from slime.types.errors import NotAvailable, PortInUse, SlimeError, Unavailable
 
@@ -138,10 +139,12 @@ class RayHead:
         self.num_gpus = num_gpus
         self.host = host
         self.dashboard_port = dashboard_port
-        # Ray listens on more than the loopback: only who has the token may give it work.
         self.variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-        if "RAY_AUTH_MODE" not in os.environ:
-            self.variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # Only who has the token may give it work, on this machine too.
+        if os.environ.get(AUTH_MODE) != "token":
+            self.variables |= {AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)}
+        if host == LOOPBACK:
+            self.variables |= loopback_variables()
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
 

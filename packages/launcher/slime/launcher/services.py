@@ -34,6 +34,8 @@ from slime.types.rpc import RpcSettings
 
 # Beyond what the engines may take to start: loading the service itself.
 SERVICE_START_SECONDS = 60.0
+# Below --output-dir, while the run lasts: addresses, and tokens for the user's own clients.
+ACCESS = "access"
 
 Progress = Callable[[str, int, int], None]
 Metrics = dict[str, float]
@@ -114,8 +116,15 @@ class Services:
         else:
             self.first_step = self._settings.start_rollout_id or 0
         self._open_run()
+        self._supervisor.authority.write(self.output_dir / ACCESS, self._addresses())
         if self.first_step or config.trainer.load is not None:
             self.update_weights(self.first_step)
+
+    def _addresses(self) -> dict[str, str]:
+        """Of every service, by its name."""
+        rollout = {} if self.rollout is None else {"rollout": self.rollout.address}
+        trainers = {f"trainer-{rank}": trainer.address for rank, trainer in enumerate(self.trainers)}
+        return {"buffer": self.buffer.address, **rollout, **trainers}
 
     def _blob_writer(self, buffer: Process) -> KeptWriter | None:
         match self._settings.rollout_data_transport:
@@ -180,7 +189,8 @@ class Services:
 
     def _start_trainers(self, trainers: list[Process], buffer_address: str, blobs: KeeperReader | None) -> None:
         config, supervisor = self.config, self._supervisor
-        master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.free_address.remote()))
+        one_node = {trainer.host for trainer in trainers} == {Spot.host}
+        master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.meeting_point.remote(one_node)))
         addresses = supervisor.start_all(
             trainers,
             "slime.trainer.service",

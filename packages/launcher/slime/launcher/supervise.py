@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -12,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from slime.launcher.credentials import Authority
 from slime.launcher.placement import Spot
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
@@ -70,8 +70,8 @@ class Supervisor:
         self.log_dir = log_dir
         self._spots = dict(spots or {})
         several = any(spot.host != Spot.host for spot in self._spots.values())
-        # Services that other hosts can reach answer only those of this run.
-        self._token = secrets.token_hex(32) if several else None
+        # Services answer only those of this run, and where other hosts can reach them only through TLS.
+        self.authority = Authority(several_nodes=several)
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         self._processes: list[Process] = []
@@ -91,7 +91,7 @@ class Supervisor:
         actor = (
             ray.remote(ServiceActor)
             .options(max_concurrency=4, max_restarts=0, **(options | dict(spot.options)))
-            .remote(name, str(self.log_dir), os.getcwd(), spot.host, self._token)
+            .remote(name, str(self.log_dir), os.getcwd(), spot.host)
         )
         process = Process(name, actor, actor.watch.remote(), spot.host)
         self._processes.append(process)
@@ -103,12 +103,10 @@ class Supervisor:
         name = f"watch-{process.name}"
         threading.Thread(target=self._watch, args=(process, reference), name=name, daemon=True).start()
 
-    @cached_property
+    @property
     def client_settings(self) -> RpcSettings:
         """How this process calls the services."""
-        from slime.launcher.actors import with_token
-
-        return RpcSettings() if self._token is None else with_token(RpcSettings(), self._token)
+        return self.authority.client_settings
 
     def start(self, process: Process, module: str, settings: Any, rpc: RpcSettings, **options: Any) -> str:
         """Starts `module.serve` in `process`; returns its address."""
@@ -132,7 +130,8 @@ class Supervisor:
         """Starts `module.serve` in all of them at once, each with settings and options of its own."""
 
         def start(process: Process, settings: Any, options: dict[str, Any]) -> str:
-            return self.get(process, process.actor.start.remote(module, settings, rpc, options))
+            grant = self.authority.grant(self.get(process, process.actor.public_key.remote()), process.host)
+            return self.get(process, process.actor.start.remote(module, settings, rpc, options, grant))
 
         each = zip(processes, settings, options, strict=True)
         return self.call_all([partial(start, *arguments) for arguments in each])
@@ -243,6 +242,7 @@ class Supervisor:
                     log.warning("%s did not stop cleanly: %s", process.name, type(error).__name__)
                 ray.kill(process.actor)
         self._processes.clear()
+        self.authority.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _watch(self, process: Process, reference: Any) -> None:

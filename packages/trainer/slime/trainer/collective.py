@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.trainer.stores import meeting_store
 from slime.types.errors import InvalidSetting, RemoteError, SlimeError, error_classes
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ class Ranks:
         if world_size == 1:
             return
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        url = master_address if "://" in master_address else f"tcp://{master_address}"
-        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
+        store = meeting_store(master_address, rank, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
 
     def close(self) -> None:

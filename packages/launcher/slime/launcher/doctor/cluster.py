@@ -12,7 +12,7 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 
 def check_ray(subject: Subject) -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is None:
-        yield fail("ray is not importable", "pip install 'ray[default]>=2.51'")
+        yield fail("ray is not importable", "pip install 'ray[default]>=2.52'")
         return
     address = subject.flag("ray_address") or os.environ.get("RAY_ADDRESS")
     name = "--ray-address" if subject.flag("ray_address") else "RAY_ADDRESS"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.trainer.stores import listening_store
 from slime.types.clients import Engine
 from slime.types.errors import EngineError
 
@@ -36,9 +37,7 @@ class UpdateGroup:
         self.device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
-        self._store = dist.TCPStore(
-            address, 0, None, is_master=True, timeout=self._timeout, wait_for_workers=False, multi_tenant=True
-        )
+        self._store = listening_store(address, 0, self._timeout)
         self.port = self._store.port
         self._members: dist.Backend | None = None
 

@@ -27,16 +27,17 @@ def is_loopback(host: str) -> bool:
 
 
 def private_directory(path: Path) -> Path:
-    """Makes `path`, for this user alone. Raises InvalidFile where somebody else owns it, or may look into it."""
-    try:
-        path.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise InvalidFile(
-                f"{path} is not a directory that only this user can read: remove it, or `chmod 700` it",
-                field="token", value=str(path), expected="a directory of this user with mode 0700",
-            ) from None  # fmt: skip
+    """Makes `path`, for this user alone.
+
+    Raises InvalidFile where somebody else owns it, or may look into it, as on file systems that keep no modes.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise InvalidFile(
+            f"{path} is not a directory that only this user can read: remove it, or `chmod 700` it",
+            field="token", value=str(path), expected="a directory of this user with mode 0700",
+        )  # fmt: skip
     return path
 
 

@@ -1,0 +1,95 @@
+"""Doors of Ray: its token, the addresses that it binds to, and a check that it asks for the token."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from slime.types.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# Ray's switch for machines that should not be reached: with 0, the address of a node is that of the loopback, and all
+# of Ray binds to it. Given 127.0.0.1 as an address, Ray would take another one of this machine in its place.
+SEVERAL_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+CHECK_SECONDS = 10.0
+# Any call of Ray's that changes nothing.
+CHECKED_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+
+@cache
+def _own_token() -> str:
+    return secrets.token_hex(32)
+
+
+def loopback_variables() -> dict[str, str]:
+    """The environment of a Ray that only this machine can reach, and only with the token."""
+    return {AUTH_MODE: "token", SEVERAL_NODES: "0"}
+
+
+@contextmanager
+def own_cluster() -> Iterator[None]:
+    """Has the Ray that is started inside ask for a token and listen on the loopback; leaves no token in the home.
+
+    With a token there, every later `ray start --head` makes a cluster that asks for it, and `ray start --address` and
+    `ray job submit` do not send it unasked.
+    """
+    variables = loopback_variables()
+    given = any(name in os.environ for name in (AUTH_TOKEN, AUTH_TOKEN_PATH))
+    if not given and not Path("~/.ray/auth_token").expanduser().exists():
+        variables[AUTH_TOKEN] = _own_token()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    from ray._private import ray_constants
+    from ray._raylet import Config
+
+    # Where Ray was imported earlier, it has read both variables already.
+    Config.initialize("")
+    several_nodes, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several_nodes
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def check_that_ray_asks_for_its_token() -> None:
+    """Raises Unavailable where the connected cluster answers a call without a token; warns where the user wants that
+    (RAY_AUTH_MODE=disabled)."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    if not answers_without_token(address):
+        return
+    if os.environ.get(AUTH_MODE) == "disabled":
+        log.warning("Ray at %s takes work from everybody who can reach it (%s=disabled)", address, AUTH_MODE)
+        return
+    raise Unavailable(
+        f"Ray at {address} answers without a token: whoever reaches it can run code as its user. Start it with "
+        f"{AUTH_MODE}=token (`ray get-auth-token --generate` makes the token), or allow it with {AUTH_MODE}=disabled",
+        field="--ray-address", value=address, expected="a Ray that asks for a token",
+    )  # fmt: skip
+
+
+def answers_without_token(address: str) -> bool:
+    """Whether Ray's control service at "host:port" answers a call without a token. One that speaks TLS only, or nothing
+    at all, does not."""
+    import grpc
+
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(CHECKED_CALL)(b"", timeout=CHECK_SECONDS)
+        except grpc.RpcError as error:
+            closed = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+            return error.code().name not in closed
+    return True

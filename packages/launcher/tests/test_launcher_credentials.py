@@ -1,0 +1,109 @@
+"""The credentials of a run: nobody without them is let in, and nothing that opens a door travels in plain text."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from slime.launcher.credentials import Authority, Identity
+from slime.types import errors
+from slime.types.clients import BufferClient
+from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.rpc.auth import read_token
+from slime.types.rpc.roles import Role
+from slime.v1 import buffer_pb2, buffer_pb2_grpc
+
+
+class Stats(buffer_pb2_grpc.BufferServiceServicer):
+    def GetStats(self, request: object, context: object) -> buffer_pb2.GetStatsResponse:
+        return buffer_pb2.GetStatsResponse(next_step=3)
+
+
+def serve(authority: Authority, host: str) -> RunningService:
+    identity = Identity()
+    grant = pickle.loads(pickle.dumps(authority.grant(identity.public_key, host)))
+    rpc = identity.accept(grant, RpcSettings(host=host))
+    add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
+    return RunningService(Server([(add, Stats())], rpc, service_names=["slime.v1.BufferService"]))
+
+
+@pytest.fixture(params=[False, True], ids=["one-node", "several-nodes"])
+def authority(request: pytest.FixtureRequest) -> Iterator[Authority]:
+    authority = Authority(several_nodes=request.param)
+    yield authority
+    authority.close()
+
+
+def test_the_services_of_a_run_let_in_its_launcher_and_nobody_else(authority: Authority) -> None:
+    stranger = Authority(several_nodes=authority.client_settings.tls_ca is not None)
+    with serve(authority, "127.0.0.2") as service:
+        with BufferClient(service.address, settings=authority.client_settings) as client:
+            assert client.stats().next_step == 3
+        with BufferClient(service.address, settings=stranger.client_settings) as client:
+            with pytest.raises((errors.Unauthenticated, errors.Unavailable)):
+                client.stats()
+
+
+def test_what_the_launcher_sends_to_a_service_opens_nothing_for_who_reads_it(authority: Authority) -> None:
+    identity, other = Identity(), Identity()
+    grant = authority.grant(identity.public_key, "192.0.2.7")
+    sent = pickle.dumps(grant) + identity.public_key
+    assert authority.token.encode() not in sent and b"PRIVATE KEY" not in sent
+    assert read_token(identity.accept(grant, RpcSettings())) == authority.token
+    with pytest.raises(Exception, match="^$"):  # cryptography's InvalidTag
+        other.accept(grant, RpcSettings())
+
+
+def test_on_several_nodes_the_token_travels_through_tls_only(tmp_path: Path) -> None:
+    authority = Authority(several_nodes=True)
+    with serve(authority, "127.0.0.2") as service, grpc.insecure_channel(service.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            buffer_pb2_grpc.BufferServiceStub(channel).GetStats(buffer_pb2.GetStatsRequest(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # A certificate is of one host.
+        wrong = RpcSettings(tls_ca=authority.client_settings.tls_ca, retry_seconds=0)
+        port = service.address.rpartition(":")[2]
+        with BufferClient(f"127.0.0.1:{port}", settings=wrong) as client, pytest.raises(errors.Unavailable):
+            client.stats()
+
+
+def test_the_credentials_of_a_process_are_on_no_disk_and_closed_to_others(authority: Authority) -> None:
+    identity = Identity()
+    rpc = identity.accept(authority.grant(identity.public_key, "127.0.0.2"), RpcSettings())
+    for path in filter(None, (rpc.token_file, rpc.tls_key, rpc.tls_cert, rpc.tls_ca)):
+        assert os.readlink(path).startswith("/memfd:") and os.stat(path).st_mode & 0o077 == 0
+
+
+def test_clients_of_the_user_find_a_token_for_each_role(authority: Authority, tmp_path: Path) -> None:
+    directory = tmp_path / "access"
+    with serve(authority, "127.0.0.2") as service:
+        authority.write(directory, {"buffer": service.address})
+        ca = str(directory / "ca.pem") if authority.client_settings.tls_ca else None
+        address = json.loads((directory / "addresses.json").read_text())["buffer"]
+        for role in Role:
+            settings = RpcSettings(token_file=str(directory / f"{role}.token"), tls_ca=ca)
+            with BufferClient(address, settings=settings) as client:
+                assert client.stats().next_step == 3
+                if role is not Role.TRAIN:
+                    with pytest.raises(errors.PermissionDenied):
+                        client.open_run("run")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+    assert not any(authority.token in path.read_text() for path in directory.iterdir())
+    authority.close()
+    assert not directory.exists()
+
+
+def test_where_others_could_read_them_no_tokens_are_left(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "access"
+    directory.mkdir(mode=0o755)
+    authority.write(directory, {})
+    assert list(directory.iterdir()) == [] and "only this user can read" in caplog.text

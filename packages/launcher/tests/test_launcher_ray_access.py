@@ -1,0 +1,81 @@
+"""Doors of Ray, the one that a run starts and those that it joins."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from slime.launcher.placement import ray_cluster
+from slime.launcher.ray_access import (
+    AUTH_MODE,
+    CHECKED_CALL,
+    answers_without_token,
+    check_that_ray_asks_for_its_token,
+)
+from slime.types.errors import Unavailable
+
+
+@pytest.fixture
+def open_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that answers Ray's call without a token, to which this process is "connected"."""
+
+    class Answer(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> Any:
+            assert details.method == CHECKED_CALL
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Answer()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setattr("ray.get_runtime_context", lambda: type("Context", (), {"gcs_address": address}))
+    yield address
+    server.stop(None)
+
+
+def test_a_ray_of_this_run_listens_on_the_loopback_and_asks_for_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    before = dict(os.environ)
+    with ray_cluster(None, num_cpus=1):
+        import ray
+
+        ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
+        here = psutil.Process()
+        listening = [
+            connection.laddr.ip
+            for process in [here, *here.children(recursive=True)]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert len(listening) > 3
+        addresses = [ipaddress.ip_address(text.removeprefix("::ffff:")) for text in listening]
+        assert all(address.is_loopback for address in addresses), listening
+        assert not answers_without_token(ray.get_runtime_context().gcs_address)
+    assert {name: os.environ.get(name) for name in before if name.startswith("RAY_AUTH")} == {AUTH_MODE: "disabled"}
+
+
+def test_a_ray_that_takes_work_from_everybody_is_refused(open_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    with pytest.raises(Unavailable, match=f"Ray at {open_ray} answers without a token.*RAY_AUTH_MODE=token"):
+        check_that_ray_asks_for_its_token()
+
+
+def test_a_user_may_allow_a_ray_without_a_token(
+    open_ray: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    check_that_ray_asks_for_its_token()
+    assert f"Ray at {open_ray} takes work from everybody" in caplog.text
+
+
+def test_a_port_where_nothing_speaks_is_not_open() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        assert not answers_without_token(f"127.0.0.1:{held.getsockname()[1]}")

@@ -1,0 +1,177 @@
+"""Sockets of a run, held to the table of docs/security.md, and what another user of the machine gets at them."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tiny_runs import quickstart, trained_a_step, wait_for
+
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+# The doors of a process, by words of its command line.
+PROCESSES = {
+    "Ray: GCS": "gcs_server",
+    "Ray: raylet": "raylet/raylet",
+    "Ray: dashboard agent": "DashboardAgent|dashboard/agent.py",
+    "Ray: runtime environment agent": "RuntimeEnvAgent|runtime_env/agent",
+    "Ray: dashboard metrics": "dashboard/dashboard.py",
+    "Ray: autoscaler metrics": "autoscaler/_private/monitor.py",
+    "engine: HTTP": "slime.rollout.engines.embedded",
+}
+# On ports of their own: where another Ray has them, these are left out.
+OPTIONAL = {"Ray: dashboard metrics", "Ray: autoscaler metrics"}
+WORKER = "ray::"
+SERVED = {"buffer": "buffer", "rollout": "rollout", "trainer-0": "trainer", "trainer-1": "trainer"}
+# As any program could: imports come first, for the interpreter's own files may be closed to another user.
+STRANGER = """
+import grpc, sys
+calls = {}
+for address in sys.argv[1:]:
+    channel = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
+    for service, method in (("Buffer", "GetStats"), ("Rollout", "GetStatus"), ("Trainer", "GetInfo")):
+        calls[address, method] = channel.unary_unary(f"/slime.v1.{service}Service/{method}")
+import os
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for (address, method), call in calls.items():
+    try:
+        call(b"", timeout=10)
+        print("LET IN", address, method)
+    except grpc.RpcError as error:
+        print(error.code().name, address, method)
+"""
+
+
+@dataclass
+class Seen:
+    """doors: the addresses that each is bound to. strangers: command lines of processes that are not known."""
+
+    doors: dict[str, set[str]] = field(default_factory=dict)
+    most: Counter[tuple[str, int]] = field(default_factory=Counter)
+    strangers: set[str] = field(default_factory=set)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run with two ranks that has trained a step, and goes on."""
+    output_dir = tmp_path_factory.mktemp("run")
+    process = quickstart(output_dir, "--num-rollout", "1000", "--actor-num-gpus-per-node", "2")
+    try:
+        wait_for(lambda: process.poll() is not None or trained_a_step(output_dir), 240, "a step")
+        assert process.poll() is None, process.communicate()[0]
+        yield process, output_dir
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def page_doors() -> dict[str, str]:
+    table = re.search(r"<!-- doors:.*?-->(.*?)<!-- /doors -->", PAGE.read_text(), re.DOTALL)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].strip().splitlines()[2:]]
+    return {row[0]: row[1] for row in rows}
+
+
+def look(process: subprocess.Popen[str], output_dir: Path, seen: Seen) -> None:
+    addresses = json.loads((output_dir / "access" / "addresses.json").read_text())
+    served = {int(address.rpartition(":")[2]): SERVED[name] for name, address in addresses.items()}
+    driver = psutil.Process(process.pid)
+    for each in [driver, *driver.children(recursive=True)]:
+        try:
+            line = " ".join(each.cmdline())
+            listening = [c.laddr for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        except psutil.NoSuchProcess:
+            continue
+        role = next((served[address.port] for address in listening if address.port in served), None)
+        for address in listening:
+            if address.port in served:
+                door = f"{served[address.port]}: gRPC"
+            elif each.pid == driver.pid:
+                door = "Ray: driver"
+            else:
+                door = next((name for name, words in PROCESSES.items() if re.search(words, line)), "")
+            if not door and line.startswith(WORKER):
+                # A worker of Ray has one socket of its own; what a rank has besides is gloo's.
+                seen.most["Ray: worker", each.pid] += 1
+                door = (
+                    "trainer: gloo" if role == "trainer" and seen.most["Ray: worker", each.pid] > 1 else "Ray: worker"
+                )
+            if not door:
+                seen.strangers.add(f"{line[:200]} at {address}")
+            seen.doors.setdefault(door, set()).add(address.ip)
+    for (door, pid), count in list(seen.most.items()):
+        if door == "Ray: worker" and count > 1 and pid not in _ranks(driver, served):
+            seen.strangers.add(f"process {pid}: {count} sockets of a Ray worker")
+    seen.most.clear()
+
+
+def _ranks(driver: psutil.Process, served: dict[int, str]) -> set[int]:
+    found = set()
+    for each in driver.children(recursive=True):
+        try:
+            ports = {c.laddr.port for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+        if any(served.get(port) == "trainer" for port in ports):
+            found.add(each.pid)
+    return found
+
+
+def is_within(bound: str, allowed: str) -> bool:
+    assert allowed == "loopback", f"docs/security.md: {allowed} is nothing that this test knows"
+    return ipaddress.ip_address(bound.removeprefix("::ffff:")).is_loopback
+
+
+def test_every_socket_of_a_run_is_on_the_page_and_no_wider(running: tuple[subprocess.Popen[str], Path]) -> None:
+    process, output_dir = running
+    seen, doors = Seen(), page_doors()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        look(process, output_dir, seen)
+    assert not seen.strangers, f"name these in {PAGE.name}, and say who gets in: {seen.strangers}"
+    assert set(seen.doors) | OPTIONAL == set(doors)
+    for door, bound in seen.doors.items():
+        assert all(is_within(address, doors[door]) for address in bound), (door, bound)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_of_the_machine_gets_no_answer(running: tuple[subprocess.Popen[str], Path]) -> None:
+    _, output_dir = running
+    addresses = json.loads((output_dir / "access" / "addresses.json").read_text())
+    command = [sys.executable, "-c", STRANGER, *addresses.values()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    answers = Counter(line.split()[0] for line in done.stdout.splitlines())
+    assert answers == {"UNAUTHENTICATED": len(addresses), "UNIMPLEMENTED": 2 * len(addresses)}, (
+        done.stdout + done.stderr
+    )
+
+
+def test_the_user_of_a_run_finds_tokens_that_nobody_else_can_read(
+    running: tuple[subprocess.Popen[str], Path],
+) -> None:
+    from slime.types.clients import BufferClient
+    from slime.types.errors import PermissionDenied
+    from slime.types.rpc import RpcSettings
+
+    access = running[1] / "access"
+    address = json.loads((access / "addresses.json").read_text())["buffer"]
+    assert access.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in access.iterdir()} == {0o600}
+    with BufferClient(address, settings=RpcSettings(token_file=str(access / "feed.token"))) as client:
+        assert client.stats().next_group_index > 0
+        with pytest.raises(PermissionDenied, match="a token for feed may not call /slime.v1.BufferService/OpenRun"):
+            client.open_run("mine")
