@@ -50,7 +50,7 @@ def make_samples(count: int, tokens: int) -> list[Sample]:
     ]
 
 
-def as_dict(sample: Sample, convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+def as_dict(sample: Sample, convert: Callable[[Any], Any]) -> dict[str, Any]:
     values = {name: getattr(sample, name) for name in FIELDS} | {"status": sample.status.value}
     return values | {name: convert(sample.array(name)) for name in ARRAYS}
 

@@ -65,7 +65,7 @@ def serve_until_signal(settings: BufferSettings, rpc: RpcSettings) -> int:
 
 
 def print_token(words: Sequence[str]) -> int:
-    if words[:1] not in ([role] for role in Role):
+    if not words or words[0] not in [*Role]:
         raise InvalidSetting(f"token: expected one of {', '.join(Role)} first; {USAGE}", field="token")
     (settings,) = parse(words[1:], TokenSettings, prog=f"{PROG} token {words[0]}", description="Print a role's token.")
     token = read_token(RpcSettings(token_file=settings.token_file))

@@ -13,15 +13,17 @@ place later is checked when it becomes an array again: by `array`, `validate` an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Generic, Literal, TypeVar, overload
 
 import numpy as np
 
 from slime.types import arrays
 from slime.types.errors import InvalidField
 from slime.types.status import SampleStatus
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -108,6 +110,28 @@ CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
 LISTS = tuple(name for name in CONVERTERS if name != "rollout_routed_experts")
 
 
+class PerToken(Generic[Value]):
+    """A per-token field: arrays and sequences are set, a list of numbers (or None) is read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, sample: Sample | None, owner: type) -> Value:
+        if sample is None:
+            return self  # type: ignore[return-value]
+        try:
+            value = sample.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
+        if isinstance(value, np.ndarray):
+            value = sample.__dict__[self.name] = value.tolist()
+        return value
+
+    def __set__(self, sample: Sample, value: Value | Sequence[float] | np.ndarray) -> None:
+        # Sample.__setattr__ writes past this; it makes the field one that an instance's dictionary does not hide.
+        sample.__dict__[self.name] = value
+
+
 @dataclass(eq=False)
 class Sample:
     """See the module's docstring for L and R. Unknown attributes are kept, and travel as JSON."""
@@ -118,7 +142,7 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     # int32 [L]
-    tokens: list[int] = field(default_factory=list)
+    tokens: PerToken[list[int]] = field(default_factory=list)  # type: ignore[assignment, arg-type]
     # Trees of dicts, lists, text, bytes, numbers and arrays: raw inputs, and what the processor made of them.
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -129,19 +153,19 @@ class Sample:
     label: Any = None
     reward: float | dict[str, Any] | None = None
     # uint8 [R]: 1 where the token is trained on. None: all of them.
-    loss_mask: list[int] | None = None
+    loss_mask: PerToken[list[int] | None] = None  # type: ignore[assignment]
     # One for each request that the response took.
     weight_versions: list[str] = field(default_factory=list)
     # float32 [R]
-    rollout_log_probs: list[float] | None = None
+    rollout_log_probs: PerToken[list[float] | None] = None  # type: ignore[assignment]
     # Nucleus of response token i: ids[offsets[i]:offsets[i + 1]]; int32 [offsets[R]] and int64 [R + 1].
-    rollout_top_p_token_ids: list[int] | None = None
-    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_top_p_token_ids: PerToken[list[int] | None] = None  # type: ignore[assignment]
+    rollout_top_p_token_offsets: PerToken[list[int] | None] = None  # type: ignore[assignment]
     # Integer [L - 1, layers, top_k]
     rollout_routed_experts: np.ndarray | None = None
     remove_sample: bool = False
     # float32 [R]
-    teacher_log_probs: list[float] | None = None
+    teacher_log_probs: PerToken[list[float] | None] = None  # type: ignore[assignment]
     status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -283,30 +307,8 @@ Sample.PrefixCacheInfo = PrefixCacheInfo  # type: ignore[attr-defined]
 FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Sample))
 
 
-class _ListField:
-    """Shows the array under `name` as a list."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, sample: Sample | None, owner: type) -> Any:
-        if sample is None:
-            return self
-        try:
-            value = sample.__dict__[self.name]
-        except KeyError:
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
-        if isinstance(value, np.ndarray):
-            value = sample.__dict__[self.name] = value.tolist()
-        return value
-
-    def __set__(self, sample: Sample, value: Any) -> None:
-        # Sample.__setattr__ writes past this; it makes the field one that an instance's dictionary does not hide.
-        sample.__dict__[self.name] = value
-
-
 for _name in LISTS:
-    setattr(Sample, _name, _ListField(_name))
+    setattr(Sample, _name, PerToken[Any](_name))
 
 
 @dataclass
