@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from slime.trainer.algorithms import advantages as adv
 from slime.trainer.algorithms.aggregation import sample_weights, weighted_sum
-from slime.trainer.algorithms.importance import icepop, truncated_importance
+from slime.trainer.algorithms.importance import importance_weights
 from slime.trainer.algorithms.kl import approximate_kl
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.algorithms.policy_loss import cispo_loss, clipped_loss, off_policy_weights, sequence_kl
 from slime.trainer.algorithms.rewards import normalize_rewards
+from slime.trainer.estimators import TIS_MODES
 
 FLOATS = st.floats(-100, 100, allow_nan=False)
 
@@ -135,18 +136,112 @@ def test_cispo_weighs_the_log_probs_by_a_clipped_constant_ratio():
 
 
 def test_gspo_and_opsm_look_at_whole_sequences():
-    ppo_kl, mask, segments = f64(0.2, 0.4, 9.0, 1.0), f64(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
+    # A token that is not trained has no part in it, whatever is known of it.
+    ppo_kl, mask, segments = f64(0.2, 0.4, math.inf, 1.0), f64(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
     assert sequence_kl(ppo_kl, mask, segments, 2).tolist() == pytest.approx([0.3, 0.3, 0.3, 1.0])
     kept = off_policy_weights(ppo_kl, f64(-1, 1, -1, -1), mask, segments, 2, delta=0.5)
     assert kept.tolist() == [1, 1, 1, 0]
 
 
-def test_importance_weights():
-    train, rollout = f64(0.0, 0.0, 0.0), -f64(0.1, 1.0, 3.0).log()
-    weights, metrics = truncated_importance(train, rollout, 0.5, 2.0)
-    assert weights.tolist() == pytest.approx([0.5, 1.0, 2.0])
-    assert metrics["tis_clipfrac"].tolist() == [1, 0, 1]
-    assert icepop(train, rollout, 0.5, 2.0)[0].tolist() == pytest.approx([0, 1.0, 0])
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("token_truncate", [0.5, 1.0, 2.0, 1.5]),
+        ("token_mask", [0.0, 1.0, 0.0, 1.5]),
+        ("sequence_truncate", [0.5, 0.5, 2.0, 2.0]),
+        ("sequence_mask", [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_weights(mode: str, expected: list[float]):
+    # Ratios .1 and 1 in the first sample, 3 and 1.5 in the second, which also has a token that is not trained.
+    train, rollout = f64(0, 0, 0, 0, -900), f64(*(-math.log(r) for r in (0.1, 1.0, 3.0, 1.5)), math.nan)
+    mask, segments = f64(1, 1, 1, 1, 0), torch.tensor([0, 0, 1, 1, 1])
+    weights, metrics = importance_weights(train, rollout, mask, segments, 2, mode=mode, low=0.5, high=2.0)
+    assert weights[:4].tolist() == pytest.approx(expected)
+    ratio = [0.1, 1.0, 3.0, 1.5] if mode.startswith("token") else [0.1, 0.1, 4.5, 4.5]
+    assert metrics["tis"][:4].tolist() == pytest.approx(ratio)
+    assert metrics["tis_abs"][:4].tolist() == pytest.approx([abs(r - 1) for r in ratio])
+    assert metrics["tis_clipfrac"][:4].tolist() == [w != pytest.approx(r) for w, r in zip(expected, ratio, strict=True)]
+
+
+# Log-ratios on both sides of the clamp at 20, and where exp() of a float32 overflows.
+FAR = [-120.0, -90.0, -20.5, -19.5, -1.0, 0.0, 1.0, 19.5, 20.5, 90.0, 120.0, math.inf, -math.inf]
+
+
+def bounded(log_ratio: float) -> tuple[float, float]:
+    """The ratio and its derivative by the log-ratio."""
+    ratio = math.exp(min(20.0, max(-20.0, log_ratio)))
+    return ratio, ratio if abs(log_ratio) < 20 else 0.0
+
+
+@pytest.mark.parametrize("log_ratio", FAR)
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_policy_losses_and_their_gradients_are_finite_however_far_the_ratio_is(
+    log_ratio: float, advantage: float, dtype: torch.dtype
+):
+    tolerance = {"rel": 1e-5 if dtype == torch.float32 else 1e-12}
+    ratio, slope = bounded(log_ratio)
+    clipped = min(max(ratio, 0.8), 1.28)
+    inside = -ratio * advantage > -clipped * advantage or ratio == clipped
+    for c in (None, 3.0):
+        log_probs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+        old = torch.tensor([-1.0 - log_ratio], dtype=dtype)
+        loss, _ = clipped_loss(old - log_probs, torch.tensor([advantage], dtype=dtype), 0.2, 0.28, c)
+        loss.sum().backward()
+        value, gradient = max(-ratio * advantage, -clipped * advantage), -slope * advantage * inside
+        if c is not None and advantage < 0 and value > -c * advantage:
+            value, gradient = -c * advantage, 0.0
+        assert float(loss.detach()) == pytest.approx(value, **tolerance)
+        assert float(log_probs.grad) == pytest.approx(gradient, **tolerance)
+    log_probs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+    loss, _ = cispo_loss(old - log_probs, log_probs, torch.tensor([advantage], dtype=dtype), 1.0, 0.28)
+    loss.sum().backward()
+    assert float(log_probs.grad) == pytest.approx(-min(ratio, 1.28) * advantage, **tolerance)
+
+
+@pytest.mark.parametrize("delta", FAR)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_kl_estimators_and_their_gradients_are_finite_however_far_the_policies_are(delta: float, dtype: torch.dtype):
+    tolerance = {"rel": 1e-4 if dtype == torch.float32 else 1e-9}
+    for kind in ("k3", "low_var_kl"):
+        log_probs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+        estimate = approximate_kl(log_probs, torch.tensor([-1.0 - delta], dtype=dtype), kind)
+        estimate.sum().backward()
+        d = max(-20.0, delta)
+        value, gradient = math.exp(-d) - 1 + d, 0.0 if delta < -20 else 1 - math.exp(-d)
+        if kind == "low_var_kl" and value > 10:
+            value, gradient = 10.0, 0.0
+        assert float(estimate.detach()) == pytest.approx(value, **tolerance)
+        assert float(log_probs.grad) == pytest.approx(gradient, abs=1e-12, **tolerance)
+
+
+def test_what_is_not_a_number_is_not_clamped_away():
+    advantages, old = torch.tensor([1.0, -1.0]), torch.full((2,), math.nan)
+    for loss_of in (
+        lambda lp: clipped_loss(old - lp, advantages, 0.2, 0.28, 3.0)[0],
+        lambda lp: cispo_loss(old - lp, lp, advantages, 1.0)[0],
+        lambda lp: approximate_kl(lp, old, "k3"),
+        lambda lp: approximate_kl(lp, old, "low_var_kl"),
+    ):
+        log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        loss_of(log_probs).sum().backward()
+        assert bool(log_probs.grad.isnan().all())
+    for mode in TIS_MODES:
+        weights, _ = importance_weights(
+            advantages, old, torch.ones(2), torch.arange(2), 2, mode=mode, low=0.0, high=2.0
+        )  # fmt: skip
+        assert bool(weights.isnan().all()), mode
+
+
+def test_importance_weights_are_finite_however_far_the_engine_is():
+    train, rollout = torch.tensor([-1.0, -120.0, -1.0]), torch.tensor([-120.0, -1.0, -math.inf])
+    ones, segments = torch.ones(3), torch.arange(3)
+    for mode in TIS_MODES:
+        weights, metrics = importance_weights(train, rollout, ones, segments, 3, mode=mode, low=0.0, high=2.0)
+        high = 2.0 if mode.endswith("truncate") else 0.0
+        assert weights.tolist() == pytest.approx([high, 0.0, high], abs=1e-8), mode
+        assert all(bool(values.isfinite().all()) for values in metrics.values()), mode
 
 
 def test_log_probs_and_entropy_in_chunks():

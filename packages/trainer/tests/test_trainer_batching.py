@@ -230,13 +230,16 @@ def test_responses_of_one_prompt_do_not_see_each_other():
     ]
 
 
-def test_removed_samples_have_no_weight_and_log_probs_are_all_or_none():
+def test_removed_samples_have_no_weight_and_absent_log_probs_are_nan():
     kept = sample([1], [2], rollout_log_probs=[-0.5])
     removed = sample([1], [3], rollout_log_probs=[-0.1], remove_sample=True)
     batch = pack([kept, removed], [0, 1], [1.0, 1.0], [1.0, 1.0])
     assert batch.weights.tolist() == [1.0, 0.0]
     torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([-0.5, -0.1]))
-    assert pack([kept, sample([1], [4])], [0, 1], [0.0] * 2, [1.0] * 2).rollout_log_probs is None
+    without = sample([1], [4])
+    mixed = pack([kept, without], [0, 1], [0.0] * 2, [1.0] * 2).rollout_log_probs
+    torch.testing.assert_close(mixed, torch.tensor([-0.5, float("nan")]), equal_nan=True)
+    assert pack([without], [0], [0.0], [1.0]).rollout_log_probs is None
 
 
 @pytest.mark.parametrize(

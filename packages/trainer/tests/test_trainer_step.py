@@ -1,5 +1,6 @@
 """Training steps on one rank, against float64 references with one forward pass per sample."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,128 @@ def test_errors_name_what_was_wrong(model: str, tmp_path: Any):
         Runner(make_settings(model, use_tis=True)).run(0, samples)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights(model: str):
-    runner, samples = Runner(make_settings(model, use_rollout_logprobs=True)), make_samples()
+BACKENDS = ("fsdp", "megatron")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_log_prob_that_is_far_off_leaves_the_update_finite(model: str, backend: str):
+    samples = make_samples()
+    samples[0].rollout_log_probs[0] = -120.0
+    samples[1].rollout_log_probs[0] = float("-inf")
+    for values in ({"use_rollout_logprobs": True}, {"use_tis": True}, {"use_tis": True, "tis_mode": "sequence_mask"}):
+        metrics = Runner(make_settings(model, train_backend=backend, **values)).run(0, samples)
+        assert 0 < metrics["train/grad_norm"] < math.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_is_not_finite_leaves_the_weights_and_is_named(model: str, backend: str):
+    settings = make_settings(model, use_rollout_logprobs=True, train_backend=backend)
+    runner, samples = Runner(settings), make_samples()
     before = runner.weights()
-    samples[0].rollout_log_probs = [float("-inf")] * samples[0].response_length
-    with pytest.raises(NonFiniteGradient):
+    samples[1].rollout_log_probs[0] = math.nan
+    with pytest.raises(NonFiniteGradient) as raised:
         runner.run(0, samples)
+    assert "sample 1 (micro-batch 0) has old log-probs that are not finite" in str(raised.value)
+    assert "gradient of " in str(raised.value) and ".weight" in str(raised.value)
     assert all(torch.equal(before[name], weight) for name, weight in runner.weights().items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_updates_that_are_not_finite_can_be_skipped(model: str, backend: str, caplog: pytest.LogCaptureFixture):
+    values = {"use_rollout_logprobs": True, "train_backend": backend, "num_steps_per_rollout": 3}
+    skipping, samples = Runner(make_settings(model, skip_nonfinite_updates=True, **values)), make_samples()
+    metrics = skipping.run(0, samples)
+    assert metrics["train/nonfinite_updates"] == 0
+    after = skipping.weights()
+    for sample in samples:
+        sample.rollout_log_probs[0] = math.nan
+    updates = skipping.backend.updates
+    metrics = skipping.run(1, samples)
+    # The third update's group has equal rewards and no sample with a gradient.
+    assert (metrics["train/nonfinite_updates"], skipping.backend.updates) == (2, updates + 1)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert "sample 1 (micro-batch 0) has old log-probs" in caplog.text
+    whole = make_settings(model, skip_nonfinite_updates=True, **values | {"num_steps_per_rollout": 1})
+    skipping = Runner(whole)
+    before = skipping.weights()
+    assert skipping.run(0, samples)["train/nonfinite_updates"] == 1
+    assert all(torch.equal(before[name], weight) for name, weight in skipping.weights().items())
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())
+
+
+HEALTH = [
+    {},
+    {"use_rollout_logprobs": True, "num_steps_per_rollout": 4, "use_opsm": True},
+    {"use_tis": True, "num_steps_per_rollout": 2, "tis_clip": 1.1},
+    {"advantage_estimator": "cispo", "num_steps_per_rollout": 2, "calculate_per_token_loss": True},
+    {"advantage_estimator": "gspo", "num_steps_per_rollout": 2, "eps_clip": 1e-3},
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("values", HEALTH)
+def test_metrics_do_not_depend_on_which_samples_are_skipped(
+    model: str, tmp_path: Path, backend: str, values: dict[str, Any]
+):
+    (tmp_path / "hook.py").write_text("def keep(args, rollout_id, rollout_data):\n    pass\n")
+    samples = make_samples(groups=4)
+    for sample in samples[4:8]:
+        sample.reward = 0.0
+    samples[1].remove_sample = True
+    found = []
+    # A function that may change advantages forces every sample to be fed, and old log-probs to be computed.
+    for hook in (None, f"{tmp_path}/hook.py:keep"):
+        settings = make_settings(model, train_backend=backend, rollout_data_postprocess_path=hook, lr=1e-3, **values)
+        found.append(Runner(settings).run(0, samples))
+    skipping, feeding = found
+    assert (skipping["train/skipped_samples"], feeding["train/skipped_samples"]) == (9, 0)
+    names = {name for name in feeding if name.startswith("train/")}
+    assert names == {name for name in skipping if name.startswith("train/")}
+    for name in names - {"train/skipped_samples", "train/micro_batches"}:
+        assert skipping[name] == pytest.approx(feeding[name], rel=1e-4, abs=1e-6), name
+    assert skipping["train/entropy_loss"] > 0
+
+
+def test_the_clip_fraction_is_of_all_samples(model: str):
+    """Of 12 samples 4 have no advantage, and are not clipped; by hand from the engine's log-probs."""
+    samples, reference, clipped = make_samples(), load64(model), 0.0
+    for sample, reward in zip(samples, grpo_rewards(samples), strict=True):
+        with torch.no_grad():
+            ratio = (reference_log_probs(reference, sample) - torch.tensor(sample.rollout_log_probs).double()).exp()
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        outside = ((ratio > 1.2) if reward > 0 else (ratio < 0.8)) & (reward != 0)
+        clipped += float((outside * mask).sum() / mask.sum())
+    metrics = Runner(make_settings(model, use_rollout_logprobs=True)).run(0, samples)
+    assert metrics["train/pg_clipfrac"] == pytest.approx(clipped / len(samples), rel=1e-6)
+
+
+@pytest.mark.parametrize("values", [{}, {"use_rollout_logprobs": True}, {"entropy_coef": 1e-9}])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_mismatch_is_that_of_the_policy_before_the_first_update(model: str, values: dict[str, Any], steps: int):
+    """Over the tokens whose log-probs the engine told, however the samples are cut."""
+    samples, reference = make_samples(), load64(model)
+    total, tokens = [0.0] * steps, [0.0] * steps
+    if not values:
+        for sample in samples[::2]:
+            sample.rollout_log_probs = None
+    for i, (sample, reward) in enumerate(zip(samples, grpo_rewards(samples), strict=True)):
+        if sample.rollout_log_probs is None or (reward == 0 and not values.get("entropy_coef")):
+            continue
+        with torch.no_grad():
+            engine = torch.tensor(sample.rollout_log_probs).double()
+            difference = (reference_log_probs(reference, sample) - engine).abs()
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        update = i * steps // len(samples)
+        total[update] += float((difference * mask).sum() / mask.sum())
+        tokens[update] += 1.0
+    expected = [t / w for t, w in zip(total, tokens, strict=True) if w]
+    if "use_rollout_logprobs" in values:
+        # Nothing else needs the policy's log-probs before the first update, and in that they are the policy's.
+        expected = expected[:1]
+    for cut in ({}, {"max_tokens_per_gpu": 8}):
+        metrics = Runner(make_settings(model, num_steps_per_rollout=steps, **values, **cut)).run(0, samples)
+        found = metrics["train/train_rollout_logprob_abs_diff"]
+        assert found == pytest.approx(statistics.fmean(expected), rel=1e-5)
 
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}

@@ -94,7 +94,7 @@ class Preparation:
         stale = any(name != POLICY for name in names.values())
         needed = self._needs_old_log_probs(len(updates)) or stale
         sums = {"entropy": 0.0, "weight": 0.0}
-        for work in updates:
+        for number, work in enumerate(updates):
             found: list[Outputs | None] = [None] * len(work.batches)
             if s.use_rollout_entropy or (needed and (not stale or POLICY in names.values())):
                 found = self._scores(work, POLICY, entropy=s.use_rollout_entropy)
@@ -112,6 +112,7 @@ class Preparation:
                     old_log_probs=batch.rollout_log_probs if s.use_rollout_logprobs else old[i] if needed else None,
                     ref_log_probs=None if theirs is None else theirs.log_probs,
                     train_log_probs=trained[i] if s.use_rollout_logprobs else None,
+                    moved=number > 0,
                     entropy=None if outputs is None else outputs.entropy,
                 )
                 if targets.entropy is not None and self.backend.leads_replica:

@@ -46,6 +46,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
     """
     places = [(work, i) for work in updates for i, batch in enumerate(work.batches) if batch is not None]
     data: dict[str, Any] = {}
+    parts: dict[str, list[Any]] = {}
     for work, i in places:
         batch, targets = work.batches[i], work.targets[i]
         assert batch is not None and targets is not None
@@ -55,7 +56,9 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
             "sample_indices": [sample.index for sample in samples],
         }
         for name, values in part.items():
-            data[name] = None if values is None else [*data.get(name, []), *values]
+            parts.setdefault(name, []).append(values)
+    for name, lists in parts.items():
+        data[name] = None if all(values is None for values in lists) else _without_gaps(lists, places)
     function(args, rollout, data)
     first = 0
     for work, i in places:
@@ -74,6 +77,16 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
         work.batches[i] = dataclasses.replace(
             batch, mask=mask, weights=batch.weights * mask, rollout_log_probs=log_probs
         )
+
+
+def _without_gaps(lists: list[list[Any] | None], places: list[tuple[Work, int]]) -> list[Any]:
+    """The entries of all micro-batches; NaN for each token where one has none."""
+    found: list[Any] = []
+    for values, (work, i) in zip(lists, places, strict=True):
+        batch = work.batches[i]
+        assert batch is not None
+        found += torch.full_like(batch.mask, torch.nan).split(batch.lengths) if values is None else values
+    return found
 
 
 def _joined(name: str, data: dict[str, Any], chosen: slice, batch: PackedBatch) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.trainer.contradictions import refuse_contradictions, refuse_unavailable
 from slime.trainer.debug_settings import DebugSettings
-from slime.trainer.estimators import ESTIMATORS
+from slime.trainer.estimators import ESTIMATORS, TIS_MODES
 from slime.types.settings import REQUIRED, setting
 
 
@@ -75,6 +75,11 @@ class TrainerSettings(DebugSettings):
     reset_optimizer_states: bool = setting(
         False, "forget AdamW's moments and their step count before each rollout's training"
     )
+    skip_nonfinite_updates: bool = setting(
+        False,
+        "Go on after an update whose gradient is infinite or not a number, which leaves weights and optimizer as they "
+        "are, and log what made it; without it the run ends",
+    )
     clip_grad: float = setting(1.0, "largest gradient norm; 0 turns clipping off", minimum=0)
 
     # Loss
@@ -112,7 +117,15 @@ class TrainerSettings(DebugSettings):
     entropy_coef: float = setting(0.0, "weight of the entropy bonus")
     calculate_per_token_loss: bool = setting(False, "average over tokens, not over rollouts")
     use_rollout_logprobs: bool = setting(False, "the engine's log-probs are the old policy")
-    use_tis: bool = setting(False, "truncated importance sampling against the engine's log-probs")
+    use_tis: bool = setting(
+        False, "weigh the policy loss by the trainer's probabilities over the engine's; see --tis-mode"
+    )
+    tis_mode: str = setting(
+        "token_truncate",
+        "Weight of --use-tis: the ratio of each token, or the product of the sample's, truncated to --tis-clip-low and "
+        "--tis-clip, or 0 outside of them (token_mask is IcePop, sequence_mask MIS)",
+        choices=TIS_MODES,
+    )
     get_mismatch_metrics: bool = setting(
         False, "report what --use-tis would do, by its function or --custom-tis-function-path, and leave the loss alone"
     )
@@ -215,6 +228,12 @@ class TrainerSettings(DebugSettings):
     @property
     def needs_reference(self) -> bool:
         return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def advantages_alone_train(self) -> bool:
+        """Whether a sample whose advantages are all 0 adds no gradient to the policy's loss."""
+        other_terms = self.use_kl_loss or self.kl_coef or self.entropy_coef or self.custom_tis_function_path
+        return self.loss_type == "policy_loss" and not other_terms
 
     def on(self, device_type: str) -> TrainerSettings:
         """What is meant where the trainer's device is "cuda" or "cpu"."""

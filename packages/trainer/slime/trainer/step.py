@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 
-from slime.trainer.backends.base import Backend, Outputs
+from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.batching.packing import PackedBatch, check_sample, pack
 from slime.trainer.batching.plan import assign
 from slime.trainer.batching.schedule import MicroBatch, regroup
 from slime.trainer.collective import Ranks
-from slime.trainer.losses import LOSS_TERMS, Loss, Sums
+from slime.trainer.learning_rate import learning_rate
+from slime.trainer.losses import Loss, Sums
+from slime.trainer.nonfinite import find_cause
 from slime.trainer.preparation import Preparation, Work
 from slime.trainer.profiling import Profiler
 from slime.trainer.settings import TrainerSettings, flat_args
@@ -22,6 +25,8 @@ from slime.trainer.sharing import ReadSamples, ReplicaReader
 from slime.trainer.train_dump import write_train_data
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
+
+log = logging.getLogger(__name__)
 
 
 class TrainStep:
@@ -65,8 +70,12 @@ class TrainStep:
                     results.append(self._update(plan["updates"][number], work))
         if self.preparation.old_policies is not None:
             self.preparation.old_policies.trained(self.preparation.old_versions(updates))
-        metrics = _averaged(results) | prepared
-        metrics["train/lr-pg_0"] = results[-1]["train/lr-pg_0"]
+        made = [result for result in results if result is not None]
+        metrics = _averaged(made) | prepared
+        rates = [result["train/lr-pg_0"] for result in made]
+        metrics["train/lr-pg_0"] = rates[-1] if rates else learning_rate(self.settings, self.backend.updates)
+        if self.settings.skip_nonfinite_updates:
+            metrics["train/nonfinite_updates"] = len(results) - len(made)
         metrics["train/step"] = self.backend.updates
         metrics["train/skipped_samples"] = sum(len(update["skipped"]) for update in plan["updates"])
         metrics["train/dropped_samples"] = len(plan["dropped"])
@@ -132,8 +141,8 @@ class TrainStep:
             device=self.backend.device,
         )
 
-    def _update(self, update: dict[str, Any], work: Work) -> dict[str, float]:
-        """One optimizer update; its metrics."""
+    def _update(self, update: dict[str, Any], work: Work) -> dict[str, float] | None:
+        """Makes one optimizer update and returns its metrics; None where it was skipped: its gradient is not finite."""
         sums: Sums = {}
         denominator = update["num_tokens"] if self.settings.calculate_per_token_loss else update["num_rollouts"]
 
@@ -142,16 +151,22 @@ class TrainStep:
 
         self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy)
         added = self.backend.model_losses()
-        norm, lr = self.backend.optimizer_step()
-        metrics = {"train/loss": 0.0, "train/grad_norm": norm, "train/lr-pg_0": lr}
+        try:
+            norm, lr = self.backend.optimizer_step()
+        except NonFiniteGradient as error:
+            cause = find_cause(error, work, self.backend, self.ranks)
+            named = NonFiniteGradient(error.update, error.norm, error.parameters, cause)
+            if not self.settings.skip_nonfinite_updates:
+                raise named from None
+            log.warning("skipped %s", named)
+            return None
+        metrics = {"train/grad_norm": norm, "train/lr-pg_0": lr}
         metrics |= {f"train/{name}": value for name, value in added.items()}
         own = {name: float(value) for name, value in sums.items()} if self.backend.leads_replica else {}
         totals = self.ranks.add_numbers(own)
-        weight = totals.pop("weight", 0.0)
-        for name, total in totals.items():
-            # A loss term is a sum over the plan's weights already; the rest are means over what was computed.
-            metrics[f"train/{name}"] = total if name in LOSS_TERMS or not weight else total / weight
-        return metrics
+        # Plans that an earlier version stored have no skipped weight.
+        of_loss = self.loss.metrics(totals, update.get("skipped_weight", 0.0))
+        return metrics | {f"train/{name}": value for name, value in of_loss.items()}
 
 
 def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime.trainer.algorithms.ratio import LARGEST_LOG_RATIO, clamp
+
 
 def approximate_kl(
     log_probs: Tensor, ref_log_probs: Tensor, kind: str, importance_ratio: Tensor | None = None
@@ -12,6 +14,8 @@ def approximate_kl(
     """With D = log_probs - ref_log_probs, all shapes equal:
 
     k1: D      k2: D^2 / 2      k3, low_var_kl: exp(-D) - 1 + D      (low_var_kl is clamped to [-10, 10])
+
+    exp(-D) of k3 and low_var_kl stops growing at D = -20, with gradient 0 below.
 
     importance_ratio (same shape) multiplies the estimate before the clamp.
     """
@@ -21,9 +25,10 @@ def approximate_kl(
     elif kind == "k2":
         estimate = delta.square() / 2
     elif kind in ("k3", "low_var_kl"):
+        delta = clamp(delta, -LARGEST_LOG_RATIO, torch.inf)
         estimate = torch.expm1(-delta) + delta
     else:
         raise ValueError(f"kl estimator: got {kind!r}, expected k1, k2, k3 or low_var_kl")
     if importance_ratio is not None:
         estimate = importance_ratio * estimate
-    return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate
+    return clamp(estimate, -10, 10) if kind == "low_var_kl" else estimate

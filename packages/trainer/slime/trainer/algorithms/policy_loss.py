@@ -1,13 +1,15 @@
 """Policy losses per token; nothing is masked or averaged here.
 
 Shapes: every tensor [K], the response tokens of S samples end to end; `segments` [K] int64 is the sample of a token.
-ppo_kl = old_log_probs - log_probs, so the importance ratio is exp(-ppo_kl).
+ppo_kl = old_log_probs - log_probs, so the importance ratio is exp(-ppo_kl), bounded as `probability_ratio` says.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from slime.trainer.algorithms.ratio import probability_ratio
 
 
 def clipped_loss(
@@ -22,7 +24,7 @@ def clipped_loss(
     loss = max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A); where A < 0 and eps_clip_c = c is given,
     at most -c * A (dual clip, arXiv:1912.09729). eps_clip_high defaults to eps_clip.
     """
-    ratio = torch.exp(-ppo_kl)
+    ratio = probability_ratio(-ppo_kl)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high)) * advantages
     loss = torch.maximum(unclipped, clipped)
@@ -35,7 +37,7 @@ def cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """CISPO (arXiv:2506.13585): -stop_gradient(clip(ratio)) * A * log_probs, and where the clip changed the ratio."""
-    ratio = torch.exp(-ppo_kl).detach()
+    ratio = probability_ratio(-ppo_kl).detach()
     clipped = ratio.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high))
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
 
@@ -43,7 +45,7 @@ def cispo_loss(
 def sequence_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     """[num_segments]: masked mean over each sample; 0 where a sample has no token with mask 1."""
     zeros = values.new_zeros(num_segments)
-    totals = zeros.index_add(0, segments, values * mask)
+    totals = zeros.index_add(0, segments, values.where(mask != 0, 0.0) * mask)
     counts = zeros.index_add(0, segments, mask.to(values.dtype))
     return totals / counts.clamp(min=1)
 

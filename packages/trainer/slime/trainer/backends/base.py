@@ -15,7 +15,15 @@ from slime.types.vision import Vision
 
 
 class NonFiniteGradient(SlimeError):
-    """The gradient norm is infinite or not a number; the weights were left as they are."""
+    """The gradient norm is infinite or not a number; weights and optimizer were left as they are.
+
+    parameters: names of those with such a gradient on this rank; cause: a sentence for the message.
+    """
+
+    def __init__(self, update: int, norm: float, parameters: Sequence[str] = (), cause: str = "") -> None:
+        message = f"update {update}: the gradient norm is {norm}" + (f": {cause}" if cause else "")
+        super().__init__(message, field="grad_norm", value=norm)
+        self.update, self.norm, self.parameters = update, norm, list(parameters)
 
 
 NamedTensors = Iterator[tuple[str, Tensor]]

@@ -38,7 +38,7 @@ class PackedBatch:
     segments: Tensor  # [K] sample of a response token
     weights: Tensor  # [K] weight in the loss; 0 where the mask is
     rewards: Tensor  # [S]
-    rollout_log_probs: Tensor | None  # [K]
+    rollout_log_probs: Tensor | None  # [K]; NaN in samples without; None where no sample has them
     lengths: list[int]  # S response lengths; their sum is K
     total_lengths: list[int]  # S prompt + response lengths
     positions: list[int]  # S positions in the step
@@ -114,7 +114,7 @@ def pack(
 ) -> PackedBatch:
     """One row of `samples` (each passed `check_sample`). rewards, weights: one number a sample.
 
-    rollout_log_probs is None unless every sample has them. multiple: T is one of it, by a sequence of padding.
+    multiple: T is one of it, by a sequence of padding.
     """
     row: list[np.ndarray] = []
     places: list[np.ndarray] = []
@@ -171,8 +171,9 @@ def pack(
         [np.asarray(s.array("tokens"), dtype=np.int64)[len(s.array("tokens")) - s.response_length :] for s in samples]
     )
     lengths = [s.response_length for s in samples]
-    log_probs = [s.array("rollout_log_probs") for s in samples]
-    known = all(p is not None for p in log_probs)
+    told = [s.array("rollout_log_probs") for s in samples]
+    known = any(p is not None for p in told)
+    log_probs = [np.full(length, np.nan) if p is None else p for p, length in zip(told, lengths, strict=True)]
 
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(array, dtype=dtype).to(device)
@@ -190,7 +191,7 @@ def pack(
         segments=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         weights=to(np.repeat(np.asarray(weights, dtype=np.float64), lengths) * mask, torch.float32),
         rewards=to(np.asarray(rewards), torch.float32),
-        rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,  # type: ignore[arg-type]
+        rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,
         lengths=lengths,
         total_lengths=[len(s.array("tokens")) for s in samples],
         positions=list(positions),

@@ -8,6 +8,7 @@
     updates[u].num_rollouts                     rollouts whose mean is the loss
     updates[u].train, .skipped                  positions that need a forward pass; that provably add no gradient
     updates[u].num_tokens                       tokens with loss mask 1
+    updates[u].skipped_weight                   sum over the skipped ones of weight * tokens with loss mask 1
 
 A position is an index into the samples of a sealed step. The plan knows no rank: `assign` cuts an update for any number
 of them, so a step that was planned by two ranks can be replayed by one.
@@ -107,7 +108,10 @@ class Planner:
             for i in positions:
                 (skipped if self._adds_nothing(rewards[i], mask_sums[i]) else train).append(i)
             tokens = sum(mask_sums[i] for i in positions)
-            updates.append({"num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped})
+            updates.append({
+                "num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped,
+                "skipped_weight": sum(weights[i] * mask_sums[i] for i in skipped),
+            })  # fmt: skip
         if self.settings.normalize_advantages and not any(u["num_tokens"] for u in updates):
             raise InvalidField("loss_mask", 0, f"a token to train in step {step}, for --normalize-advantages")
         dropped = [i for i, key in enumerate(rollouts) if key not in used]
@@ -177,13 +181,13 @@ class Planner:
             or s.custom_advantage_function_path
             or s.custom_pg_loss_reducer_function_path
             or s.rollout_data_postprocess_path
+            # The entropy is that of every sample.
+            or s.use_rollout_entropy
         ):
             return False
         if mask_sum == 0:
             return True
-        only_advantages = s.loss_type == "policy_loss" and not s.normalize_advantages
-        other_terms = s.use_kl_loss or s.kl_coef or s.entropy_coef or s.custom_tis_function_path
-        return only_advantages and not other_terms and reward == 0.0
+        return s.advantages_alone_train and not s.normalize_advantages and reward == 0.0
 
 
 def _rollout_key(summary: Summary, position: int) -> tuple[str, int]:

@@ -179,10 +179,10 @@ class FsdpBackend(Backend):
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
+            named = ((name, p.grad) for name, p in self.policy.named_parameters() if p.requires_grad)
+            broken = [name for name, gradient in named if not bool(local(gradient).isfinite().all())]
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(
-                f"update {self.updates}: the gradient norm is {float(norm)}", field="grad_norm", value=float(norm)
-            )
+            raise NonFiniteGradient(self.updates, float(norm), broken)
         if self.settings.clip_grad > 0:
             nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_grad, norm)
         lr = learning_rate(self.settings, self.updates)

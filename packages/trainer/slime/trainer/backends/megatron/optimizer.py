@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from slime.converters.megatron_flags import config_fields
 from slime.trainer.backends.base import NonFiniteGradient
+from slime.trainer.backends.megatron.names import parameter_names
 from slime.trainer.backends.megatron.optimizer_offload import check_optimizer
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
@@ -123,6 +124,10 @@ class Optimizer:
                     elif name in state:
                         state[name] = 0
 
+    def _without_finite_gradient(self) -> list[str]:
+        trained = ((name, p) for name, p in parameter_names(self._chunks) if p.requires_grad)
+        return [name for name, p in trained if not bool(p.main_grad.isfinite().all())]
+
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -137,10 +142,11 @@ class Optimizer:
         self.wrapped.prepare_grads()
         norm = float(self.wrapped.get_grad_norm())
         if not math.isfinite(norm):
+            broken = self._without_finite_gradient()
             self.zero_grad()
             for bias, before in self._biases:
                 bias.copy_(before)
-            raise NonFiniteGradient(f"update {updates}: the gradient norm is {norm}", field="grad_norm", value=norm)
+            raise NonFiniteGradient(updates, norm, broken)
         if self._settings.clip_grad > 0:
             for optimizer in getattr(self.wrapped, "chained_optimizers", [self.wrapped]):
                 parameters = optimizer.get_parameters()
