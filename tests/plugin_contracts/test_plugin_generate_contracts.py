@@ -129,7 +129,7 @@ def test_the_function_that_a_sample_names_wins(checkpoint, engine, tmp_path) -> 
     )
     with running(checkpoint, engine, tmp_path, data_source_path=f"{source}:Named") as service:
         (group,) = service.generate(groups=1)
-        assert [sample.response for sample in group] == ["digits", "000<eos>"]
+        assert [sample.response for sample in group] == ["digits", "000"]
 
 
 def test_another_answer_is_an_error_that_names_the_flag(run) -> None:

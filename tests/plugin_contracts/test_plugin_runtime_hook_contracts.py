@@ -71,7 +71,7 @@ def test_a_file_with_a_function_for_each_shape(run, tmp_path, group_rm: bool, re
     file.write_text(
         "from slime.data import Sample\n"
         "async def reward_func(args, sample: Sample, **kwargs) -> float:\n"
-        "    return 1.0 if sample.response.strip() == sample.label.strip() + '<eos>' else 0.0\n"
+        "    return 1.0 if sample.response.strip() == sample.label.strip() else 0.0\n"
         "async def batched_custom_rm(args, samples: list[Sample]) -> list[float]:\n"
         "    return [await reward_func(args, sample) - 0.5 for sample in samples]\n"
     )

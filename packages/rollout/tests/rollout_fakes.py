@@ -23,6 +23,7 @@ VOCABULARY = ["<pad>", "<eos>", *"0123456789>"]
 
 class CharTokenizer:
     eos_token = "<eos>"
+    eos_token_id = EOS
 
     def __init__(self) -> None:
         self.calls = 0
@@ -30,6 +31,9 @@ class CharTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         self.calls += 1
         return [VOCABULARY.index(c) for c in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return decode([i for i in ids if i != EOS or not skip_special_tokens])
 
     def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
         return "".join(m["content"] for m in messages) + ">"

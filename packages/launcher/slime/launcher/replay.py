@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from slime.rollout.generate.prompts import unrendered
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.recordings import head_and_tail, path_of, read_rollout
 from slime.types import Sample, SampleGroup
@@ -70,5 +71,4 @@ class Replay:
 
 
 def _prompt(group: SampleGroup) -> dict[str, Any]:
-    first = group.samples[0]
-    return {"prompt": first.prompt if isinstance(first.prompt, str) else list(first.prompt)}
+    return {"prompt": unrendered(group.samples[0])}

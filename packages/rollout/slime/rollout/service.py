@@ -118,7 +118,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.updates.check_serving()
         args = copy.copy(self.state.args)
         with BufferClient(self.buffer_address, settings=self.rpc) as buffer:
-            source = EvaluationSource(buffer, request.names, self._names)
+            source = EvaluationSource(buffer, request.names, self._names, self.state.prompts.render)
             job = Job(
                 self.fleet,
                 request.rollout_id,
@@ -188,6 +188,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         options: dict[str, Any] = dict(
             worker_id=self.worker_id,
             names=self._names,
+            render=self.state.prompts.render,
             ttl_seconds=self.settings.rollout_lease_seconds,
             wait_seconds=self.settings.rollout_prompt_wait_seconds,
         )

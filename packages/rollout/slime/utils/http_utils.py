@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from slime.rollout.generate.seeds import SEEDS
 from slime.types.errors import Unavailable
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_SECONDS = 14400.0
+# Characters of a refusal that go into the log and the error.
+LONGEST_REASON = 1000
 
 
 def _dumps(payload: Any) -> str:
@@ -29,26 +35,39 @@ async def post(
     url: str,
     payload: dict[str, Any],
     max_retries: int = 60,
-    action: str = "post",
     headers: dict[str, str] | None = None,
+    action: str = "post",
 ) -> Any:
-    """The JSON of the answer (its text, where it is none). Tries again after a second where the server fails or does
-    not answer; raises Unavailable after the last try."""
-    last: Exception | None = None
+    """The answer: its JSON, whatever its content type says, or its text where it is none. Tries again after a second
+    where the server fails or does not answer; raises Unavailable, with what the server said last, after the last try.
+    """
+    last = ""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    own = SEEDS.get()
+    payload = payload or {}
+    if own is not None:
+        payload = own.fill(payload)
     async with aiohttp.ClientSession(timeout=timeout, json_serialize=_dumps) as session:
         for attempt in range(max_retries):
             try:
-                async with session.request(action.upper(), url, json=payload or {}, headers=headers) as response:
-                    response.raise_for_status()
-                    if response.content_type == "application/json":
-                        return await response.json()
-                    return await response.text()
+                async with session.request(action.upper(), url, json=payload, headers=headers) as response:
+                    body = await response.text()
+                    if response.status < 400:
+                        return _loaded(body)
+                    last = f"{response.status}: {body[:LONGEST_REASON]}"
             except (TimeoutError, aiohttp.ClientError) as error:
-                last = error
-                if attempt + 1 < max_retries:
-                    await asyncio.sleep(1)
-    raise Unavailable(f"{url}: no answer in {max_retries} tries: {last!r}", field="url", value=url)
+                last = repr(error)
+            if attempt + 1 < max_retries:
+                log.warning("%s: try %d of %d: %s", url, attempt + 1, max_retries, last)
+                await asyncio.sleep(1)
+    raise Unavailable(f"{url}: no answer in {max_retries} tries: {last}", field="url", value=url)
+
+
+def _loaded(body: str) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
 
 
 async def get(url: str) -> Any:

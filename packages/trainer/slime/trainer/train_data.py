@@ -103,9 +103,9 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
     sample = Sample(
         index=int(index),
         rollout_id=None if rollout is None else int(rollout),
-        tokens=np.asarray(entry("tokens"), dtype=np.int32),
+        tokens=np.asarray(entry("tokens"), dtype=np.int32),  # type: ignore[arg-type]
         response_length=int(entry("response_lengths")),
-        loss_mask=np.asarray(entry("loss_masks")).astype(np.uint8),
+        loss_mask=np.asarray(entry("loss_masks")).astype(np.uint8),  # type: ignore[arg-type]
         rollout_log_probs=entry("rollout_log_probs"),
         status=SampleStatus.TRUNCATED if entry("truncated", 0) else SampleStatus.COMPLETED,
     )

@@ -14,6 +14,7 @@ from rich.status import Status
 from rich.table import Table
 
 from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, plot_reward, write_atomically
+from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
 
 COLUMNS = (
@@ -195,7 +196,8 @@ def evaluation_scores(metrics: Metrics) -> dict[str, float]:
 
 
 def _prompt_text(sample: Sample) -> str:
-    return sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"]
+    prompt = unrendered(sample)
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def _reward(sample: Sample) -> str:

@@ -24,7 +24,7 @@ from slime.rollout.agents.parse import parse_answer
 from slime.rollout.agents.render import Renderer, clean
 from slime.rollout.agents.sessions import JSON, Session, Turn
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.generate.sample import sampling_seed
+from slime.rollout.generate.seeds import sampling_seed
 from slime.rollout.generate.state import GenerateState
 from slime.types.errors import EngineError, InvalidField, NotFound, PortInUse, SlimeError, Unavailable, WrongState
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from slime.rollout.call import CALL
+from slime.rollout.generate.responses import complete_custom
 from slime.rollout.generate.sample import FINISHED, Request, generate, make_request, send
+from slime.rollout.generate.seeds import seeds_of
 from slime.rollout.generate.state import GenerateState
 from slime.rollout.plugins import CustomGenerate, accepted, load_generate, maybe_await
 from slime.rollout.rewards import score_group, score_sample
@@ -102,11 +104,10 @@ async def _generate_one(
     custom = load_generate_once(path) if path else state.plugins.generate
     if custom is None:
         return await generate(state.args, sample, sampling_params)
-    if not len(sample.tokens) and state.seeded and "sampling_seed" not in sampling_params:
-        from slime.rollout.generate.sample import sampling_seed
-
-        sampling_params = sampling_params | {"sampling_seed": sampling_seed(state.args.rollout_seed, sample.index)}
-    answer = await custom.one(state.args, sample, sampling_params, evaluation)
+    state.prompts.render([sample])
+    with seeds_of(state.args, sample.index):
+        answer = await custom.one(state.args, sample, sampling_params, evaluation)
+    complete_custom(state, flatten([answer]), custom.path)
     if isinstance(answer, list):
         return answer[0] if len(answer) == 1 and answer[0] is sample else fan_out(sample, answer)
     return answer
@@ -131,7 +132,10 @@ async def _custom_group(
     state: GenerateState, custom: CustomGenerate, group: list[Sample], evaluation: bool
 ) -> list[Generated]:
     # A function of this shape may generate, score, or both.
-    answer = await custom.group(state.args, group, evaluation)
+    state.prompts.render(group)
+    with seeds_of(state.args, group[0].index):
+        answer = await custom.group(state.args, group, evaluation)
+    complete_custom(state, answer, custom.path)
     for position, sample in enumerate(answer):
         if sample.group_index is None:
             sample.group_index = group[0].group_index

@@ -1,13 +1,17 @@
-"""Prompts to token ids, by the tokenizer of the checkpoint; responses are never tokenised."""
+"""Prompts to text and to token ids, by the tokenizer of the checkpoint.
+
+With `--apply-chat-template` a prompt is rendered when its group is taken for a rollout: from then on `sample.prompt` is
+the text that the model is sent, and `sample.prompt_messages` has the messages that it was made of.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +21,8 @@ from slime.types.vision import images_id, images_of, vision_of
 
 if TYPE_CHECKING:
     from slime.rollout.generate.media import Media, MediaPrompt
+
+T = TypeVar("T")
 
 CACHED_PROMPTS = 4096
 # These have their pixels with them.
@@ -76,10 +82,11 @@ def reads_images(hf_checkpoint: str) -> bool:
 
 
 class PromptEncoder:
-    """apply_chat_template: render text prompts as one user message. Lists of messages are always rendered.
+    """apply_chat_template: render text prompts as one user message. Lists of messages are always rendered for the
+    model; without the setting `sample.prompt` stays the list. Thread-safe.
 
-    The samples of a group have one prompt: it is encoded once. hf_checkpoint: where the processor of prompts with
-    images is; it is loaded with the first of them.
+    The samples of a group have one prompt: it is rendered and encoded once. hf_checkpoint: where the processor of
+    prompts with images is; it is loaded with the first of them.
     """
 
     def __init__(
@@ -96,8 +103,21 @@ class PromptEncoder:
         self._hf_checkpoint = hf_checkpoint
         self._loading = threading.Lock()
         self._media: Media | None = None
+        self._caching = threading.Lock()
+        self._texts: OrderedDict[str, str] = OrderedDict()
         self._cache: OrderedDict[str, np.ndarray] = OrderedDict()
         self._media_cache: OrderedDict[str, MediaPrompt] = OrderedDict()
+
+    def render(self, samples: Iterable[Sample]) -> None:
+        """Replaces `prompt` by what the chat template makes of it, and keeps the messages in `prompt_messages`, where
+        that was not done before. Does nothing without `apply_chat_template`."""
+        if not self.apply_chat_template:
+            return
+        for sample in samples:
+            if not _is_rendered(sample):
+                text = self._text(sample)
+                sample.prompt_messages = _messages(sample.prompt)  # type: ignore[attr-defined]
+                sample.prompt = text
 
     def media(self) -> Media:
         """Raises what `Media` raises."""
@@ -110,48 +130,66 @@ class PromptEncoder:
 
     def with_media(self, sample: Sample) -> MediaPrompt:
         """Of a sample with images. Raises InvalidField naming what of them is wrong."""
-        images, tools = images_of(sample.multimodal_inputs), sample.metadata.get("tools")
-        key = f"{_key(sample, tools)} {images_id(images)}"
-        found = self._media_cache.get(key)
-        if found is None:
-            media = self.media()
-            found = media.prompt(self._render(media.processor, sample, tools), images)
-            self._media_cache[key] = found
-            if len(self._media_cache) > CACHED_MEDIA:
-                self._media_cache.popitem(last=False)
-        return found
+        images = images_of(sample.multimodal_inputs)
+        text = self._text(sample)
+        return self._once(
+            self._media_cache, f"{text} {images_id(images)}", CACHED_MEDIA, lambda: self.media().prompt(text, images)
+        )
 
     def encode(self, sample: Sample) -> np.ndarray:
         """int32 [prompt length]; not to be written to."""
         if sample.multimodal_inputs:
             return self.with_media(sample).tokens
-        tools = sample.metadata.get("tools")
-        key = _key(sample, tools)
-        cached = self._cache.get(key)
-        if cached is None:
-            cached = np.asarray(self._encode(sample, tools), np.int32)
-            cached.flags.writeable = False
-            self._cache[key] = cached
-            if len(self._cache) > CACHED_PROMPTS:
-                self._cache.popitem(last=False)
-        return cached
+        text = self._text(sample)
+        return self._once(self._cache, text, CACHED_PROMPTS, lambda: self._encode(text))
 
-    def _encode(self, sample: Sample, tools: Any) -> list[int]:
-        return self.tokenizer.encode(self._render(self.tokenizer, sample, tools), add_special_tokens=False)
+    def _encode(self, text: str) -> np.ndarray:
+        ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        ids.flags.writeable = False
+        return ids
 
-    def _render(self, renderer: Any, sample: Sample, tools: Any) -> str:
+    def _text(self, sample: Sample) -> str:
+        """What the model is sent."""
         prompt = sample.prompt
-        if isinstance(prompt, str) and not self.apply_chat_template:
+        if isinstance(prompt, str) and (not self.apply_chat_template or _is_rendered(sample)):
             return prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        tools = sample.metadata.get("tools")
         kwargs = self.template_kwargs | sample.apply_chat_template_kwargs
-        return renderer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
-        )
+        renderer = self.media().processor if sample.multimodal_inputs else self.tokenizer
+
+        def render() -> str:
+            return str(
+                renderer.apply_chat_template(
+                    _messages(prompt), tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
+                )
+            )
+
+        key = json.dumps([prompt, sample.apply_chat_template_kwargs, tools, bool(sample.multimodal_inputs)])
+        return self._once(self._texts, key, CACHED_PROMPTS, render)
+
+    def _once(self, cache: OrderedDict[str, T], key: str, limit: int, make: Callable[[], T]) -> T:
+        found = cache.get(key)
+        if found is None:
+            found = make()
+            with self._caching:
+                cache[key] = found
+                if len(cache) > limit:
+                    cache.popitem(last=False)
+        return found
 
 
-def _key(sample: Sample, tools: Any) -> str:
-    key = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt)
-    if sample.apply_chat_template_kwargs or tools:
-        key = json.dumps([key, sample.apply_chat_template_kwargs, tools])
-    return key
+def _is_rendered(sample: Sample) -> bool:
+    return "prompt_messages" in sample.__dict__
+
+
+def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def unrendered(sample: Sample) -> str | list[dict[str, Any]]:
+    """The prompt as the data had it: text where it is one message of the user."""
+    if not _is_rendered(sample):
+        return sample.prompt
+    messages = sample.prompt_messages  # type: ignore[attr-defined]
+    alone = len(messages) == 1 and messages[0].get("role") == "user" and isinstance(messages[0].get("content"), str)
+    return messages[0]["content"] if alone else messages

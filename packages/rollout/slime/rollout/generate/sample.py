@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.call import CALL
+from slime.rollout.generate.responses import trim
+from slime.rollout.generate.seeds import SEEDS, sampling_seed
 from slime.rollout.generate.state import GenerateState
 from slime.rollout.member import Member
 from slime.types import Sample
@@ -33,12 +34,6 @@ class Request:
     num_prompt_tokens: int | None = None
 
 
-def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
-    """31 bits that differ for each sample and repeat on every run."""
-    digest = hashlib.blake2b(f"{rollout_seed}:{index}:{repeat}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
-
-
 def make_request(
     state: GenerateState, sample: Sample, sampling_params: dict[str, Any], *, evaluation: bool = False
 ) -> Request | None:
@@ -49,10 +44,11 @@ def make_request(
     """
     if sample.status in FINISHED:
         return None
+    state.prompts.render([sample])
     if not len(sample.array("tokens")):
-        sample.tokens = state.prompts.encode(sample)
+        sample.tokens = state.prompts.encode(sample)  # type: ignore[assignment]
     if sample.response_length and not evaluation and state.args.mask_offpolicy_in_partial_rollout:
-        sample.loss_mask = np.zeros(sample.response_length, np.uint8)
+        sample.loss_mask = np.zeros(sample.response_length, np.uint8)  # type: ignore[assignment]
     budget = int(sampling_params["max_new_tokens"]) - sample.response_length
     limit = state.args.eval_max_context_len if evaluation else None
     limit = limit or state.context_len
@@ -66,7 +62,10 @@ def make_request(
         return None
     params = sampling_params | {"max_new_tokens": budget}
     if state.seeded and "sampling_seed" not in params:
-        params["sampling_seed"] = sampling_seed(state.args.rollout_seed, sample.index)
+        own = SEEDS.get()
+        params["sampling_seed"] = (
+            sampling_seed(state.args.rollout_seed, sample.index) if own is None else own.next(sample.index)
+        )
     request = Request(sample, sample.array("tokens").tolist(), params, uuid.uuid4().hex)
     if sample.multimodal_inputs:
         prompt = state.prompts.with_media(sample)
@@ -118,6 +117,7 @@ async def send(
             output["text"] = response_text(state, request, output)
         _check_prompt(request, output)
         append_output(state.args, request.sample, output)
+        trim(state, request.sample)
 
 
 def _check_prompt(request: Request, output: dict[str, Any]) -> None:

@@ -6,18 +6,22 @@ import argparse
 import asyncio
 import copy
 import dataclasses
+import uuid
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet import Fleet, FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
+from slime.rollout.generate.responses import stop_texts
 from slime.rollout.loop import LoopThread
 from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings import RolloutSettings
 
 ATTRIBUTE = "slime_generate_state"
+# Those of this process, by key: what a pickled namespace finds its own by.
+_STATES: WeakValueDictionary[str, GenerateState] = WeakValueDictionary()
 
 
 class GenerateState:
@@ -54,6 +58,7 @@ class GenerateState:
         state = object.__new__(type(self))
         state.__dict__.update(self.__dict__)
         state.args = args
+        state._register()
         if args.custom_generate_function_path != self.args.custom_generate_function_path:
             state.plugins = copy.copy(self.plugins)
             state.plugins.generate = load_generate(args.custom_generate_function_path)
@@ -75,7 +80,23 @@ class GenerateState:
         self.plugins = plugins
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.sampling_params = rollout_sampling_params(args)
+        self.stop_texts = stop_texts(args, tokenizer)
+        # Of responses without tokens, once a run.
+        self.told_of_text = False
+        self._register()
         setattr(args, ATTRIBUTE, self)
+
+    def _register(self) -> None:
+        self._key = uuid.uuid4().hex
+        _STATES[self._key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GenerateState:
+        """Itself: copies of `args` share it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Itself in this process. In another one None, and `GenerateState(args)` makes one there."""
+        return _of_this_process, (self._key,)
 
     @property
     def processor(self) -> Any:
@@ -94,6 +115,10 @@ class GenerateState:
     def seeded(self) -> bool:
         """Whether requests carry a sampling seed; SGLang takes one only in its deterministic mode."""
         return bool(self.args.deterministic) or self.fleet.seeded
+
+
+def _of_this_process(key: str) -> GenerateState | None:
+    return _STATES.get(key)
 
 
 def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from slime.types import Sample
 
 def reward(args: Any, sample: Sample) -> float:
     label = str(sample.label)
-    text = visible(args, sample)
+    text = visible(sample)
     ended = sample.status is Sample.Status.COMPLETED
     if ended and text == label:
         return 1.0
@@ -23,11 +23,6 @@ def reward(args: Any, sample: Sample) -> float:
     return 0.5 * right / (len(label) + 1)
 
 
-def visible(args: Any, sample: Sample) -> str:
-    """The response without the text of the token that ended it, and without the blanks that a tokenizer of single
-    characters puts between them."""
-    text = sample.response
-    state = getattr(args, "slime_generate_state", None)
-    eos = getattr(getattr(state, "tokenizer", None), "eos_token", None)
-    text = text[: -len(eos)] if eos and text.endswith(eos) else text
-    return text if " " in str(sample.label) else text.replace(" ", "")
+def visible(sample: Sample) -> str:
+    """The response without the blanks that a tokenizer of single characters puts between them."""
+    return sample.response if " " in str(sample.label) else sample.response.replace(" ", "")

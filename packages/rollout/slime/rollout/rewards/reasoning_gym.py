@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
 from slime.types.errors import InvalidField
 
@@ -18,7 +19,7 @@ from slime.types.errors import InvalidField
 async def reward(args: Any, sample: Sample) -> float:
     """Raises InvalidField where the metadata name no data set of reasoning-gym."""
     entry = sample.metadata.get("entry") or {
-        "question": sample.prompt,
+        "question": unrendered(sample),
         "answer": sample.label,
         "metadata": sample.metadata,
     }

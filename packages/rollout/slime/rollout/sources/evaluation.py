@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from slime.rollout.sources.leased import Render
 from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample, SampleGroup
 from slime.types.errors import NotFound
@@ -21,12 +22,19 @@ class EvaluationCalls(Protocol):
 class EvaluationSource:
     """names: the sets to evaluate; all that the buffer has where none is given. Raises NotFound for an unknown name.
 
-    wire_names: what samples of the buffer may name.
+    wire_names: what samples of the buffer may name. render: turns the prompts of a group into what the model is sent.
     """
 
-    def __init__(self, buffer: EvaluationCalls, names: Sequence[str] = (), wire_names: WireNames | None = None) -> None:
+    def __init__(
+        self,
+        buffer: EvaluationCalls,
+        names: Sequence[str] = (),
+        wire_names: WireNames | None = None,
+        render: Render | None = None,
+    ) -> None:
         self.buffer = buffer
         self.wire_names = wire_names
+        self.render = render
         known = tuple(buffer.stats().evaluation_sets)
         for name in names:
             if name not in known:
@@ -47,6 +55,8 @@ class EvaluationSource:
             samples = group.samples
             if self.wire_names is not None:
                 self.wire_names.check(samples)
+            if self.render is not None:
+                self.render(samples)
             if len(samples) != n_samples:
                 samples = [copy.deepcopy(samples[0]) for _ in range(n_samples)]
             for i, sample in enumerate(samples):

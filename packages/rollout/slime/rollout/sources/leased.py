@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from slime.rollout.call import CALL
 from slime.rollout.sources.wire_names import WireNames
@@ -21,6 +21,10 @@ POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
 # So many groups in a row that name what this run does not know mean that its settings are wrong, not the groups.
 REFUSED_IN_A_ROW = 1000
+
+
+# Of `slime.rollout.generate.prompts.PromptEncoder`.
+Render: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class BufferCalls(Protocol):
@@ -43,8 +47,8 @@ class _Lease:
 class LeasedDataSource:
     """Thread-safe. Use it as a context manager: at its end, groups still leased go back as they were.
 
-    names: what samples of the buffer may name; a group that names anything else is rejected. completed: the groups that
-    were handed in.
+    names: what samples of the buffer may name; a group that names anything else is rejected. render: turns the prompts
+    of a group into what the model is sent. completed: the groups that were handed in.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class LeasedDataSource:
         *,
         worker_id: str,
         names: WireNames | None = None,
+        render: Render | None = None,
         ttl_seconds: float = 600.0,
         wait_seconds: float = 600.0,
     ) -> None:
         self.buffer = buffer
         self.worker_id = worker_id
         self.names = names
+        self.render = render
         self.ttl_seconds = ttl_seconds
         self.wait_seconds = wait_seconds
         self.completed: list[list[Sample]] = []
@@ -95,6 +101,9 @@ class LeasedDataSource:
                 groups = [self._take(lease) for lease in leased]
             groups = [group for group in groups if self._knows(group)]
             if groups:
+                if self.render is not None:
+                    for group in groups:
+                        self.render(group)
                 return groups
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(

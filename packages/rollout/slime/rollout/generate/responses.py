@@ -1,0 +1,92 @@
+"""Text and tokens of a response: a stop token is no text, and text that a function of the user brings gets tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.types import Sample
+from slime.types.errors import InvalidField
+
+if TYPE_CHECKING:
+    from slime.rollout.generate.state import GenerateState
+
+log = logging.getLogger(__name__)
+
+
+def stop_texts(args: Any, tokenizer: Any) -> dict[int, str]:
+    """The text of every token that ends a response: the model's and `--rollout-stop-token-ids`."""
+    ids = [getattr(tokenizer, "eos_token_id", None), *(args.rollout_stop_token_ids or ())]
+    for name in ("generation_config.json", "config.json"):
+        file = Path(args.hf_checkpoint) / name
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        ids += eos if isinstance(eos, list) else [eos]
+    known = {token for token in ids if isinstance(token, int) and token >= 0}
+    return {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(known)}
+
+
+def trim(state: GenerateState, sample: Sample) -> None:
+    """Takes the text of the stop token off the end of `response`; its token stays."""
+    tokens = sample.array("tokens")
+    text = state.stop_texts.get(int(tokens[-1]), "") if sample.response_length and len(tokens) else ""
+    if text and sample.response.endswith(text):
+        sample.response = sample.response[: -len(text)]
+
+
+def complete_custom(state: GenerateState, samples: Sequence[Sample], path: str) -> None:
+    """What a function of the user generated: samples with text alone are tokenised, one without a status is complete.
+
+    Raises InvalidField for a sample whose tokens cannot be made of its text.
+    """
+    for sample in samples:
+        if sample.response and not sample.response_length and len(sample.array("tokens")) in (0, _known(state, sample)):
+            _tokenize(state, sample, path)
+        if sample.response_length and sample.status is Sample.Status.PENDING:
+            sample.status = Sample.Status.COMPLETED
+        trim(state, sample)
+
+
+def _known(state: GenerateState, sample: Sample) -> int:
+    """The length of the prompt, where the function set the prompt's tokens alone."""
+    return 0 if sample.multimodal_inputs else len(state.prompts.encode(sample))
+
+
+def _tokenize(state: GenerateState, sample: Sample, path: str) -> None:
+    if sample.multimodal_inputs or sample.multimodal_train_inputs:
+        raise _refusal(path, sample, "tokens", None, "tokens: text beside images cannot be tokenised again")
+    if sample.rollout_log_probs is not None:
+        raise _refusal(
+            path, sample, "rollout_log_probs", len(sample.rollout_log_probs), "tokens beside the log-probs of them"
+        )
+    if not state.told_of_text:
+        state.told_of_text = True
+        log.warning(
+            "--custom-generate-function-path %s set response but no tokens: prompt and response are tokenised. Such "
+            "samples have no log-probs of the engine, and their tokens may differ from those that it generated "
+            "(off-policy).",
+            path,
+        )
+    prompt = state.prompts.encode(sample)
+    response = np.asarray(state.tokenizer.encode(sample.response, add_special_tokens=False), np.int32)
+    mask = sample.array("loss_mask")
+    if mask is not None and len(mask) != len(response):
+        raise _refusal(
+            path, sample, "loss_mask", f"length {len(mask)}", f"one entry for each of the {len(response)} tokens of it"
+        )
+    sample.tokens = np.concatenate((prompt, response))  # type: ignore[assignment]
+    sample.response_length = len(response)
+
+
+def _refusal(path: str, sample: Sample, field: str, value: Any, expected: str) -> InvalidField:
+    return InvalidField(
+        field,
+        value,
+        expected,
+        f"--custom-generate-function-path {path} set response but no tokens (sample {sample.index}): {field}: got "
+        f"{value}, expected {expected}",
+    )
