@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -96,6 +98,34 @@ def test_a_run_that_fails_is_an_error(inputs: dict[str, object], capfd: pytest.C
     with pytest.raises(RunFailed, match="the training ended with exit code 2"):
         runner.train()
     assert "--eps-clip" in capfd.readouterr().err
+
+
+def test_a_key_for_a_job_is_in_no_argument_list_and_no_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, mark, key = tmp_path / "job.py", tmp_path / "mark", secrets.token_hex(16)
+    script.write_text(SCRIPT.replace("MARK", "A_SERVICE_KEY"))
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    seen.add(" ".join(process.cmdline()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        variables = {"A_SERVICE_KEY": key, "PLAIN": "1"}
+        U.execute_train(f"{mark} 'a b'", 0, None, str(script), extra_env_vars=variables)
+    finally:
+        done.set()
+        thread.join()
+    assert mark.read_text() == f"{key}a b"
+    assert any("ray job submit" in words or "--runtime-env=" in words for words in seen)
+    assert not [words for words in seen if key in words]
+    assert key not in "".join(capfd.readouterr())
 
 
 def test_an_external_ray_takes_the_job_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

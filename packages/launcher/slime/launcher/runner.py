@@ -13,7 +13,6 @@ the CPU; so does a machine without a GPU where `num_gpus` has its default.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from slime.launcher.runner_ray import (
     listens,
     module_path,
     run_attached,
+    runtime_env_file,
 )
 from slime.launcher.supervise import terminate_as_interrupt
 from slime.types.errors import InvalidSetting
@@ -216,12 +216,12 @@ class SlimeRunner:
         return [] if self.model_type is None else runner_flags.find_model_args(self.model_type, Path(self.slime_dir))
 
     def _build_runtime_env(self) -> dict[str, dict[str, str]]:
-        """The job's runtime environment. Keys of Weights & Biases are in it only where they are set here."""
+        """The job's runtime environment. Keys of Weights & Biases are not in it, for Ray shows it in the arguments of
+        processes: the job inherits this process's."""
         variables = {"PYTHONPATH": self.megatron_dir, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         if self.cuda_home:
             variables |= runner_flags.cuda_environment(self.cuda_home)
-        keys = ("WANDB_API_KEY", "WANDB_ENTITY")
-        return {"env_vars": variables | {key: os.environ[key] for key in keys if os.environ.get(key)}}
+        return {"env_vars": variables}
 
     @contextmanager
     def _write_toolkit_config(self) -> Iterator[str]:
@@ -248,15 +248,15 @@ class SlimeRunner:
             run_attached([sys.executable, "-m", "slime.launcher.cli", "train", *flags], "the training", variables)
             return
         flags = runner_flags.available(self, self._build_slime_flags(num_rollout, model_args, config_path))
-        command = [
-            "ray", "job", "submit", f"--address=http://{LOOPBACK}:{DASHBOARD_PORT}",
-            f"--runtime-env-json={json.dumps(runtime_env)}",
-            "--", *self._program(), *flags,
-        ]  # fmt: skip
-        try:
-            subprocess.run(command, check=True, env=environment(self._head.variables if self._head else None))
-        except subprocess.CalledProcessError as error:
-            raise RunFailed("the training job", error.returncode, command[:4]) from None
+        with runtime_env_file(runtime_env) as path:
+            command = [
+                "ray", "job", "submit", f"--address=http://{LOOPBACK}:{DASHBOARD_PORT}", f"--runtime-env={path}",
+                "--", *self._program(), *flags,
+            ]  # fmt: skip
+            try:
+                subprocess.run(command, check=True, env=environment(self._head.variables if self._head else None))
+            except subprocess.CalledProcessError as error:
+                raise RunFailed("the training job", error.returncode, command[:4]) from None
 
     def _program(self) -> list[str]:
         for script in (Path(self.slime_dir, "train.py"), Path(self.slime_dir, "scripts", "train.py")):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -18,8 +19,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,24 @@ def module_path() -> str:
     """Where this process finds modules that its interpreter alone does not: a PYTHONPATH for `python3`."""
     own = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     return os.pathsep.join(path for path in sys.path if path and not own.intersection(Path(path).resolve().parents))
+
+
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+
+
+def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that are secrets by their names. Ray shows a job's runtime environment in the arguments of its processes:
+    secrets go into the environment of Ray itself, which its processes inherit."""
+    return {name: value for name, value in variables.items() if any(word in name.upper() for word in SECRET_WORDS)}
+
+
+@contextmanager
+def runtime_env_file(runtime_env: Mapping[str, Any]) -> Iterator[str]:
+    """Path of a file for `ray job submit --runtime-env`, which only this user can read, while the context lasts."""
+    with tempfile.NamedTemporaryFile("w", prefix="slime-runtime-env-", suffix=".yaml", encoding="utf-8") as file:
+        json.dump(runtime_env, file)  # which is YAML, too
+        file.flush()
+        yield file.name
 
 
 def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | None = None) -> None:
@@ -132,13 +151,21 @@ class RayHead:
     """A Ray cluster of one node that accepts jobs; `start` and `stop`, or a context manager.
 
     num_gpus: None leaves counting to Ray. dashboard_port: 0 takes a free one.
-    variables: the environment that `ray job submit` needs beside `url`.
+    variables: the environment that `ray job submit` needs beside `url`. inherited: of all processes of its jobs.
     """
 
-    def __init__(self, num_gpus: int | None = None, *, host: str = LOOPBACK, dashboard_port: int = 0) -> None:
+    def __init__(
+        self,
+        num_gpus: int | None = None,
+        *,
+        host: str = LOOPBACK,
+        dashboard_port: int = 0,
+        inherited: Mapping[str, str] | None = None,
+    ) -> None:
         self.num_gpus = num_gpus
         self.host = host
         self.dashboard_port = dashboard_port
+        self._inherited = dict(inherited or {})
         self.variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
         # Only who has the token may give it work, on this machine too.
         if os.environ.get(AUTH_MODE) != "token":
@@ -180,7 +207,8 @@ class RayHead:
         # Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
         self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
         command = self._command()
-        variables = {name: value for name, value in environment(self.variables).items() if name != "RAY_ADDRESS"}
+        variables = environment(self._inherited | self.variables)
+        variables.pop("RAY_ADDRESS", None)
         with open(self._directory / "head.log", "wb") as log:
             self._process = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -26,7 +26,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slime.launcher.runner_flags import find_model_args
-from slime.launcher.runner_ray import LOOPBACK, RayHead, RunFailed, environment, module_path, run_attached
+from slime.launcher.runner_ray import (
+    LOOPBACK,
+    RayHead,
+    RunFailed,
+    environment,
+    module_path,
+    run_attached,
+    runtime_env_file,
+    secrets_of,
+)
 from slime.launcher.supervise import terminate_as_interrupt
 from slime.types.errors import InvalidSetting
 
@@ -122,7 +131,8 @@ class ExecuteTrainConfig:
 
     cuda_core_dump: a CUDA error leaves a core dump in the working directory.
     num_nodes: of the cluster, for scripts to compute with.
-    extra_env_vars: more variables of the training, `A=1 B=2` or a JSON object.
+    extra_env_vars: more variables of the training, `A=1 B=2` or a JSON object. Those named like secrets (KEY, TOKEN,
+        SECRET, PASSWORD, CREDENTIAL) are in no argument list, unless the Ray is an external one.
     """
 
     cuda_core_dump: bool = False
@@ -160,6 +170,7 @@ def execute_train(
                 num_gpus_per_node,
                 host=os.environ.get("MASTER_ADDR", LOOPBACK),
                 dashboard_port=_port(port),
+                inherited=secrets_of(variables),
             )
             stack.enter_context(head)
             access, port = head.variables, str(head.dashboard_port)
@@ -170,9 +181,12 @@ def execute_train(
             print(f"EXEC: {train}", flush=True)
             run_attached(["bash", "-c", f"exec {train}"], "the training", variables | joins)
             return
-        runtime_env = shlex.quote(json.dumps({"env_vars": variables}))
+        # An external Ray has its environment already: its processes' arguments show what the job brings.
+        hidden = {} if external else secrets_of(variables)
+        runtime_env = {"env_vars": {name: value for name, value in variables.items() if name not in hidden}}
+        path = shlex.quote(stack.enter_context(runtime_env_file(runtime_env)))
         address = f"http://{LOOPBACK}:{port or DASHBOARD_PORT}"
-        submit = f"ray job submit --address={address} --runtime-env-json={runtime_env} -- {train}"
+        submit = f"ray job submit --address={address} --runtime-env={path} -- {train}"
         print(f"EXEC: {submit}", flush=True)
         run_attached(["bash", "-c", f"exec {submit}"], "the training job", {**access, **_no_proxy()})
 
@@ -233,13 +247,14 @@ def _parse_variables(text: str) -> dict[str, str]:
         try:
             return {str(name): str(value) for name, value in json.loads(text).items()}
         except ValueError as error:
-            raise InvalidSetting(f"extra_env_vars: {error}", field="extra_env_vars", value=text) from None
+            raise InvalidSetting(f"extra_env_vars: {error}", field="extra_env_vars") from None
     variables = {}
-    for word in shlex.split(text):
+    for number, word in enumerate(shlex.split(text), 1):
         name, equals, value = word.partition("=")
         if not equals:
+            # The word itself may be a secret.
             raise InvalidSetting(
-                f"extra_env_vars: got {word!r}, expected NAME=VALUE", field="extra_env_vars", value=word
+                f"extra_env_vars: word {number} is not NAME=VALUE", field="extra_env_vars", expected="NAME=VALUE"
             )
         variables[name] = value
     return variables

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from slime.rollout.child_environment import child_environment
 from slime.rollout.engines.base import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes
 
@@ -65,7 +66,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(announce_fd, parent_fd),
                 start_new_session=True,
-                env=None if env is None else {**os.environ, **env},
+                env=child_environment(env),
             )
         except OSError as error:
             os.close(self._announced)

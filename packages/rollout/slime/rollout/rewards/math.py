@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from slime.rollout.child_environment import child_environment
 from slime.types import Sample
 from slime.types.errors import EngineError
 
@@ -80,7 +81,7 @@ class MathWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=child_environment({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}),
         )
         if self._read(START_SECONDS) is None:
             self._end()

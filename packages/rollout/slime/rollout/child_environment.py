@@ -1,0 +1,40 @@
+"""The environment of processes that the rollout service starts: what engines and workers need, and no credentials.
+
+A variable that is not listed here is handed on where SLIME_ENGINE_ENV names it (`SLIME_ENGINE_ENV=NAME,OTHER`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+NAMES = frozenset(
+    """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TERM TMPDIR TEMP TMP PWD HOSTNAME VIRTUAL_ENV CONDA_PREFIX
+    HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+    CC CXX CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH MAX_JOBS COVERAGE_PROCESS_START
+    """.split()
+)
+PREFIXES = tuple(
+    """
+    LC_ PYTHON LD_ XDG_ SSL_ SLIME_ MALLOC_
+    OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ NUMEXPR_
+    CUDA CUDNN_ CUBLAS_ NVIDIA_ NVCC_ NVTE_ NVSHMEM_ NCCL_ GLOO_ UCX_ HIP_ HSA_ ROCM_ ROCR_ GPU_
+    TORCH PYTORCH_ TRITON_ HF_ HUGGINGFACE_ TRANSFORMERS_ TOKENIZERS_
+    SGLANG_ SGL_ FLASHINFER_ DG_ TVM_ VLLM_ AITER_ MC_ MOONCAKE_
+    """.split()
+)
+# A model is a directory here: nothing is fetched with them.
+NEVER = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"})
+
+
+def child_environment(own: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What of `environ`, by default this process's, a child gets, under its `own` variables."""
+    environ = os.environ if environ is None else environ
+    asked = {name.strip() for name in environ.get("SLIME_ENGINE_ENV", "").split(",")}
+
+    def goes_on(name: str) -> bool:
+        listed = name.upper() in NAMES or name.startswith(PREFIXES)
+        return name in asked or (listed and name not in NEVER)
+
+    return {name: value for name, value in environ.items() if goes_on(name)} | dict(own or {})
