@@ -70,7 +70,7 @@ def test_a_killed_run_resumes_at_its_layout_and_at_another(
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: dict[str, Path], tmp_path: Path) -> None:
-    keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts", "--async-save")
+    keep = ("--save-interval", "2", "--async-save")
     run(tmp_path / "parts", "--num-rollout", "2", *TENSOR, *keep)
     run(tmp_path / "parts", "--num-rollout", "4", *TENSOR, *keep, "--load", str(tmp_path / "parts" / "checkpoints"))
     parts = without_evaluations(timeless(metrics(tmp_path / "parts")))

@@ -10,6 +10,8 @@ import pytest
 
 from tiny_runs import evaluations, metrics, run, timeless
 
+WEIGHTS = "model/model.safetensors"
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
@@ -66,10 +68,11 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, "--num-rollout", "4")
-    keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts")
+    keep = ("--save-interval", "2")
     run(parts, "--num-rollout", "2", *keep)
     run(parts, "--num-rollout", "4", *keep, "--load", str(parts / "checkpoints"))
     assert timeless(metrics(whole)) == timeless(metrics(parts))
+    assert (parts / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
     assert [row["step"] for row in evaluations(parts)] == [0, 2, 4]
     assert timeless(evaluations(parts))[::2] == timeless(evaluations(whole))
 

@@ -56,9 +56,9 @@ class Run:
         self.events.append(("generate", rollout_id))
         return {"rollout/raw_reward": float(rollout_id)}, []
 
-    def seal(self, step: int) -> dict[str, float]:
+    def seal(self, step: int, generated: dict[str, float]) -> dict[str, float]:
         self.sealed.append(step)
-        return {}
+        return generated
 
     def train_step(self, step: int) -> dict[str, float]:
         assert step in self.sealed
@@ -94,6 +94,8 @@ class Report:
         self.metrics: list[dict[str, float]] = []
 
     def evaluation(self, step: int, metrics: dict[str, float], examples: list[Any]) -> None: ...
+
+    def hold(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float], examples: list[Any]) -> None:
         assert metrics["rollout/raw_reward"] == step, "the metrics of a rollout belong to the step that trains on it"

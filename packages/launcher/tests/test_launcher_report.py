@@ -159,3 +159,22 @@ def test_a_rollout_that_failed_as_a_whole_is_said(tmp_path: Path) -> None:
         assert "every sample" not in text.getvalue()
         shown.step(1, {"rollout/raw_reward": 0.0, "rollout/failed_ratio": 1.0}, [])
     assert "step 1: every sample failed" in text.getvalue() and "rollout.log" in text.getvalue()
+
+
+def test_a_row_that_was_held_is_there_when_the_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = files.MetricsLog(path, 0)
+    log.append(0, {"train/loss": 0.5})
+    log.hold(1, {"train/loss": 0.25})  # and the run ends with its checkpoint
+    after_the_checkpoint = tmp_path / "after"
+    after_the_checkpoint.mkdir()
+    for file in tmp_path.glob("*metrics*"):
+        (after_the_checkpoint / file.name).write_text(file.read_text())
+    files.MetricsLog(after_the_checkpoint / "metrics.jsonl", 2).append(2, {"train/loss": 0.1})
+    rows = files.read_metrics(after_the_checkpoint / "metrics.jsonl")
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(0, 0.5), (1, 0.25), (2, 0.1)]
+    # Before the checkpoint was complete: the step is done again.
+    files.MetricsLog(path, 1).append(1, {"train/loss": 0.2})
+    assert [row["train/loss"] for row in files.read_metrics(path)] == [0.5, 0.2]
+    files.MetricsLog(path, 2)
+    assert [row["train/loss"] for row in files.read_metrics(path)] == [0.5, 0.2]

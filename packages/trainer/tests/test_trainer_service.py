@@ -48,6 +48,7 @@ def test_a_step_is_sealed_planned_trained_and_acknowledged(stack: Stack, model: 
     path = str(tmp_path / "step_0")
     assert stack.client.save_checkpoint(0, path, timeout=60) == path
     assert stack.buffer.calls[-1] == ("commit", 0)
+    assert (Path(path) / "data_place.jsonl").read_bytes() == stack.buffer.read_place(0)
     info = stack.client.info()
     assert (info.next_step, info.weight_version) == (1, 1)
     exported = stack.client.export_model(str(tmp_path / "model"), timeout=60)

@@ -50,6 +50,9 @@ class StandInBuffer:
         samples = make_samples(step)
         return (samples[p] for p in positions)
 
+    def read_place(self, step: int) -> bytes:
+        return f'{{"step": {step}}}\n'.encode()
+
     def acknowledge_step(self, step: int) -> None:
         self._record("acknowledge", step)
 

@@ -10,13 +10,15 @@ again, so sealing them returns the same groups and `plan` the same plan: the tra
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from slime.buffer.samples import encoded_samples
 from slime.buffer.store.base import Group, Payloads, State, Step, Store
 from slime.types.errors import InvalidField, NotFound, WrongState
+from slime.v1 import buffer_pb2
 
 READ_BYTES = 4 << 20
 
@@ -41,10 +43,10 @@ class Batches:
         self.payloads = payloads
         self.release_committed = release_committed
 
-    def seal(self, step: int, num_groups: int) -> bytes | None:
-        """Encoded summaries (a SealStepResponse); None where fewer than `num_groups` groups are complete.
+    def seal(self, step: int, num_groups: int, metrics: Mapping[str, float] | None = None) -> bytes | None:
+        """An encoded SealStepResponse; None where fewer than `num_groups` groups are complete.
 
-        Takes the lowest group indexes. A step that was sealed before stays as it is.
+        Takes the lowest group indexes. A step that was sealed before stays as it is, with the `metrics` of that time.
         """
         if num_groups < 1:
             raise InvalidField("num_groups", num_groups, "at least 1")
@@ -57,13 +59,25 @@ class Batches:
             indexes = tuple(group.group_index for group in groups)
             self.store.update_groups(indexes, state=State.SEALED, step=step)
             self.store.insert_step(Step(step, State.SEALED, indexes))
+            record = {"metrics": dict(metrics or {}), "rejected": self._rejected_since(step)}
+            if any(record.values()):
+                self.store.insert_seal_record(step, record)
         elif len(known.group_indexes) != num_groups:
             raise InvalidField(
                 "num_groups", num_groups, f"{len(known.group_indexes)}, with which step {step} was sealed"
             )
         else:
             groups = self._groups(known)
-        return b"".join(group.summaries or b"" for group in groups)
+        extra = buffer_pb2.SealStepResponse(**self.store.seal_record(step)).SerializeToString()
+        return b"".join(group.summaries or b"" for group in groups) + extra
+
+    def _rejected_since(self, step: int) -> dict[str, int]:
+        """Groups rejected since the step before was sealed, by reason; from now on they are of this step."""
+        before = self.store.step(step - 1)
+        after = min(before.group_indexes) if before is not None else None
+        found = [g for g in self.store.groups(states=[State.REJECTED], after=after) if g.step is None]
+        self.store.update_groups([group.group_index for group in found], step=step)
+        return dict(Counter(group.reject_reason or "" for group in found))
 
     def _check_next(self, step: int) -> None:
         over = self.next_step() - 1

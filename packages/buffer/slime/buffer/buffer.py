@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -23,6 +23,7 @@ from slime.buffer.detached import DetachedSteps
 from slime.buffer.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.filters import BufferFilter
 from slime.buffer.leases import Leased, Leases
+from slime.buffer.place import place_lines, restore_place
 from slime.buffer.prompts import Prompts
 from slime.buffer.runs import Runs, Writer
 from slime.buffer.samples import samples_of
@@ -39,6 +40,7 @@ from slime.v1 import sample_pb2
 
 T = TypeVar("T")
 PAGE = 64
+PART_BYTES = 1 << 20
 
 
 class Buffer:
@@ -66,6 +68,8 @@ class Buffer:
                 self.payloads.sweep(self.store.payload_names())
                 self.runs = Runs(self.store)
                 self.prompts = Prompts(self.store, dataset, settings.n_samples_per_prompt)
+                if settings.data_place is not None:
+                    restore_place(settings.data_place, self.store, self.prompts, self.payloads)
                 self.leases = Leases(
                     self.store,
                     self.payloads,
@@ -138,7 +142,16 @@ class Buffer:
             self.runs.check(writer)
             self.leases.reject(token, reason)
 
-    def seal(self, writer: Writer, step: int, num_groups: int, *, wait: float, active: Callable[[], bool]) -> bytes:
+    def seal(
+        self,
+        writer: Writer,
+        step: int,
+        num_groups: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        wait: float,
+        active: Callable[[], bool],
+    ) -> bytes:
         """Raises DeadlineExceeded where `num_groups` groups were not complete in time."""
         if step < 0:
             raise InvalidField("step", step, "at least 0")
@@ -146,7 +159,7 @@ class Buffer:
         def attempt() -> bytes | None:
             with self.store.transaction():
                 self.runs.check(writer)
-                return self.batches.seal(step, num_groups)
+                return self.batches.seal(step, num_groups, metrics)
 
         sealed = self._wait(attempt, wait, active)
         if sealed is None:
@@ -186,6 +199,16 @@ class Buffer:
         self._delete(released)
         if self.detached is not None:
             self.detached.release(step)
+
+    def place(self, step: int) -> Iterator[bytes]:
+        """The file of the place in the data after `step`, in parts of about `PART_BYTES`."""
+        part = b""
+        for line in place_lines(self.store, self.prompts, self.payloads, step):
+            part += line
+            if len(part) >= PART_BYTES:
+                yield part
+                part = b""
+        yield part
 
     def groups(
         self, states: Sequence[State], indexes: Sequence[int], *, after: int | None, limit: int

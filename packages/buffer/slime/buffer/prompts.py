@@ -60,7 +60,7 @@ class Prompts:
             if known is not None:
                 return 0, known[1], True
             if dataset == TRAIN:
-                first = self._insert(templates, State.READY)[0].group_index
+                first = self.insert(templates)[0].group_index
             else:
                 first = evaluation_rows + self.store.insert_evaluation_prompts(dataset, templates)
             if key:
@@ -73,9 +73,10 @@ class Prompts:
             return []
         prompts, cursor = self.dataset.take(self.cursor, count)
         self.store.put("cursor", (cursor.epoch, cursor.offset))
-        return self._insert([encode_sample(prompt.to_sample()) for prompt in prompts], State.READY)
+        return self.insert([encode_sample(prompt.to_sample()) for prompt in prompts])
 
-    def _insert(self, templates: Sequence[bytes], state: State) -> list[Group]:
+    def insert(self, templates: Sequence[bytes], state: State = State.READY) -> list[Group]:
+        """New groups with the next numbers. Inside a transaction."""
         first_group = self.store.get("next_group_index", 0)
         first_sample = self.store.get("next_sample_index", 0)
         groups = [

@@ -122,6 +122,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             _writer(request),
             request.step,
             request.num_groups,
+            metrics=request.metrics,
             wait=request.wait_seconds,
             active=self._active(context),
         )
@@ -182,6 +183,10 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         for group in self.buffer.evaluation.read(request.name):
             yield buffer_pb2.ReadEvaluationSetResponse(group=group)
 
+    def ReadPlace(self, request: buffer_pb2.ReadPlaceRequest, context: Any) -> Iterator[buffer_pb2.ReadPlaceResponse]:
+        for part in self.buffer.place(request.step):
+            yield buffer_pb2.ReadPlaceResponse(part=part)
+
     def GetStats(self, request: buffer_pb2.GetStatsRequest, context: Any) -> buffer_pb2.GetStatsResponse:
         buffer = self.buffer
         buffer.expire()
@@ -198,6 +203,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
                 next_step=buffer.batches.next_step(),
                 payload_bytes=buffer.store.payload_bytes(),
                 evaluation_sets=buffer.evaluation.names(),
+                dataset="" if buffer.prompts.dataset is None else buffer.prompts.dataset.identity,
                 expired_leases=buffer.store.get("expired_leases", 0),
             )
 

@@ -53,6 +53,12 @@ class BufferSettings:
     buffer_dir: str | None = setting(
         None, "where the state lives; without it, in a temporary directory that is removed at the end", metavar="DIR"
     )
+    data_place: str | None = setting(
+        None,
+        "Place in the data to begin at, data_place.jsonl of a checkpoint; a --buffer-dir that was used goes on where "
+        "it was (default of `slime train`: that of the checkpoint in --load)",
+        metavar="FILE",
+    )
     buffer_durability: str = setting(
         "process",
         "what a completed group survives: the death of the process, or a power cut too (each write waits for the disk)",

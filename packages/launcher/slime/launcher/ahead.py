@@ -20,7 +20,7 @@ class Generation(Protocol):
     """What is called of `Services`."""
 
     def generate(self, rollout_id: int) -> Rollout: ...
-    def seal(self, step: int) -> Metrics: ...
+    def seal(self, step: int, generated: Metrics) -> Metrics: ...
     def begin(self, function: Callable[[], T]) -> Future[T]: ...
     def join(self, future: Future[T]) -> T: ...
 
@@ -100,8 +100,8 @@ class Ahead:
         begun = time.perf_counter()
         with self._lock:
             self._times[step] = begun, None
-        metrics, examples = self._run.generate(step)
-        metrics = metrics | self._run.seal(step)
+        generated, examples = self._run.generate(step)
+        metrics = self._run.seal(step, generated)
         with self._lock:
             self._times[step] = begun, time.perf_counter()
         return metrics, examples

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 from slime.types.errors import MissingFile
 
+PLACE_FILE = "data_place.jsonl"  # the place in the data, as the buffer describes it
 STATE_FILE = "trainer.json"  # the trainer writes it into every checkpoint; a directory appears complete or not at all
 NAME = re.compile(r"(?:step|iter)_(\d+)")
 # Of weights without a run around them, which training can begin with: a Hugging Face model, a converted torch_dist one.
@@ -57,6 +59,21 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
         value=path,
         expected=f"a directory with {STATE_FILE}, step_NNNNNN or iter_NNNNNNN, or a model",
     )
+
+
+def continued_step(load: str | None, start_rollout_id: int | None) -> int | None:
+    """The step after which a run goes on with the checkpoint `load`; None where it begins anew.
+
+    A model without a run around it, or another --start-rollout-id than the next one, begins anew.
+    """
+    state = Path(load or "") / STATE_FILE
+    if load is None or not state.is_file():
+        return None
+    try:
+        step = int(json.loads(state.read_text())["step"])
+    except (ValueError, KeyError, TypeError):
+        return None  # the trainer says what is wrong with it
+    return step if step >= 0 and start_rollout_id in (None, step + 1) else None
 
 
 def _of_step(directory: Path, flag: str, step: int) -> str:

@@ -5,19 +5,21 @@ Of a run that only generates, or only trains, the other half is not there, and c
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, TypeVar
 
 from slime.converters.megatron_flags import given
 from slime.launcher.blob_keeper import KeeperReader, KeptWriter
-from slime.launcher.checkpoints import checkpoint_path, prune
+from slime.launcher.checkpoints import PLACE_FILE, checkpoint_path, continued_step, prune
 from slime.launcher.flags import RunConfig
+from slime.launcher.metrics.sealed import sealed_metrics
 from slime.launcher.nixl_store import NixlReader, NixlWriter
 from slime.launcher.node_choice import EngineShare
 from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
@@ -56,7 +58,10 @@ class Services:
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
+        # What a person should know of how the run begins.
+        self.notes: list[str] = []
         self._settings = config.launcher
+        self._args = SimpleNamespace(**config.flat)
         self._supervisor = Supervisor(
             output_dir / "logs",
             start_seconds=max(
@@ -101,12 +106,17 @@ class Services:
         if rollout is None:
             # What is replayed has no place in the state of another run.
             prompts = replace(
-                prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None
-            )
+                prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None,
+                data_place=None,
+            )  # fmt: skip
+        elif trainers:
+            prompts = replace(prompts, data_place=self._data_place())
         blobs = self._blob_writer(buffer)
         buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc, blobs=blobs)
         self.buffer = BufferClient(buffer_address, settings=supervisor.client_settings)
         self._count_rollouts()
+        if rollout is not None and trainers:
+            self._note_place(prompts.data_place)
         if rollout is None:
             self._replay = Replay(self.buffer, config.flat)
         else:
@@ -141,6 +151,34 @@ class Services:
             case "nixl":
                 return NixlReader(buffer.actor, rpc.call_timeout_seconds, alone=buffer.host == Spot.host)
         return None
+
+    def _continues(self) -> int | None:
+        return continued_step(self.config.trainer.load, self._settings.start_rollout_id)
+
+    def _data_place(self) -> str | None:
+        """The file that says which prompts come next: the one that was named, or that of the checkpoint in --load."""
+        named, load = self.config.buffer.data_place, self.config.trainer.load
+        if named is not None or load is None or self._continues() is None:
+            return named
+        path = Path(load) / PLACE_FILE
+        return str(path) if path.is_file() else None
+
+    def _note_place(self, place: str | None) -> None:
+        """Says where the prompts do not go on from those that the checkpoint has seen."""
+        step, stats = self._continues(), self.buffer.stats()
+        if place is None:
+            if step is not None and not stats.next_group_index:
+                self.notes.append(
+                    f"the checkpoint of step {step} has no {PLACE_FILE}: the prompts begin with the first one again"
+                )
+            return
+        with open(place, encoding="utf-8") as file:
+            known = json.loads(file.readline())["dataset"]
+        if (known or "") != stats.dataset:
+            self.notes.append(
+                f"--load: the prompts are others than the checkpoint's ({stats.dataset or 'of clients'} in place of "
+                f"{known or 'those of clients'}): they begin with the first one"
+            )
 
     def _count_rollouts(self) -> None:
         """Turns --num-epoch into a number of rollouts."""
@@ -268,17 +306,23 @@ class Services:
         self._groups[rollout_id], metrics, examples = self._supervisor.call(lambda: replay.generate(rollout_id))
         return metrics, examples
 
-    def seal(self, step: int) -> Metrics:
+    def seal(self, step: int, generated: Metrics) -> Metrics:
         """Fixes the groups that `step` is trained on: of the rollout that was just generated, whatever comes later.
+
+        generated: what `generate` said of it, kept with the step, for a start of the run that only trains on it.
+        Returns the metrics of all its groups, whichever start of the run made them:
 
         rollout/staleness       versions of the weights from a sample's oldest token to the trainer, mean and /max
         """
-        wait = self.config.trainer.step_wait_seconds
-        summaries = self._supervisor.call(lambda: self.buffer.seal_step(step, self._groups_of(step), wait_seconds=wait))
-        oldest = [summary.oldest_weight_version for summary in summaries if summary.oldest_weight_version >= 0]
+        wait, groups = self.config.trainer.step_wait_seconds, self._groups_of(step)
+        sealed = self._supervisor.call(
+            lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated)
+        )
+        metrics = sealed_metrics(sealed, self._args)
+        oldest = [summary.oldest_weight_version for summary in sealed if summary.oldest_weight_version >= 0]
         if not oldest or self.rollout is None or not self.trainers:
-            return {}
-        return {
+            return metrics
+        return metrics | {
             "rollout/staleness": step - sum(oldest) / len(oldest),
             "rollout/staleness/max": float(step - min(oldest)),
         }

@@ -25,6 +25,8 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
         placement = place_run(settings, config.rollout, report.status)
         with Services(config, placement, report.output_dir, report.progress) as run:
             report.started(run.num_parameters, run.first_step, run.num_rollout)
+            for note in run.notes:
+                report.note(note)
             yield run
             if run.num_rollout:
                 run.export(report.output_dir / "model")

@@ -29,11 +29,12 @@ def loop(config: RunConfig, run: Services, report: Report) -> None:
 
     for step in range(run.first_step, run.num_rollout):
         started = time.perf_counter()
-        metrics, examples = run.generate(step)
-        metrics |= run.seal(step)
+        generated, examples = run.generate(step)
+        metrics = run.seal(step, generated)
         metrics |= run.offload()
         metrics |= run.train_step(step)
         if config.saves_after(step):
+            report.hold(step, metrics)
             metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
         metrics |= run.onload()
         if config.updates_after(step):

@@ -51,6 +51,7 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
             metrics["perf/rollout_wait_time"] = taken - started
             metrics["perf/overlap_time"] = ahead.seconds_generating(taken, time.perf_counter())
             if config.saves_after(step):
+                report.hold(step, metrics)
                 metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
             if config.updates_after(step):
                 metrics["perf/drain_time"] = ahead.pause()

@@ -4,6 +4,7 @@
     optimizer/*.safetensors                              moments as "exp_avg.NAME", "exp_avg_sq.NAME"; whole, so any
                                                          number of ranks can load what any number saved
     trainer.json                                         format, step, updates, weight_version
+    data_place.jsonl                                     the place in the data, as the buffer describes it
 
 Nothing in it is a pickle. A directory without trainer.json is a plain model.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 STATE_FILE = "trainer.json"
+PLACE_FILE = "data_place.jsonl"
 TRACKER = "latest_checkpointed_iteration.txt"
 # Of a Hugging Face directory, and of a torch_dist one.
 MODEL_FILES = ("config.json", ".metadata", TRACKER)
@@ -57,8 +59,8 @@ class Checkpoints(Protocol):
     def load(self, path: str, state: TrainerState) -> None:
         """What the backend does not have from its construction. Raises MissingFile or InvalidFile naming --load."""
 
-    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
-        """Begins to write; raises OutOfSpace."""
+    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
+        """Begins to write; raises OutOfSpace. place: in the data, for PLACE_FILE; on the first rank."""
 
     def finish(self, *, wait: bool) -> int | None:
         """The step of a checkpoint that has become complete since; raises what went wrong with it."""
@@ -83,8 +85,8 @@ class HuggingFaceCheckpoints:
             log.warning("%s holds no optimizer state: its moments start anew", path)
             self._backend.updates = state.updates
 
-    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
-        save_checkpoint(path, self._backend, self._ranks, state, self._source, optimizer=optimizer)
+    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
+        save_checkpoint(path, self._backend, self._ranks, state, self._source, optimizer=optimizer, place=place)
         self._done = state.step
 
     def finish(self, *, wait: bool) -> int | None:
@@ -137,7 +139,14 @@ def read_optimizer(path: str) -> Callable[[str], Tensor]:
 
 
 def save_checkpoint(
-    path: Path, backend: FsdpBackend, ranks: Ranks, state: TrainerState, source: Path, *, optimizer: bool = True
+    path: Path,
+    backend: FsdpBackend,
+    ranks: Ranks,
+    state: TrainerState,
+    source: Path,
+    *,
+    optimizer: bool = True,
+    place: bytes | None = None,
 ) -> None:
     """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
 
@@ -158,11 +167,16 @@ def save_checkpoint(
             if state.has_optimizer:
                 (directory / OPTIMIZER_DIR).mkdir()
                 write(directory / OPTIMIZER_DIR, as_dtype(moments, torch.float32))
-            (directory / STATE_FILE).write_text(
-                json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n"
-            )
+            write_state(directory, state, place)
 
     ranks.on_first(write_all, weights, moments)
+
+
+def write_state(directory: Path, state: TrainerState, place: bytes | None) -> None:
+    """Where the run stands, in its updates and in its data."""
+    if place is not None:
+        (directory / PLACE_FILE).write_bytes(place)
+    (directory / STATE_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n")
 
 
 def write_model(

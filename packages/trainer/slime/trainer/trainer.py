@@ -214,8 +214,10 @@ class Trainer:
                 f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step)
             )
         self._commit(wait=True)
+        place = self.ranks.together(lambda: self.buffer.read_place(step) if self.ranks.rank == 0 else None)
         with self._memory.held(*PARTS):
-            self._checkpoints.save(Path(path), self.state, optimizer=not self.settings.no_save_optim)
+            optimizer = not self.settings.no_save_optim
+            self._checkpoints.save(Path(path), self.state, optimizer=optimizer, place=place)
         self._commit(wait=not self.settings.async_save)
         return path
 

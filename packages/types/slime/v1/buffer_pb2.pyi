@@ -224,22 +224,49 @@ class SampleSummary(_message.Message):
     def __init__(self, index: _Optional[int] = ..., group_index: _Optional[int] = ..., rollout_id: _Optional[int] = ..., total_length: _Optional[int] = ..., response_length: _Optional[int] = ..., loss_mask_sum: _Optional[int] = ..., reward_value: _Optional[float] = ..., reward_json: _Optional[str] = ..., status: _Optional[_Union[_sample_pb2.SampleStatus, str]] = ..., remove_sample: bool = ..., metadata_json: _Optional[str] = ..., oldest_weight_version: _Optional[int] = ..., newest_weight_version: _Optional[int] = ..., non_generation_time: _Optional[float] = ...) -> None: ...
 
 class SealStepRequest(_message.Message):
-    __slots__ = ("writer", "step", "num_groups", "wait_seconds")
+    __slots__ = ("writer", "step", "num_groups", "wait_seconds", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     WRITER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     step: int
     num_groups: int
     wait_seconds: float
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class SealStepResponse(_message.Message):
-    __slots__ = ("samples",)
+    __slots__ = ("samples", "metrics", "rejected")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RejectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[SampleSummary]
-    def __init__(self, samples: _Optional[_Iterable[_Union[SampleSummary, _Mapping]]] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    rejected: _containers.ScalarMap[str, int]
+    def __init__(self, samples: _Optional[_Iterable[_Union[SampleSummary, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., rejected: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StorePlanRequest(_message.Message):
     __slots__ = ("writer", "step", "plan_json")
@@ -347,12 +374,24 @@ class ReadEvaluationSetResponse(_message.Message):
     group: _sample_pb2.SampleGroup
     def __init__(self, group: _Optional[_Union[_sample_pb2.SampleGroup, _Mapping]] = ...) -> None: ...
 
+class ReadPlaceRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class ReadPlaceResponse(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: bytes
+    def __init__(self, part: _Optional[bytes] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("writer", "groups", "rejected", "next_group_index", "next_sample_index", "prompts_in_dataset", "epoch", "next_step", "payload_bytes", "evaluation_sets", "expired_leases")
+    __slots__ = ("writer", "groups", "rejected", "next_group_index", "next_sample_index", "prompts_in_dataset", "epoch", "next_step", "payload_bytes", "evaluation_sets", "expired_leases", "dataset")
     class GroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +417,7 @@ class GetStatsResponse(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_SETS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     groups: _containers.ScalarMap[str, int]
     rejected: _containers.ScalarMap[str, int]
@@ -389,4 +429,5 @@ class GetStatsResponse(_message.Message):
     payload_bytes: int
     evaluation_sets: _containers.RepeatedScalarFieldContainer[str]
     expired_leases: int
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., groups: _Optional[_Mapping[str, int]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., next_group_index: _Optional[int] = ..., next_sample_index: _Optional[int] = ..., prompts_in_dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluation_sets: _Optional[_Iterable[str]] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+    dataset: str
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., groups: _Optional[_Mapping[str, int]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., next_group_index: _Optional[int] = ..., next_sample_index: _Optional[int] = ..., prompts_in_dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluation_sets: _Optional[_Iterable[str]] = ..., expired_leases: _Optional[int] = ..., dataset: _Optional[str] = ...) -> None: ...

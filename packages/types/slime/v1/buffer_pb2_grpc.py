@@ -114,6 +114,11 @@ class BufferServiceStub(object):
                 request_serializer=slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetResponse.FromString,
                 _registered_method=True)
+        self.ReadPlace = channel.unary_stream(
+                '/slime.v1.BufferService/ReadPlace',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.ReadPlaceRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.ReadPlaceResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/slime.v1.BufferService/GetStats',
                 request_serializer=slime_dot_v1_dot_buffer__pb2.GetStatsRequest.SerializeToString,
@@ -233,6 +238,14 @@ class BufferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadPlace(self, request, context):
+        """The place in the data after a step: what a checkpoint keeps, so that a run that goes on from it gets the prompts
+        that come next. `slime-buffer serve --data-place FILE` begins there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -321,6 +334,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ReadEvaluationSet,
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetRequest.FromString,
                     response_serializer=slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetResponse.SerializeToString,
+            ),
+            'ReadPlace': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadPlace,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.ReadPlaceRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.ReadPlaceResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -760,6 +778,33 @@ class BufferService(object):
             '/slime.v1.BufferService/ReadEvaluationSet',
             slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetRequest.SerializeToString,
             slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadPlace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slime.v1.BufferService/ReadPlace',
+            slime_dot_v1_dot_buffer__pb2.ReadPlaceRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.ReadPlaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

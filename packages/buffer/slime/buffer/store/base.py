@@ -148,8 +148,19 @@ class Store(ABC):
     def update_step(self, step: int, **columns: Any) -> None: ...
 
     @abstractmethod
+    def seal_record(self, step: int) -> dict[str, Any]:
+        """What was noted when the step was sealed; empty for one that was not, or with nothing to note."""
+
+    @abstractmethod
+    def insert_seal_record(self, step: int, record: dict[str, Any]) -> None: ...
+
+    @abstractmethod
     def prompt_batch(self, key: str) -> tuple[int, int] | None:
         """(added, first group index) of the prompts that were added under `key`."""
+
+    @abstractmethod
+    def prompt_batches(self) -> list[tuple[str, int, int]]:
+        """(key, added, first group index) of all of them."""
 
     @abstractmethod
     def insert_prompt_batch(self, key: str, added: int, first: int) -> None: ...

@@ -39,6 +39,8 @@ CREATE TABLE evaluation_prompts (
 );
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+# Newer than version 1, and nothing of that version depends on it.
+ADDED = "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)"
 GROUP_COLUMNS = tuple(field.name for field in fields(Group))
 SELECT_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS)} FROM groups "
 INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_COLUMNS)}, payload_bytes) VALUES ({'?, ' * len(GROUP_COLUMNS)}?)"
@@ -78,6 +80,7 @@ class SqliteStore(Store):
         self._connection.execute(f"PRAGMA synchronous = {synchronous}")
         if version == 0:
             self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        self._connection.execute(ADDED)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -213,8 +216,18 @@ class SqliteStore(Store):
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self._rows(f"UPDATE steps SET {assignments} WHERE step = ?", *columns.values(), step)
 
+    def seal_record(self, step: int) -> dict[str, Any]:
+        rows = self._rows("SELECT record FROM seal_records WHERE step = ?", step)
+        return json.loads(rows[0][0]) if rows else {}
+
+    def insert_seal_record(self, step: int, record: dict[str, Any]) -> None:
+        self._rows("INSERT OR REPLACE INTO seal_records VALUES (?, ?)", step, json.dumps(record))
+
     def prompt_batch(self, key: str) -> tuple[int, int] | None:
         return next(iter(self._rows("SELECT added, first FROM prompt_batches WHERE key = ?", key)), None)  # type: ignore[arg-type]
+
+    def prompt_batches(self) -> list[tuple[str, int, int]]:
+        return self._rows("SELECT key, added, first FROM prompt_batches ORDER BY first, key")  # type: ignore[return-value]
 
     def insert_prompt_batch(self, key: str, added: int, first: int) -> None:
         self._rows("INSERT INTO prompt_batches VALUES (?, ?, ?)", key, added, first)

@@ -41,8 +41,25 @@ class MetricsLog:
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
         self._first_step = first_step
+        self._held = path.with_name(f".{path.name}.held")
         if path.exists():
             self._keep(lambda row: row["step"] < first_step + is_evaluation(row))
+        self._restore()
+
+    def hold(self, step: int, metrics: Metrics) -> None:
+        """Keeps the row of a step whose checkpoint is about to be written, in case the run ends before `append`."""
+        write_atomically(self._held, _line(step, metrics))
+
+    def _restore(self) -> None:
+        """Appends the row that was held, where the checkpoint that the run goes on from is of its step."""
+        if not self._held.exists():
+            return
+        line = self._held.read_text()
+        step = json.loads(line)["step"]
+        rows = read_metrics(self.path) if self.path.exists() else []
+        if step == self._first_step - 1 and not any(row["step"] == step and not is_evaluation(row) for row in rows):
+            self._append(line)
+        self._held.unlink()
 
     def append_evaluation(self, step: int, metrics: Metrics) -> None:
         """In place of that of the same weights, made before the run was resumed."""
@@ -55,13 +72,20 @@ class MetricsLog:
         write_atomically(self.path, "".join(line + "\n" for line in lines))
 
     def append(self, step: int, metrics: Metrics) -> None:
-        # NaN is not JSON: readers in other languages refuse it.
-        plain = {key: value if math.isfinite(value) else None for key, value in sorted(metrics.items())}
+        self._append(_line(step, metrics))
+
+    def _append(self, line: str) -> None:
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, **plain}) + "\n")
+                file.write(line)
         except OSError as error:
             raise out_of_space(self.path, error) from error
+
+
+def _line(step: int, metrics: Metrics) -> str:
+    # NaN is not JSON: readers in other languages refuse it.
+    plain = {key: value if math.isfinite(value) else None for key, value in sorted(metrics.items())}
+    return json.dumps({"step": step, **plain}) + "\n"
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

@@ -109,6 +109,14 @@ class Report:
         self._write(step, metrics)
         self._write_evaluations()
 
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def hold(self, step: int, metrics: Metrics) -> None:
+        """Keeps what is known of a step before its checkpoint is written: the row is not lost with the run then."""
+        assert self._log is not None, "started() comes first"
+        self._log.hold(step, metrics)
+
     def step(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         assert self._log is not None, "started() comes first"
         self._log.append(step, metrics)

@@ -59,6 +59,18 @@ class SampleSummary:
     non_generation_time: float
 
 
+class SealedStep(list[SampleSummary]):
+    """The summaries of a step in their order.
+
+    metrics: those that it was sealed with. rejected: groups rejected since the seal of the step before, by reason.
+    """
+
+    def __init__(self, summaries: Iterable[SampleSummary], metrics: dict[str, float], rejected: dict[str, int]) -> None:
+        super().__init__(summaries)
+        self.metrics = metrics
+        self.rejected = rejected
+
+
 @dataclass(frozen=True)
 class StoredGroup:
     group: SampleGroup
@@ -83,6 +95,7 @@ class Stats:
     payload_bytes: int
     evaluation_sets: tuple[str, ...]
     expired_leases: int
+    dataset: str = ""
 
 
 class BufferClient(Client):
@@ -172,12 +185,18 @@ class BufferClient(Client):
             "RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason)
         )
 
-    def seal_step(self, step: int, num_groups: int, wait_seconds: float = 0.0) -> list[SampleSummary]:
-        """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones."""
+    def seal_step(
+        self, step: int, num_groups: int, wait_seconds: float = 0.0, metrics: Mapping[str, float] | None = None
+    ) -> SealedStep:
+        """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones.
+
+        metrics: kept with the step; those of the first call stay.
+        """
         request = buffer_pb2.SealStepRequest(
-            writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait_seconds
+            writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait_seconds, metrics=metrics
         )
-        return [_summary(s) for s in self._call("SealStep", request, _waiting(wait_seconds)).samples]
+        answer = self._call("SealStep", request, _waiting(wait_seconds))
+        return SealedStep(map(_summary, answer.samples), dict(answer.metrics), dict(answer.rejected))
 
     def store_plan(self, step: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Stores the plan of a sealed step; returns the one that is stored, which is the first."""
@@ -229,6 +248,11 @@ class BufferClient(Client):
         request = buffer_pb2.ReadEvaluationSetRequest(name=name)
         return [group_from_proto(message.group) for message in self._stream("ReadEvaluationSet", request)]
 
+    def read_place(self, step: int) -> bytes:
+        """The file of the place in the data after `step`, for a buffer that is to begin there (--data-place)."""
+        request = buffer_pb2.ReadPlaceRequest(step=step)
+        return b"".join(message.part for message in self._stream("ReadPlace", request))
+
     def stats(self) -> Stats:
         answer = self._call("GetStats", buffer_pb2.GetStatsRequest())
         return Stats(
@@ -243,6 +267,7 @@ class BufferClient(Client):
             payload_bytes=answer.payload_bytes,
             evaluation_sets=tuple(answer.evaluation_sets),
             expired_leases=answer.expired_leases,
+            dataset=answer.dataset,
         )
 
     def _group_stream(self, request: Any, token: str, samples: Sequence[Sample]) -> Repeatable:

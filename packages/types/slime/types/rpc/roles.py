@@ -37,6 +37,7 @@ CALLERS: dict[str, frozenset[Role]] = {
     "/slime.v1.BufferService/StorePlan": _TRAIN,
     "/slime.v1.BufferService/GetPlan": _TRAIN,
     "/slime.v1.BufferService/ReadStep": _TRAIN,
+    "/slime.v1.BufferService/ReadPlace": _TRAIN,
     "/slime.v1.BufferService/AcknowledgeStep": _TRAIN,
     "/slime.v1.BufferService/CommitSteps": _TRAIN,
     "/slime.v1.BufferService/ReadGroups": _LOOK,

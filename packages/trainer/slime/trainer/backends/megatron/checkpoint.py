@@ -4,7 +4,7 @@
       .metadata, metadata.json, common.pt, __R_0.distcp     model and optimizer; megatron-core reads them
       hf/, slime.json                                       Hugging Face config and tokenizer, Megatron's arguments:
                                                             `slime-convert torch-dist-to-hf` needs nothing else
-      trainer.json                                          where the run stands
+      trainer.json, data_place.jsonl                        where the run stands, in its updates and in its data
     latest_checkpointed_iteration.txt                       the newest
 
 Every rank writes the parts that it alone has, into a file of its own; the first rank joins them, and only then does the
@@ -14,7 +14,6 @@ directory get its name. With --async-save the writing goes on beside training, f
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_co
 from slime.trainer.backends.megatron import sharded_state
 from slime.trainer.backends.megatron.backend import MegatronBackend
 from slime.trainer.backends.megatron.initial import reading
-from slime.trainer.checkpoint import FORMAT, STATE_FILE, TrainerState
+from slime.trainer.checkpoint import TrainerState, write_state
 from slime.trainer.collective import Ranks
 from slime.trainer.hf_directory import WRITER, copy_side_files
 from slime.types.directories import WholeDirectory, path_errors
@@ -78,7 +77,7 @@ class TorchDistCheckpoints:
             log.warning("%s holds no optimizer state: its moments start anew", path)
         self._backend.updates = state.updates
 
-    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True) -> None:
+    def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
         """Begins to write; `finish` says when it is done. An earlier one is waited for.
 
         Raises OutOfSpace or InvalidSetting, here or in `finish`; then nothing lies at `path` but what lay there before.
@@ -104,7 +103,7 @@ class TorchDistCheckpoints:
                 with path_errors(path):
                     job.chunks = _write(partial, self._ranks.rank, parts, latent=latent)
                     if directory is not None:
-                        self._describe(partial, state, common)
+                        self._describe(partial, state, common, place)
             except Exception as error:  # raised on every rank by `finish`
                 job.error = error
 
@@ -115,15 +114,14 @@ class TorchDistCheckpoints:
         else:
             write()
 
-    def _describe(self, partial: Path, state: TrainerState, common: dict[str, Any]) -> None:
+    def _describe(self, partial: Path, state: TrainerState, common: dict[str, Any], place: bytes | None) -> None:
         backend = self._backend
         dtype = "bfloat16" if backend.settings.bf16 else "float32"
         write_common(partial, backend.args, state.step, common)
         describe(partial, backend.args, dtype)
         (partial / HF_DIR).mkdir()
         copy_side_files(self._source, partial / HF_DIR, dtype)
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2)
-        (partial / STATE_FILE).write_text(text + "\n")
+        write_state(partial, state, place)
 
     def finish(self, *, wait: bool) -> int | None:
         """Gives a checkpoint that is written its name; its step, or None where none is (ready).

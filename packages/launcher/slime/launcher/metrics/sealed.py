@@ -1,0 +1,60 @@
+"""Metrics of a rollout from what the buffer holds when its step is sealed.
+
+So they are the same whether the groups were made by this start of the run or, with --buffer-dir, by an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.metrics import rollout_metrics
+from slime.rollout.sources.own import RETURNED
+from slime.types import Sample
+from slime.types.clients import SampleSummary
+from slime.types.clients.buffer import SealedStep
+
+DROPPED = "rollout/dynamic_filter/drop_"
+# Rejections that no filter of a rollout decided on.
+OTHERS = (RETURNED, "buffer_filter", "prompt_too_long")
+
+
+def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
+    """args: every setting of the run as an attribute.
+
+    Those of the sealed samples win over what the rollout service said, which knows only the groups that it made last;
+    with --custom-rollout-log-function-path the service's stay alone, for that function may replace them.
+    """
+    metrics = dict(sealed.metrics)
+    if args.custom_rollout_log_function_path is not None:
+        return metrics
+    metrics |= rollout_metrics(sealed_groups(sealed), args)
+    if "rollout/prompt_too_long" in metrics or "prompt_too_long" in sealed.rejected:
+        metrics["rollout/prompt_too_long"] = float(sealed.rejected.get("prompt_too_long", 0))
+    if args.dynamic_sampling_filter_path:
+        dropped = {reason: count for reason, count in sealed.rejected.items() if reason not in OTHERS}
+        metrics |= {DROPPED + reason: float(count) for reason, count in dropped.items()}
+    return metrics
+
+
+def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[Sample]]:
+    """The groups of a step, their samples without tokens."""
+    groups: dict[int, list[Sample]] = {}
+    for summary in sealed:
+        versions = {summary.oldest_weight_version, summary.newest_weight_version} - {-1}
+        sample = Sample(
+            group_index=summary.group_index, index=summary.index, rollout_id=summary.rollout_id,
+            response_length=summary.response_length, reward=summary.reward, status=summary.status,
+            metadata=summary.metadata, weight_versions=[str(version) for version in sorted(versions)],
+        )  # fmt: skip
+        groups.setdefault(summary.group_index, []).append(sample)
+    return list(groups.values())
+
+
+def has_gradient(sealed: Sequence[SampleSummary], args: Any) -> bool:
+    """Whether the rewards of any group differ: where none does, an estimator that compares them learns nothing."""
+    for group in sealed_groups(sealed):
+        rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
+        if rewards and max(rewards) - min(rewards) > 1e-6:
+            return True
+    return False

@@ -1,0 +1,74 @@
+"""Metrics of a rollout from the summaries of its samples: the same as from the samples themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.buffer.summaries import encode_summaries
+from slime.launcher.metrics.sealed import has_gradient, sealed_metrics
+from slime.rollout.metrics import rollout_metrics
+from slime.types import Sample
+from slime.types.clients.buffer import SealedStep, _summary
+from slime.types.codec import sample_to_proto
+from slime.v1 import buffer_pb2
+
+ARGS = SimpleNamespace(
+    custom_rollout_log_function_path=None, dynamic_sampling_filter_path=None, log_passrate=True, reward_key=None
+)
+
+
+def sealed(groups: list[list[Sample]], **extra: dict) -> SealedStep:
+    summaries = [
+        _summary(summary)
+        for group in groups
+        for summary in buffer_pb2.SealStepResponse.FromString(
+            encode_summaries([sample_to_proto(sample) for sample in group], group)
+        ).samples
+    ]
+    return SealedStep(summaries, extra.get("metrics", {}), extra.get("rejected", {}))
+
+
+def group(index: int, rewards: list[float], lengths: list[int], versions: list[str]) -> list[Sample]:
+    return [
+        Sample(
+            group_index=index, index=index * 8 + position, tokens=[1] * (length + 1), response_length=length,
+            reward=reward, status=Sample.Status.TRUNCATED if length > 3 else Sample.Status.COMPLETED,
+            weight_versions=versions,
+        )
+        for position, (reward, length) in enumerate(zip(rewards, lengths, strict=False))
+    ]  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4),
+            st.lists(st.integers(1, 6), min_size=4, max_size=4),
+            st.lists(st.sampled_from(["0", "3", "12"]), max_size=2),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_summaries_tell_what_the_samples_tell(drawn: list[tuple[list[float], list[int], list[str]]]) -> None:
+    groups = [group(index, *parts) for index, parts in enumerate(drawn)]
+    assert sealed_metrics(sealed(groups), ARGS) == rollout_metrics(groups, ARGS)
+    assert has_gradient(sealed(groups), ARGS) == any(len({s.reward for s in members}) > 1 for members in groups)
+
+
+def test_what_was_measured_while_the_groups_were_made_is_kept_and_rejections_are_counted_over_all_starts() -> None:
+    groups = [group(0, [0.0, 1.0], [1, 2], ["0"])]
+    step = sealed(
+        groups,
+        metrics={"perf/rollout_time": 2.0, "rollout/raw_reward": 9.0, "rollout/prompt_too_long": 0.0},
+        rejected={"zero_std": 3, "prompt_too_long": 2},
+    )
+    filtered = SimpleNamespace(**{**vars(ARGS), "dynamic_sampling_filter_path": "a.b"})
+    metrics = sealed_metrics(step, filtered)
+    assert (metrics["perf/rollout_time"], metrics["rollout/raw_reward"]) == (2.0, 0.5)
+    assert (metrics["rollout/prompt_too_long"], metrics["rollout/dynamic_filter/drop_zero_std"]) == (2.0, 3.0)
+    own = SimpleNamespace(**{**vars(ARGS), "custom_rollout_log_function_path": "a.b"})
+    assert sealed_metrics(step, own) == step.metrics
