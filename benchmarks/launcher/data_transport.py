@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ SECONDS = 300.0
 class Reader:
     """A trainer's rank, as far as it reads."""
 
-    def __init__(self, rank: int, master: str, address: str, blobs: KeeperReader) -> None:
+    def __init__(self, rank: int, master: str, address: str, token_file: str, blobs: KeeperReader) -> None:
         import torch.distributed as dist
 
         self.rank = rank
         dist.init_process_group("gloo", init_method=f"file://{master}", rank=rank, world_size=2)
-        settings = RpcSettings(call_timeout_seconds=SECONDS)
+        settings = RpcSettings(call_timeout_seconds=SECONDS, token_file=token_file)
         self.clients = {
             "grpc": BufferClient(address, settings=settings),
             "store": BufferClient(address, settings=settings, blobs=blobs),
@@ -134,8 +135,12 @@ def main() -> None:
                 else ObjectStoreReader(process.actor, SECONDS)
             )
             make = ray.remote(num_cpus=0)(Reader).remote
-            readers = [make(rank, f"{directory}/rendezvous", address, blobs) for rank in range(2)]
-            with BufferClient(address, settings=RpcSettings(call_timeout_seconds=SECONDS)) as client:
+            access = Path(directory, "access")
+            supervisor.authority.write(access, {"buffer": address})
+            token = str(access / "train.token")
+            readers = [make(rank, f"{directory}/rendezvous", address, token, blobs) for rank in range(2)]
+            settings_of_all = replace(supervisor.client_settings, call_timeout_seconds=SECONDS)
+            with BufferClient(address, settings=settings_of_all) as client:
                 fill(client, args.samples, args.kib * 1024 // (LAYERS * TOP_K * 4), args.same_in_group)
                 for repeat in range(args.repeats + 1):
                     for case, name in seconds:

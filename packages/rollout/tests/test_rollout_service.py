@@ -11,7 +11,15 @@ from slime.rollout import service as service_module
 from slime.rollout.service import RolloutService
 from slime.rollout.settings import RolloutSettings
 from slime.types.clients import RolloutClient, Writer
-from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, NotFound, StaleWriter, WrongState
+from slime.types.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidField,
+    InvalidSetting,
+    NotFound,
+    StaleWriter,
+    WrongState,
+)
 from slime.types.rpc import RpcSettings, Server
 from slime.v1 import rollout_pb2_grpc
 
@@ -37,6 +45,12 @@ def serve(make_state, monkeypatch):
     for client, server in opened:
         client.close()
         server.stop(0)
+
+
+def test_a_door_that_stands_open_is_refused_before_anything_is_loaded():
+    settings = RolloutSettings(hf_checkpoint="no-such-model")
+    with pytest.raises(InvalidSetting, match=r"--host 0\.0\.0\.0: listening beyond loopback"):
+        service_module.serve(settings, RpcSettings(host="0.0.0.0"), buffer_address="127.0.0.1:1")
 
 
 def test_generate_tells_progress_and_metrics(engine, serve):

@@ -94,7 +94,7 @@ class Report:
         self._trains = num_parameters is not None and self._num_steps > 0
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
-        self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}")
+        self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
         self._first = True
 
