@@ -86,7 +86,7 @@ def fleet(engine: EngineProcess) -> Iterator[Fleet]:
     class Kept:
         """The module's engine: a fleet that ends leaves it running."""
 
-        name, kind, url = engine.name, engine.kind, engine.url
+        name, kind, url, api_key = engine.name, engine.kind, engine.url, engine.api_key
 
         def raise_if_dead(self) -> None:
             engine.raise_if_dead()

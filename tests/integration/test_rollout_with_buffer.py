@@ -130,7 +130,7 @@ def test_new_weights_serve_after_the_commit(pair, checkpoint):
     (engine,) = pair.rollout.begin_weight_update(1)
 
     async def push() -> None:
-        async with EngineClient(engine.url, engine.name) as client:
+        async with EngineClient(engine.url, engine.name, api_key=engine.api_key) as client:
             await client.update_weights_from_disk(str(checkpoint), 1)
 
     asyncio.run(push())

@@ -56,6 +56,7 @@ class FakeEngine:
     """
 
     kind = "embedded"
+    api_key = None
 
     def __init__(
         self, answer: Callable[[list[int], dict[str, Any]], list[int]] = reverse, name: str = "fake-0"
@@ -106,7 +107,7 @@ class FakeEngine:
         app.router.add_post("/abort_request", self._abort_request)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
-        app.router.add_get("/flush_cache", self._ok)
+        app.router.add_post("/flush_cache", self._ok)
         app.router.add_post("/release_memory_occupation", self._ok)
         app.router.add_post("/resume_memory_occupation", self._ok)
         app.router.add_post("/refuses", self._refuse)

@@ -67,6 +67,40 @@ def check_arguments(tokenizer: Any, given: Any, field: str = "chat_template_kwar
             if name not in known:
                 expected = ", ".join(sorted(known)) or "none"
                 raise InvalidField(
-                    f"{field}.{name}", value, f"an argument that the chat template of this model reads ({expected})"
+                    f"{field}.{name}", value, f"an argument that the model's own chat template reads ({expected})"
                 )
     return given
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
+    """The text of a conversation with the start of an answer behind it. messages: as `chat_messages.clean` gives them.
+
+    arguments: of the template, trusted. Raises InvalidField where the template does not take them.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise InvalidField("tools", tools, "a list of objects")
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, **{**arguments, "tools": tools or None}, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise InvalidField("messages", str(error), "messages that the chat template of this model takes") from error
+
+
+def encode(tokenizer: Any, text: str, field: str) -> list[int]:
+    """Token ids, none of them special that `text` does not name. Raises InvalidField naming `field` for what is no
+    text: JSON can hold half a character."""
+    check_text(text, field)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def check_text(text: str, field: str) -> None:
+    """Raises InvalidField for a text that is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidField(field, str(error), "text") from error

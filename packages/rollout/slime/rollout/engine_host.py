@@ -25,7 +25,10 @@ class EngineHost:
 
     def __init__(self, started: Sequence[Engine], address: str) -> None:
         self.address = address
-        self.engines = [HostedEngine(engine.name, reached_at(engine.url, address), engine.kind) for engine in started]
+        self.engines = [
+            HostedEngine(engine.name, reached_at(engine.url, address), engine.kind, engine.api_key)
+            for engine in started
+        ]
         self._started = list(started)
         self._stopping = threading.Event()
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from slime.rollout.engines.base import Engine, HostedEngine
 from slime.rollout.engines.client import EngineClient
+from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.loop import LoopThread
 from slime.rollout.member import Member
@@ -44,9 +45,20 @@ class Fleet:
         self.loop = loop
         self.options = options or FleetOptions()
         self.members = [
-            Member(engine, EngineClient(engine.url, engine.name, generate_timeout_seconds=self.options.request_timeout))
+            Member(
+                engine,
+                EngineClient(
+                    engine.url,
+                    engine.name,
+                    generate_timeout_seconds=self.options.request_timeout,
+                    api_key=engine.api_key,
+                ),
+            )
             for engine in engines
         ]
+        for engine in engines:
+            # Functions of the user may call the engines by themselves.
+            remember(engine.url, engine.api_key)
         self.router: Router[Member] = Router(self.members, self.options.concurrency)
         self.error: EngineError | None = None
         self._failed: asyncio.Future[None] | None = None
@@ -86,6 +98,7 @@ class Fleet:
         await asyncio.gather(*(self._last_call(member) for member in self.members))
         for member in self.members:
             await member.client.close()
+            remember(member.url, None)
 
     async def _last_call(self, member: Member) -> None:
         """An SGLang of ours ends only when its requests have: they are aborted, and their answers waited for."""

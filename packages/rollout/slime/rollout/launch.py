@@ -15,6 +15,7 @@ from slime.rollout.engines.base import Engine, RemoteEngine
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
+from slime.rollout.engines.keys import new_key, read_key
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.sglang.installed import is_installed
 from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, start_sglang
@@ -109,8 +110,10 @@ def start_engines(settings: RolloutSettings, first: Mapping[str, int] | None = N
     then none is left running.
     """
     if settings.rollout_external_engine_addrs:
+        path = settings.rollout_engine_api_key_file
+        api_key = read_key(path, "--rollout-engine-api-key-file") if path is not None else None
         return [
-            RemoteEngine(f"external-{i}", engine_url(address))
+            RemoteEngine(f"external-{i}", engine_url(address), api_key=api_key)
             for i, address in enumerate(settings.rollout_external_engine_addrs)
         ]
     gpus = visible_gpus()
@@ -166,6 +169,7 @@ def sglang_starts(settings: RolloutSettings, gpus: Sequence[str], first: int = 0
                 args={"host": settings.rollout_engine_host} | settings.sglang_args,
             ),
             name=f"sglang-{i}",
+            api_key=new_key(),
             env={"PYTHONPATH": search_path()},
         )
         for i, share in enumerate(shares, first)
@@ -191,6 +195,7 @@ def embedded_starts(
             start_embedded,
             options,
             name=f"embedded-{first + i}",
+            api_key=new_key(),
             env={"PYTHONPATH": search_path()} | ({VISIBLE: gpus[i % len(gpus)]} if gpus else {}),
         )
         for i in range(settings.rollout_num_engines)

@@ -156,7 +156,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.BeginWeightUpdateResponse:
         fresh = self._check_writer(request.writer)
         members = self.fleet.loop.run(self.updates.begin(request.weight_version, supersede=fresh))
-        return rollout_pb2.BeginWeightUpdateResponse(engines=[self._engine_message(member) for member in members])
+        engines = [self._engine_message(member) for member in members]
+        for member, engine in zip(members, engines, strict=True):
+            # Nobody but the trainer, which sends the weights, is told.
+            engine.api_key = member.engine.api_key or ""
+        return rollout_pb2.BeginWeightUpdateResponse(engines=engines)
 
     def CommitWeightUpdate(
         self, request: rollout_pb2.CommitWeightUpdateRequest, context: grpc.ServicerContext

@@ -118,6 +118,9 @@ class RolloutSettings:
     rollout_external_engine_addrs: list[str] | None = setting(
         None, "host:port of engines that run already", metavar="HOST:PORT"
     )
+    rollout_engine_api_key_file: str | None = setting(
+        None, "file with the API key of the engines at --rollout-external-engine-addrs", metavar="FILE"
+    )
     rollout_engine: str = setting(
         "auto",
         "what generates: sglang, or embedded (transformers, also on a CPU); auto: sglang where there is a GPU for it",
@@ -217,6 +220,13 @@ class RolloutSettings:
             port = address.rstrip("/").rpartition(":")[2]
             if not port.isdigit() or not 0 < int(port) < 65536:
                 raise _contradiction("--rollout-external-engine-addrs", address, "HOST:PORT")
+        if self.rollout_engine_api_key_file is not None and not self.rollout_external_engine_addrs:
+            raise InvalidSetting(
+                "--rollout-engine-api-key-file requires --rollout-external-engine-addrs: engines that a run starts "
+                "get keys of their own",
+                field="--rollout-engine-api-key-file", value=self.rollout_engine_api_key_file,
+                expected="--rollout-external-engine-addrs",
+            )  # fmt: skip
         if self.rollout_num_gpus == 0 and not self.rollout_external_engine_addrs:
             raise _contradiction("--rollout-num-gpus", 0, "--rollout-external-engine-addrs: somebody must generate")
         if self.sglang_args:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from slime.rollout.engines.keys import engine_headers
 from slime.rollout.generate.seeds import SEEDS
 from slime.types.errors import Unavailable
 
@@ -40,7 +41,9 @@ async def post(
 ) -> Any:
     """The answer: its JSON, whatever its content type says, or its text where it is none. Tries again after a second
     where the server fails or does not answer; raises Unavailable, with what the server said last, after the last try.
+    Calls to the engines of a run carry their API key.
     """
+    headers = {**engine_headers(url), **(headers or {})}
     last = ""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     own = SEEDS.get()

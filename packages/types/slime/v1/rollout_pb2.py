@@ -26,7 +26,7 @@ from slime.v1 import sample_pb2 as slime_dot_v1_dot_sample__pb2
 from slime.v1 import buffer_pb2 as slime_dot_v1_dot_buffer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/rollout.proto\x12\x08slime.v1\x1a\x15slime/v1/sample.proto\x1a\x15slime/v1/buffer.proto\"\x12\n\x10GetStatusRequest\"k\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x16\n\x0eweight_version\x18\x05 \x01(\x03\x12\x0f\n\x07tp_size\x18\x06 \x01(\x05\"h\n\x11GetStatusResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x03\"[\n\x0fGenerateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\"\xdc\x01\n\x10GenerateResponse\x12\x18\n\x10\x63ompleted_groups\x18\x01 \x01(\x05\x12\x12\n\nnum_groups\x18\x02 \x01(\x05\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.GenerateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0f\x45valuateRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\r\n\x05names\x18\x02 \x03(\t\"\xde\x01\n\x10\x45valuateResponse\x12\x19\n\x11\x63ompleted_samples\x18\x01 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x03\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.EvaluateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x18\x42\x65ginWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\">\n\x19\x42\x65ginWeightUpdateResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\"U\n\x19\x43ommitWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\"\x1c\n\x1a\x43ommitWeightUpdateResponse\"d\n\x18\x41\x62ortWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\x19\x41\x62ortWeightUpdateResponse\"A\n\x0eOffloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x11\n\x0fOffloadResponse\"@\n\rOnloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x10\n\x0eOnloadResponse2\xfa\x04\n\x0eRolloutService\x12\x44\n\tGetStatus\x12\x1a.slime.v1.GetStatusRequest\x1a\x1b.slime.v1.GetStatusResponse\x12\x43\n\x08Generate\x12\x19.slime.v1.GenerateRequest\x1a\x1a.slime.v1.GenerateResponse0\x01\x12\x43\n\x08\x45valuate\x12\x19.slime.v1.EvaluateRequest\x1a\x1a.slime.v1.EvaluateResponse0\x01\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".slime.v1.BeginWeightUpdateRequest\x1a#.slime.v1.BeginWeightUpdateResponse\x12_\n\x12\x43ommitWeightUpdate\x12#.slime.v1.CommitWeightUpdateRequest\x1a$.slime.v1.CommitWeightUpdateResponse\x12\\\n\x11\x41\x62ortWeightUpdate\x12\".slime.v1.AbortWeightUpdateRequest\x1a#.slime.v1.AbortWeightUpdateResponse\x12>\n\x07Offload\x12\x18.slime.v1.OffloadRequest\x1a\x19.slime.v1.OffloadResponse\x12;\n\x06Onload\x12\x17.slime.v1.OnloadRequest\x1a\x18.slime.v1.OnloadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/rollout.proto\x12\x08slime.v1\x1a\x15slime/v1/sample.proto\x1a\x15slime/v1/buffer.proto\"\x12\n\x10GetStatusRequest\"|\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x16\n\x0eweight_version\x18\x05 \x01(\x03\x12\x0f\n\x07tp_size\x18\x06 \x01(\x05\x12\x0f\n\x07\x61pi_key\x18\x07 \x01(\t\"h\n\x11GetStatusResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x03\"[\n\x0fGenerateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\"\xdc\x01\n\x10GenerateResponse\x12\x18\n\x10\x63ompleted_groups\x18\x01 \x01(\x05\x12\x12\n\nnum_groups\x18\x02 \x01(\x05\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.GenerateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0f\x45valuateRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\r\n\x05names\x18\x02 \x03(\t\"\xde\x01\n\x10\x45valuateResponse\x12\x19\n\x11\x63ompleted_samples\x18\x01 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x03\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.EvaluateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x18\x42\x65ginWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\">\n\x19\x42\x65ginWeightUpdateResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\"U\n\x19\x43ommitWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\"\x1c\n\x1a\x43ommitWeightUpdateResponse\"d\n\x18\x41\x62ortWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\x19\x41\x62ortWeightUpdateResponse\"A\n\x0eOffloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x11\n\x0fOffloadResponse\"@\n\rOnloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x10\n\x0eOnloadResponse2\xfa\x04\n\x0eRolloutService\x12\x44\n\tGetStatus\x12\x1a.slime.v1.GetStatusRequest\x1a\x1b.slime.v1.GetStatusResponse\x12\x43\n\x08Generate\x12\x19.slime.v1.GenerateRequest\x1a\x1a.slime.v1.GenerateResponse0\x01\x12\x43\n\x08\x45valuate\x12\x19.slime.v1.EvaluateRequest\x1a\x1a.slime.v1.EvaluateResponse0\x01\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".slime.v1.BeginWeightUpdateRequest\x1a#.slime.v1.BeginWeightUpdateResponse\x12_\n\x12\x43ommitWeightUpdate\x12#.slime.v1.CommitWeightUpdateRequest\x1a$.slime.v1.CommitWeightUpdateResponse\x12\\\n\x11\x41\x62ortWeightUpdate\x12\".slime.v1.AbortWeightUpdateRequest\x1a#.slime.v1.AbortWeightUpdateResponse\x12>\n\x07Offload\x12\x18.slime.v1.OffloadRequest\x1a\x19.slime.v1.OffloadResponse\x12;\n\x06Onload\x12\x17.slime.v1.OnloadRequest\x1a\x18.slime.v1.OnloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,41 +40,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=82
   _globals['_GETSTATUSREQUEST']._serialized_end=100
   _globals['_ENGINE']._serialized_start=102
-  _globals['_ENGINE']._serialized_end=209
-  _globals['_GETSTATUSRESPONSE']._serialized_start=211
-  _globals['_GETSTATUSRESPONSE']._serialized_end=315
-  _globals['_GENERATEREQUEST']._serialized_start=317
-  _globals['_GENERATEREQUEST']._serialized_end=408
-  _globals['_GENERATERESPONSE']._serialized_start=411
-  _globals['_GENERATERESPONSE']._serialized_end=631
-  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_start=585
-  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_end=631
-  _globals['_EVALUATEREQUEST']._serialized_start=633
-  _globals['_EVALUATEREQUEST']._serialized_end=685
-  _globals['_EVALUATERESPONSE']._serialized_start=688
-  _globals['_EVALUATERESPONSE']._serialized_end=910
-  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_start=585
-  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_end=631
-  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=912
-  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=996
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=998
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1060
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=1062
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=1147
-  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_start=1149
-  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_end=1177
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=1179
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=1279
-  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_start=1281
-  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_end=1308
-  _globals['_OFFLOADREQUEST']._serialized_start=1310
-  _globals['_OFFLOADREQUEST']._serialized_end=1375
-  _globals['_OFFLOADRESPONSE']._serialized_start=1377
-  _globals['_OFFLOADRESPONSE']._serialized_end=1394
-  _globals['_ONLOADREQUEST']._serialized_start=1396
-  _globals['_ONLOADREQUEST']._serialized_end=1460
-  _globals['_ONLOADRESPONSE']._serialized_start=1462
-  _globals['_ONLOADRESPONSE']._serialized_end=1478
-  _globals['_ROLLOUTSERVICE']._serialized_start=1481
-  _globals['_ROLLOUTSERVICE']._serialized_end=2115
+  _globals['_ENGINE']._serialized_end=226
+  _globals['_GETSTATUSRESPONSE']._serialized_start=228
+  _globals['_GETSTATUSRESPONSE']._serialized_end=332
+  _globals['_GENERATEREQUEST']._serialized_start=334
+  _globals['_GENERATEREQUEST']._serialized_end=425
+  _globals['_GENERATERESPONSE']._serialized_start=428
+  _globals['_GENERATERESPONSE']._serialized_end=648
+  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_start=602
+  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_end=648
+  _globals['_EVALUATEREQUEST']._serialized_start=650
+  _globals['_EVALUATEREQUEST']._serialized_end=702
+  _globals['_EVALUATERESPONSE']._serialized_start=705
+  _globals['_EVALUATERESPONSE']._serialized_end=927
+  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_start=602
+  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_end=648
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=929
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=1013
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=1015
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1077
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=1079
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=1164
+  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_start=1166
+  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_end=1194
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=1196
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=1296
+  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_start=1298
+  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_end=1325
+  _globals['_OFFLOADREQUEST']._serialized_start=1327
+  _globals['_OFFLOADREQUEST']._serialized_end=1392
+  _globals['_OFFLOADRESPONSE']._serialized_start=1394
+  _globals['_OFFLOADRESPONSE']._serialized_end=1411
+  _globals['_ONLOADREQUEST']._serialized_start=1413
+  _globals['_ONLOADREQUEST']._serialized_end=1477
+  _globals['_ONLOADRESPONSE']._serialized_start=1479
+  _globals['_ONLOADRESPONSE']._serialized_end=1495
+  _globals['_ROLLOUTSERVICE']._serialized_start=1498
+  _globals['_ROLLOUTSERVICE']._serialized_end=2132
 # @@protoc_insertion_point(module_scope)

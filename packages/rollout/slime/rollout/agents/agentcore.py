@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.rollout.agents.results import S3Results, aws_client
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_key
+from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_place
 from slime.types.errors import ConfigError, RemoteError, SlimeError
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ class AgentCore:
             answer = await loop.run_in_executor(self._threads, self._invoke, session_id, payload)
             if not is_pending(answer):
                 return answer
-            bucket = str(answer.get("s3_bucket") or self.settings.s3_bucket)
-            return await self._results.wait(bucket, str(answer.get("result_key") or result_key(payload, session_id)))
+            return await self._results.wait(*result_place(answer, self.settings.s3_bucket, payload, session_id))
         finally:
             self._running.discard(session_id)
             await self._stop(session_id)

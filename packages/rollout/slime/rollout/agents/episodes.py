@@ -107,6 +107,7 @@ class Episodes:
             "input_id": session.id,
             "s3_bucket": self.settings.s3_bucket,
             "base_url": base_url,
+            "api_key": self.gateway.api_key,
             "model_id": self.settings.model_id,
             "sampling_params": params | {"max_tokens": session.sampling_params["max_new_tokens"]},
         }

@@ -2,9 +2,9 @@
 
     POST /sessions/ID/v1/chat/completions, /sessions/ID/v1/completions    GET /sessions/ID/v1/models, /health
 
-The id of a session is the key to it: random, unknown to others, and worth nothing once the session is closed. Sampling
-follows the session, not the request, which may only ask for fewer tokens and for stops of its own: what is trained on
-must have been drawn as the trainer assumes.
+The id of a session is the key to it: random, unknown to others, and worth nothing once the session is closed. Beyond
+the loopback every request carries the gateway's API key as well. Sampling follows the session, not the request, which
+may only ask for fewer tokens and for stops of its own: what is trained on must have been drawn as the trainer assumes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,35 @@ from aiohttp import web
 
 from slime.rollout.agents import openai_format
 from slime.rollout.agents.parse import parse_answer
-from slime.rollout.agents.render import Renderer, clean
+from slime.rollout.agents.render import Renderer
 from slime.rollout.agents.sessions import JSON, Session, Turn
 from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.chat_messages import clean
+from slime.rollout.chat_template import check_arguments, encode
+from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, listen
+from slime.rollout.doors.bodies import too_deep
+from slime.rollout.engines.keys import read_key
 from slime.rollout.generate.seeds import sampling_seed
 from slime.rollout.generate.state import GenerateState
+from slime.rollout.openai_body import include_usage
 from slime.types.errors import EngineError, InvalidField, NotFound, PortInUse, SlimeError, Unavailable, WrongState
+from slime.types.rpc.token_files import is_loopback
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
 CLOSE_SECONDS = 10.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HTTP_STATUS = {
-    "INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "FAILED_PRECONDITION": 503, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+    "INVALID_ARGUMENT": 400, "UNAUTHENTICATED": 401, "NOT_FOUND": 404,
+    "FAILED_PRECONDITION": 503, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
 }  # fmt: skip
 
 
 class Gateway:
-    """Used on the loop of `state` only. Raises InvalidSetting where the renderer does not fit the tokenizer."""
+    """Used on the loop of `state` only. api_key: what agents send as `Authorization: Bearer`; None: nothing.
+
+    Raises InvalidSetting where the renderer does not fit the tokenizer, or where others could reach the gateway without
+    a key.
+    """
 
     def __init__(self, state: GenerateState, settings: AgentSettings) -> None:
         self.state = state
@@ -50,33 +60,40 @@ class Gateway:
             cumulative=settings.cumulative_token_mode,
             family=settings.renderer_family,
         )
+        path = settings.gateway_api_key_file
+        self.api_key = None if path is None else read_key(path, "gateway_api_key_file")
+        check_exposure(settings.gateway_host, self.api_key, "gateway_host", "gateway_api_key_file")
+        tunnel = urlsplit(settings.gateway_url or "").hostname
+        self._access = Access(settings.gateway_host, api_key=self.api_key, names=[tunnel] if tunnel else [])
+        self._bodies = Bodies()
+        self._workers = Workers("gateway")
         self.url = ""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Raises PortInUse."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{session}/v1/completions", self._complete)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-        await runner.setup()
         host, port = self.settings.gateway_host, self.settings.gateway_port
         try:
-            await web.TCPSite(runner, host, port).start()
+            listener = listen(host, port)
         except OSError as error:
-            await runner.cleanup()
             raise PortInUse(
                 f"the gateway of the agents cannot listen on {host}:{port}: {error}",
                 field="gateway_port", value=port, expected="a free port, or 0",
             ) from error  # fmt: skip
-        self._runner = runner
-        bound = runner.addresses[0]
-        self.url = (self.settings.gateway_url or f"http://{host}:{bound[1]}").rstrip("/")
+        connections = Connections()
+        self._runner = connections.runner(app)
+        await self._runner.setup()
+        await connections.serve(self._runner, listener)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = (self.settings.gateway_url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
         log.info("agents reach the engines at %s", self.url)
-        if self.settings.region is not None and urlsplit(self.url).hostname in LOOPBACK:
+        if self.settings.region is not None and is_loopback(urlsplit(self.url).hostname or ""):
             log.warning("agents on AWS cannot reach %s: give gateway_host, or gateway_url of a tunnel to it", self.url)
 
     async def stop(self) -> None:
@@ -85,6 +102,7 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        self._workers.close()
 
     def open_session(self, session: Session) -> str:
         """The base URL for OpenAI's clients."""
@@ -108,11 +126,23 @@ class Gateway:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
+    @property
+    def _guard(self) -> Any:
+        @web.middleware
+        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+            try:
+                self._access.check(request)
+                return await handler(request)
+            except RecursionError:
+                return _refusal(too_deep())
+            except SlimeError as error:
+                log.info("%s: %s", request.path, error)
+                return _refusal(error)
+
+        return guard
+
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._session(request)
-        except SlimeError as error:
-            return _refusal(error)
+        self._session(request)
         model = {"id": self.settings.model_id, "object": "model", "created": 0, "owned_by": "slime"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -124,22 +154,18 @@ class Gateway:
 
     async def _answer(self, request: web.Request, make: Any) -> web.StreamResponse:
         """Every request of a session runs in a task that closing the session ends."""
+        session = self._session(request)
+        body = openai_format.check_request(await self._bodies.json(request))
+        task = asyncio.ensure_future(make(session, body))
+        session.running.add(task)
+        task.add_done_callback(session.running.discard)
         try:
-            session = self._session(request)
-            body = openai_format.check_request(await _json(request))
-            task = asyncio.ensure_future(make(session, body))
-            session.running.add(task)
-            task.add_done_callback(session.running.discard)
-            try:
-                answer = await task
-            except asyncio.CancelledError:
-                task.cancel()
-                if session.id in self._sessions:
-                    raise
-                raise _closed(session.id) from None
-        except SlimeError as error:
-            log.info("%s: %s", request.path, error)
-            return _refusal(error)
+            answer = await task
+        except asyncio.CancelledError:
+            task.cancel()
+            if session.id in self._sessions:
+                raise
+            raise _closed(session.id) from None
         if not body.get("stream"):
             return web.json_response(answer)
         return await self._stream(request, body, answer)
@@ -147,17 +173,18 @@ class Gateway:
     async def _stream(self, request: web.Request, body: JSON, answer: JSON) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        options = body.get("stream_options")
-        with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
-        for event in openai_format.events(answer, with_usage=with_usage):
+        for event in openai_format.events(answer, with_usage=include_usage(body)):
             await response.write(event)
         await response.write_eof()
         return response
 
     async def _chat_turn(self, session: Session, body: JSON) -> JSON:
         messages = clean(body.get("messages"))
-        extra = body.get("chat_template_kwargs") or {}
-        prompt = self.renderer.prompt(messages, body.get("tools"), session.turns, extra)
+        extra = check_arguments(self.state.tokenizer, body.get("chat_template_kwargs"))
+        turns = list(session.turns)
+        prompt = await self._workers.run(
+            "messages", lambda: self.renderer.prompt(messages, body.get("tools"), turns, extra)
+        )
         turn = await self._generate(session, body, prompt)
         message = parse_answer(
             self._content(turn),
@@ -171,7 +198,10 @@ class Gateway:
 
     async def _text_turn(self, session: Session, body: JSON) -> JSON:
         prompt = body.get("prompt")
-        ids = self.renderer.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+        ids = prompt
+        if isinstance(prompt, str):
+            text, tokenizer = prompt, self.state.tokenizer
+            ids = await self._workers.run("prompt", lambda: encode(tokenizer, text, "prompt"))
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise InvalidField("prompt", prompt, "a text or a list of token ids, not empty")
         turn = await self._generate(session, body, ids)
@@ -245,13 +275,10 @@ def _closed(session_id: str) -> WrongState:
     return WrongState(f"session {session_id} was closed", field="session", expected="a session that is open")
 
 
-async def _json(request: web.Request) -> Any:
-    try:
-        return await request.json()
-    except (ValueError, RecursionError) as error:
-        raise InvalidField("body", str(error), "JSON") from error
-
-
 def _refusal(error: SlimeError) -> web.Response:
-    status = HTTP_STATUS.get(error.status, 500)
-    return web.json_response(openai_format.error_body(error, status), status=status)
+    status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
+    response = web.json_response(openai_format.error_body(error, status), status=status)
+    if status in (408, 413):
+        # The rest of the body is not waited for.
+        response.force_close()
+    return response

@@ -9,8 +9,8 @@ import aiohttp
 
 from slime.rollout.agents.results import S3Results
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_key
-from slime.types.errors import InvalidField, RemoteError, Unavailable
+from slime.rollout.agents.transport import JSON, SESSION_HEADER, Pace, is_pending, parse_result, result_place
+from slime.types.errors import RemoteError, Unavailable
 
 PING_SECONDS = 5.0
 
@@ -32,13 +32,10 @@ class HTTPAgent:
         answer = await self._post(session_id, payload)
         if not is_pending(answer):
             return answer
-        bucket = answer.get("s3_bucket") or self.settings.s3_bucket
-        if not bucket:
-            raise InvalidField("s3_bucket", bucket, "a bucket, in the agent's answer or in the settings")
+        bucket, key = result_place(answer, self.settings.s3_bucket, payload, session_id)
         if self._results is None:
             self._results = S3Results(self.settings)
-        key = answer.get("result_key") or result_key(payload, session_id)
-        return await self._results.wait(str(bucket), str(key), self._check_alive)
+        return await self._results.wait(bucket, key, self._check_alive)
 
     async def _post(self, session_id: str, payload: JSON) -> JSON:
         try:

@@ -10,7 +10,18 @@ from itertools import accumulate
 from typing import Any
 
 from slime.rollout.agents.sessions import JSON, Turn
+from slime.rollout.openai_body import check_names, include_usage
 from slime.types.errors import InvalidField
+
+# Sampling follows the session: what a request says of it is taken and counts for nothing.
+SAMPLING = frozenset((
+    "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "seed", "skip_special_tokens", "stop_token_ids",
+    "temperature", "top_k", "top_p",
+))  # fmt: skip
+KNOWN = SAMPLING | {
+    "chat_template_kwargs", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt", "stop",
+    "stream", "stream_options", "tools",
+}  # fmt: skip
 
 
 def budget(body: Mapping[str, Any], limit: int) -> int:
@@ -39,17 +50,8 @@ def check_request(body: Any) -> JSON:
         raise InvalidField("body", body, "a JSON object")
     if body.get("n") not in (None, 1):
         raise InvalidField("n", body["n"], "1: an episode is one trajectory")
-    for name in ("echo", "suffix"):
-        if body.get(name):
-            raise InvalidField(name, body[name], "none: an answer is what the model made")
-    if body.get("best_of") not in (None, 1):
-        raise InvalidField("best_of", body["best_of"], "1: an episode is one trajectory")
-    extra = body.get("chat_template_kwargs")
-    if extra is not None and not isinstance(extra, dict):
-        raise InvalidField("chat_template_kwargs", extra, "an object")
-    if extra and "chat_template" in extra:
-        # A template is a program, and it would run here.
-        raise InvalidField("chat_template_kwargs.chat_template", "given", "arguments of the model's own template")
+    check_names(body, KNOWN)
+    include_usage(body)
     return body
 
 

@@ -41,7 +41,7 @@ def _take_tool_calls(message: dict[str, Any]) -> None:
 def _tool_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call.get("name"), str):
         return None

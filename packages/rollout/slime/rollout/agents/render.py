@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from slime.rollout.agents.sessions import JSON, Turn
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.rollout.chat_template import encode, render
+from slime.types.errors import InvalidSetting
 
 # Stands for an assistant's message where the text that follows one is looked for; no template changes letters.
 MARK = "zqxanswerzqx"
@@ -65,78 +63,10 @@ class Renderer:
         return self._render(messages, None, {}).rpartition(MARK)[2]
 
     def _render(self, messages: list[JSON], tools: Any, extra: Mapping[str, Any]) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    **{**self.template_kwargs, **extra, "tools": tools or None},
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidField("messages", str(error), "messages that the chat template of this model takes") from error
-
-    def encode(self, text: str, field: str) -> list[int]:
-        """Raises InvalidField naming `field` for what is no text: JSON can hold half a character."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidField(field, str(error), "text") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return render(self.tokenizer, messages, tools, {**self.template_kwargs, **extra})
 
     def _encode(self, text: str) -> list[int]:
-        return self.encode(text, "messages")
-
-
-def clean(messages: Any) -> list[JSON]:
-    """OpenAI's messages as templates take them: content as text, arguments of tool calls as objects.
-
-    Raises InvalidField.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise InvalidField("messages", messages, "a list of objects with role and content")
-    return [_clean(i, message) for i, message in enumerate(messages)]
-
-
-def _clean(position: int, message: Any) -> JSON:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InvalidField(f"messages[{position}]", message, "an object with role and content")
-    cleaned: JSON = {"role": message["role"], "content": _text(position, message.get("content"))}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if message.get(name):
-            cleaned[name] = message[name]
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list) or not all(
-            isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-        ):
-            raise InvalidField(f"messages[{position}].tool_calls", calls, "a list of objects with function")
-        cleaned["tool_calls"] = [
-            c | {"function": c["function"] | {"arguments": _arguments(c["function"])}} for c in calls
-        ]
-    return cleaned
-
-
-def _text(position: int, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise InvalidField(f"messages[{position}].content", content, "a text, or a list of parts that are text")
-    return "".join(part["text"] for part in parts)
-
-
-def _arguments(function: JSON) -> Any:
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
+        return encode(self.tokenizer, text, "messages")
 
 
 def same_messages(known: Sequence[JSON], given: Sequence[JSON]) -> bool:

@@ -38,7 +38,8 @@ class AgentSettings:
     acr_timeout: seconds an episode may take. acr_tps_limit: calls of agents a second. max_concurrent: episodes at once.
     cumulative_token_mode: the next prompt of a session is what was generated so far, and its new messages rendered.
     gateway_port: 0 lets the system choose. gateway_host: the address to listen on; gateway_url: how agents reach it,
-    where that is not http://gateway_host:port.
+    where that is not http://gateway_host:port; gateway_api_key_file: the key that agents send, required where
+    gateway_host is not the loopback.
     """
 
     agent_runtime_arn: str
@@ -47,6 +48,7 @@ class AgentSettings:
     gateway_host: str = "127.0.0.1"
     gateway_url: str | None = None
     gateway_port: int = 0
+    gateway_api_key_file: str | None = None
     acr_timeout: float = 900.0
     model_id: str = "default"
     acr_tps_limit: float = 25.0
@@ -99,6 +101,11 @@ class AgentSettings:
             raise _wrong("gateway_port", self.gateway_port, "a port, or 0 for one that the system chooses")
         if self.gateway_host in ("0.0.0.0", "::") and not self.gateway_url:
             raise _wrong("gateway_url", None, f"how agents reach the gateway, beside gateway_host {self.gateway_host}")
+        # Reading flags imports this module, and must not wait for gRPC.
+        from slime.types.rpc.token_files import is_loopback
+
+        if self.gateway_api_key_file is None and not is_loopback(self.gateway_host):
+            raise _wrong("gateway_api_key_file", None, f"a file with a key, beside gateway_host {self.gateway_host}")
         _one_of("renderer_family", self.renderer_family, RENDERERS)
         _one_of("reward_postprocessing", self.reward_postprocessing, STRATEGIES)
         _one_of("gateway_log_level", self.gateway_log_level, LOG_LEVELS)

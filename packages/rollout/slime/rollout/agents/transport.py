@@ -50,6 +50,19 @@ def result_key(payload: Mapping[str, Any], session_id: str) -> str:
     return f"{own['exp_id']}/{own['input_id']}/{session_id}.json"
 
 
+def result_place(answer: JSON, bucket: str | None, payload: Mapping[str, Any], session_id: str) -> tuple[str, str]:
+    """Bucket and key of a result that an agent leaves in S3. It is read with the credentials of the run, so an agent
+    says no more than which key of its own experiment. Raises InvalidField for another bucket or key."""
+    named = answer.get("s3_bucket") or bucket
+    if bucket is None or named != bucket:
+        raise InvalidField("s3_bucket", named, f"the bucket of the settings ({bucket or 'none is set'})")
+    key = answer.get("result_key") or result_key(payload, session_id)
+    start = f"{payload['_rollout']['exp_id']}/"
+    if not isinstance(key, str) or not key.startswith(start):
+        raise InvalidField("result_key", key, f"a key that begins with {start}")
+    return bucket, key
+
+
 def parse_result(body: bytes, where: str) -> JSON:
     """Raises RemoteError for what is no JSON object."""
     try:

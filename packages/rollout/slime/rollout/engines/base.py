@@ -13,6 +13,8 @@ class Engine(Protocol):
     name: str
     kind: str
     """"embedded" or "sglang"."""
+    api_key: str | None
+    """What calls must carry as `Authorization: Bearer`; None: nothing."""
 
     @property
     def url(self) -> str:
@@ -32,8 +34,9 @@ class Engine(Protocol):
 class RemoteEngine:
     """An engine that was running before us and stays when we go."""
 
-    def __init__(self, name: str, url: str, kind: str = "sglang") -> None:
+    def __init__(self, name: str, url: str, kind: str = "sglang", api_key: str | None = None) -> None:
         self.name = name
+        self.api_key = api_key
         self.kind = kind
         self.url = url.rstrip("/")
 

@@ -21,8 +21,9 @@ class EngineClient(EngineHTTP):
         *,
         timeout_seconds: float = 60.0,
         generate_timeout_seconds: float = 3600.0,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__(url, name, timeout_seconds=timeout_seconds)
+        super().__init__(url, name, timeout_seconds=timeout_seconds, api_key=api_key)
         self.generate_timeout_seconds = generate_timeout_seconds
 
     async def generate(
@@ -68,7 +69,7 @@ class EngineClient(EngineHTTP):
     async def flush_cache(self, wait_seconds: float = 0.0) -> None:
         """Drops the prefix cache. Raises InvalidField where requests still run after so long."""
         path = f"/flush_cache?timeout={wait_seconds:g}" if wait_seconds else "/flush_cache"
-        await self.get(path, timeout_seconds=self.timeout_seconds + wait_seconds)
+        await self.post(path, {}, timeout_seconds=self.timeout_seconds + wait_seconds)
 
     async def weight_version(self) -> str:
         return str((await self.model_info())["weight_version"])

@@ -8,23 +8,28 @@ from typing import Any
 
 import aiohttp
 
-from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError
+from slime.rollout.engines.keys import bearer
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError, Unauthenticated
 
 # SGLang closes a connection that was idle for 5 s; a POST that meets the closing end is lost, and is not sent again.
 KEEP_ALIVE_SECONDS = 2.0
 
 
 class EngineHTTP:
-    """Raises InvalidField where the engine refuses a request (4xx), EngineError where it cannot be reached, goes away
+    """api_key: what the engine was started with. Raises InvalidField where the engine refuses a request (4xx; 401 is
+    Unauthenticated), EngineError where it cannot be reached, goes away
     or fails (5xx), DeadlineExceeded where it does not answer in time.
 
     Belongs to the event loop that it is first used in; close it there (`async with` does).
     """
 
-    def __init__(self, url: str, name: str = "engine", *, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self, url: str, name: str = "engine", *, timeout_seconds: float = 60.0, api_key: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.name = name
         self.timeout_seconds = timeout_seconds
+        self._headers = bearer(api_key)
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, *, timeout_seconds: float | None = None) -> Any:
@@ -78,7 +83,7 @@ class EngineHTTP:
         if self._session is None:
             # Rollouts keep hundreds of requests open at once; the engine queues them.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 
     async def close(self) -> None:
@@ -95,6 +100,11 @@ class EngineHTTP:
         error = detail.get("error", detail) if isinstance(detail, dict) else {}
         error = error if isinstance(error, dict) else {"message": str(error)}
         message = f"engine {self.name} answered {method} {path} with {status}: {error.get('message') or text[:500]}"
+        if status == 401:
+            return Unauthenticated(
+                f"{message}; an engine that was started elsewhere needs --rollout-engine-api-key-file",
+                field="--rollout-engine-api-key-file", value=self.name, expected="the API key of the engine",
+            )  # fmt: skip
         if 400 <= status < 500:
             field, value, expected = (str(error.get(key) or "") for key in ("field", "value", "expected"))
             return InvalidField(field, value, expected, message)

@@ -22,6 +22,7 @@ from typing import Any
 
 from slime.rollout.child_environment import child_environment
 from slime.rollout.engines.base import Engine
+from slime.rollout.engines.keys import VARIABLE
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class EngineProcess:
     """A running engine of ours; satisfies `base.Engine`.
 
     command: given (announce_fd, parent_fd), the argument vector to start.
-    grace_seconds: how long `stop` waits between SIGTERM and SIGKILL where it is not told.
+    grace_seconds: how long `stop` waits between SIGTERM and SIGKILL where it is not told. api_key: what calls must
+    carry; the process finds it in its environment, which other users cannot read.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class EngineProcess:
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
         grace_seconds: float = 5.0,
+        api_key: str | None = None,
     ) -> None:
         self.name = name
+        self.api_key = api_key
         self.kind = kind
         self.grace_seconds = grace_seconds
         self._host = host
@@ -66,7 +70,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(announce_fd, parent_fd),
                 start_new_session=True,
-                env=child_environment(env),
+                env=child_environment({**(env or {}), VARIABLE: api_key or ""}),
             )
         except OSError as error:
             os.close(self._announced)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from slime.rollout.engines.base import RemoteEngine
+from slime.rollout.engines.keys import read_key
 from slime.rollout.fleet import Fleet, FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.generate.responses import stop_texts
@@ -41,7 +42,9 @@ class GenerateState:
             return
         _fill_defaults(args)
         loop = LoopThread()
-        engine = RemoteEngine("router", f"http://{args.sglang_router_ip}:{args.sglang_router_port}")
+        path = args.rollout_engine_api_key_file
+        api_key = read_key(path, "--rollout-engine-api-key-file") if path is not None else None
+        engine = RemoteEngine("router", f"http://{args.sglang_router_ip}:{args.sglang_router_port}", api_key=api_key)
         fleet = Fleet([engine], loop)
         fleet.start()
         self._build(args, fleet, load_tokenizer(args.hf_checkpoint), RolloutPlugins(args))

@@ -38,10 +38,11 @@ class EngineRequests:
 
     def _post(self, engine: Engine, path: str, body: bytes, content_type: str, what: str) -> Any:
         where = f"rank 0 to engine {engine.name} at {engine.url}{path.split('?')[0]}, {what}"
+        headers = {"Content-Type": content_type}
+        if engine.api_key:
+            headers["Authorization"] = f"Bearer {engine.api_key}"
         try:
-            answer = self._http.request(
-                "POST", engine.url.rstrip("/") + path, body=body, headers={"Content-Type": content_type}
-            )
+            answer = self._http.request("POST", engine.url.rstrip("/") + path, body=body, headers=headers)
         except urllib3.exceptions.NewConnectionError as error:
             # urllib3 counts a refused connection among the time-outs.
             raise EngineError(f"{where}: {error}", field=engine.name) from error

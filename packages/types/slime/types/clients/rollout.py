@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.types.clients.base import Client
@@ -19,7 +19,8 @@ Progress = Callable[[int, int], None]
 class Engine:
     """A generation server that speaks SGLang's protocol at `url`; kind: "embedded" or "sglang".
 
-    tp_size: its tensor-parallel ranks, each of which takes part in a weight update by itself.
+    tp_size: its tensor-parallel ranks, each of which takes part in a weight update by itself. api_key: what calls to it
+    must carry, empty for nothing; told by `begin_weight_update` alone.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Engine:
     healthy: bool
     weight_version: int
     tp_size: int = 1
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -122,4 +124,4 @@ class RolloutClient(Client):
 
 
 def _engines(messages: Any) -> list[Engine]:
-    return [Engine(m.name, m.url, m.kind, m.healthy, m.weight_version, m.tp_size or 1) for m in messages]
+    return [Engine(m.name, m.url, m.kind, m.healthy, m.weight_version, m.tp_size or 1, m.api_key) for m in messages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
@@ -11,11 +12,16 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slime.rollout.doors import check_exposure, listen
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.keys import take_key
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.settings import parse
+
+if TYPE_CHECKING:
+    from slime.rollout.engines.embedded.server import EngineServer
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +50,15 @@ def serve(options: EmbeddedOptions) -> None:
         threading.Thread(target=_end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
     from slime.rollout.engines.embedded.loading import check_directory
 
+    api_key = take_key(options.api_key_file, "--api-key-file")
+    check_exposure(options.host, api_key, "--host", "--api-key-file")
     check_directory(options.model_path)
     listener = _listen(options.host, options.port)
-    _serve_model(options, listener)
+    _serve_model(options, listener, api_key)
 
 
-def _serve_model(options: EmbeddedOptions, listener: socket.socket) -> None:
+def _serve_model(options: EmbeddedOptions, listener: socket.socket, api_key: str | None) -> None:
     import torch
-    from aiohttp import web
     from transformers.utils import logging as transformers_logging
 
     from slime.rollout.engines.embedded.loading import load
@@ -65,36 +72,35 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket) -> None:
         torch.use_deterministic_algorithms(True)
     loaded = load(options)
     scheduler = Scheduler(loaded, options)
-    server = EngineServer(loaded, scheduler, options)
+    server = EngineServer(loaded, scheduler, options, api_key)
+    asyncio.run(_serve_until_told(server, options, listener))
 
-    async def announce(application: web.Application) -> None:
-        port = listener.getsockname()[1]
-        log.info("%s is served at http://%s:%d", server.name, options.host, port)
-        _announce(options.announce_fd, {"port": port})
 
-    application = server.application()
-    application.on_startup.append(announce)
+async def _serve_until_told(server: EngineServer, options: EmbeddedOptions, listener: socket.socket) -> None:
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    runner = server.connections.runner(server.application())
+    await runner.setup()
     # The listener has been listening since before the model was loaded: a client that comes early waits.
-    # handler_cancellation: a client that goes away takes its sequences with it.
-    web.run_app(
-        application, sock=listener, print=None, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
-    )
+    await server.connections.serve(runner, listener)
+    port = listener.getsockname()[1]
+    log.info("%s is served at http://%s:%d", server.name, options.host, port)
+    _announce(options.announce_fd, {"port": port})
+    try:
+        await told.wait()
+    finally:
+        await runner.cleanup()
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Connections of an engine that has just ended do not keep its port from the next one.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(1024)
+        return listen(host, port)
     except OSError as error:
-        listener.close()
         message = f"cannot listen on {host}:{port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(message, field="--port", value=port, expected="a free port") from error
         raise InvalidSetting(message, field="--host", value=host, expected="an address of this machine") from error
-    return listener
 
 
 def _end_with_parent(descriptor: int) -> None:

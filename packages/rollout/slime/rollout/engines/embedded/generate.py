@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slime.rollout.chat_template import check_text
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.images import parse_image_data
 from slime.rollout.engines.embedded.loading import Loaded
@@ -17,6 +18,8 @@ from slime.types.vision import images_id
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
          "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data")  # fmt: skip
 NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
+
+MOST_PROMPTS = 1 << 16
 
 
 def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Response], bool]:
@@ -89,7 +92,11 @@ def _prompts(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[list[int]], 
         texts = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise InvalidField("text", text, "a text or a list of texts")
+        for each in texts:
+            check_text(each, "text")
         return [loaded.tokenizer(t)["input_ids"] for t in texts], isinstance(text, list)
+    if isinstance(ids, list) and len(ids) > MOST_PROMPTS and isinstance(ids[0], list):
+        raise InvalidField("input_ids", f"{len(ids)} prompts", f"at most {MOST_PROMPTS}")
     if not isinstance(ids, list) or not ids:
         raise InvalidField("input_ids", ids, "a list of token ids, or a list of such lists")
     if isinstance(ids[0], list):

@@ -14,15 +14,23 @@ SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def start_embedded(
-    options: EmbeddedOptions, *, name: str = "embedded-0", env: Mapping[str, str] | None = None
+    options: EmbeddedOptions,
+    *,
+    name: str = "embedded-0",
+    env: Mapping[str, str] | None = None,
+    api_key: str | None = None,
 ) -> EngineProcess:
-    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once."""
+    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once.
+
+    api_key: what calls must carry; it reaches the process by its environment.
+    """
     return EngineProcess(
         name,
         "embedded",
         lambda announce, parent: command_line(options, announce, parent),
         host=options.host,
         env={**SHARED_CORES, **(env or {})},
+        api_key=api_key,
     )
 
 
@@ -33,7 +41,9 @@ def command_line(options: EmbeddedOptions, announce_fd: int | None = None, paren
     for field in dataclasses.fields(chosen):
         value = getattr(chosen, field.name)
         flag = "--" + field.name.replace("_", "-")
-        if value is True:
+        if isinstance(value, list):
+            argv += [word for item in value for word in (flag, str(item))]
+        elif value is True:
             argv.append(flag)
         elif value is not None and value is not False:
             argv += [flag, str(value)]

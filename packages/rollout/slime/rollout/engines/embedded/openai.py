@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from jinja2 import TemplateError
 
+from slime.rollout.chat_messages import clean
+from slime.rollout.chat_template import check_arguments, check_text, encode, render
 from slime.rollout.engines.embedded.decode import Response
 from slime.rollout.engines.embedded.generate import make_response, response_text
 from slime.rollout.engines.embedded.params import SamplingParams, parse_sampling_params
+from slime.rollout.openai_body import check_names, include_usage
 from slime.types.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -26,61 +28,48 @@ SAMPLING = {
     "stop": "stop", "stop_token_ids": "stop_token_ids",
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "seed": "sampling_seed",
     "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos", "skip_special_tokens": "skip_special_tokens",
-    "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
 }  # fmt: skip
-WITHOUT_EFFECT = frozenset((
-    "model", "user", "metadata", "stream_options", "store", "tool_choice", "parallel_tool_calls",
-    "top_logprobs",
-))  # fmt: skip
-OWN = frozenset(("messages", "prompt", "tools", "n", "stream", "logprobs", "echo", "chat_template_kwargs"))
+OWN = frozenset(("chat_template_kwargs", "logprobs", "messages", "n", "prompt", "stream", "stream_options", "tools"))
+KNOWN = OWN | SAMPLING.keys()
 
 
 async def chat(server: EngineServer, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise InvalidField("messages", messages, "a list of objects with role and content")
-    for message in messages:
-        for item in message.get("content") if isinstance(message.get("content"), list) else ():
-            if isinstance(item, dict) and item.get("type") != "text":
-                raise InvalidField("messages", item.get("type"), "text: /generate takes images, as image_data")
+    check_names(body, KNOWN)
     tokenizer = server.loaded.tokenizer
-    if not tokenizer.chat_template:
-        raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
-    extra = body.get("chat_template_kwargs") or {}
-    if not isinstance(extra, dict):
-        raise InvalidField("chat_template_kwargs", extra, "an object")
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, **{"add_generation_prompt": True, **extra, "tools": body.get("tools"), "return_dict": True}
-        )
-    except TemplateError as error:
-        raise InvalidField("messages", str(error), "messages that the chat template of this model takes") from error
-    return await _answer(server, request, body, list(encoded["input_ids"]), chat=True)
+    messages = clean(body.get("messages"))
+    arguments = check_arguments(tokenizer, body.get("chat_template_kwargs"))
+
+    def tokens() -> list[int]:
+        return encode(tokenizer, render(tokenizer, messages, body.get("tools"), arguments), "messages")
+
+    return await _answer(server, request, body, await server.workers.run("messages", tokens), chat=True)
 
 
 async def complete(server: EngineServer, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+    check_names(body, KNOWN)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        prompt = server.loaded.tokenizer(prompt)["input_ids"]
-    if not isinstance(prompt, list):
-        raise InvalidField("prompt", prompt, "a text or a list of token ids")
+        check_text(prompt, "prompt")
+        text = prompt
+        prompt = await server.workers.run("prompt", lambda: server.loaded.tokenizer(text)["input_ids"])
+    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        raise InvalidField("prompt", prompt, "one text, or one list of token ids (several prompts: /generate)")
     return await _answer(server, request, body, prompt, chat=False)
 
 
 async def _answer(
     server: EngineServer, request: web.Request, body: Mapping[str, Any], prompt: list[int], *, chat: bool
 ) -> web.StreamResponse:
-    if body.get("echo"):
-        raise InvalidField("echo", body["echo"], "false: an answer is what the model made")
     count = body.get("n") or 1
     if not isinstance(count, int) or not 1 <= count <= 128:
         raise InvalidField("n", count, "a whole number from 1 to 128")
     params = [_params(server, body, prompt, i) for i in range(count)]
+    model = body.get("model")
     head = {
         "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
-        "model": body.get("model") or server.name,
+        "model": model if isinstance(model, str) and model else server.name,
     }
     # Of /v1/completions a number says of how many tokens beside the one drawn, and 0 asks for that one.
     wanted = body.get("logprobs")
@@ -91,21 +80,23 @@ async def _answer(
             raise InvalidField("n", count, "1 with stream")
         from slime.rollout.engines.embedded.server import send_events
 
-        return await send_events(request, _chunks(server, responses[0], head, chat=chat))
+        options = {"chat": chat, "usage": include_usage(body), "log_probs": log_probs}
+        return await send_events(request, _chunks(server, responses[0], head, **options))
     await server.finish(responses)
-    completion = sum(len(r.output_ids) for r in responses)
     return web.json_response(
         head
         | {
             "choices": [_choice(server, r, i, chat=chat, log_probs=log_probs) for i, r in enumerate(responses)],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": completion,
-                "total_tokens": len(prompt) + completion,
-            },
+            "usage": _usage(responses),
             "metadata": {"weight_version": responses[0].weight_version},
         }
     )
+
+
+def _usage(responses: Sequence[Response]) -> dict[str, int]:
+    """Of the samples of one prompt, which counts once."""
+    prompt, completion = len(responses[0].prompt_ids), sum(len(r.output_ids) for r in responses)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _params(server: EngineServer, body: Mapping[str, Any], prompt: list[int], number: int) -> SamplingParams:
@@ -113,8 +104,6 @@ def _params(server: EngineServer, body: Mapping[str, Any], prompt: list[int], nu
     for name, value in body.items():
         if name in SAMPLING:
             given[SAMPLING[name]] = value
-        elif name not in WITHOUT_EFFECT and name not in OWN:
-            raise InvalidField(name, value, f"one of {', '.join(sorted(SAMPLING.keys() | OWN))}")
     if given.get("sampling_seed") is not None:
         if type(given["sampling_seed"]) is not int:
             raise InvalidField("seed", given["sampling_seed"], "a whole number")
@@ -128,28 +117,31 @@ def _choice(server: EngineServer, response: Response, index: int, *, chat: bool,
     text = response_text(server.loaded, response)
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(response), "logprobs": None}
     choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    if log_probs and not chat:
-        tokens = [server.loaded.tokenizer.decode([t]) for t in response.output_ids]
-        offsets = [0, *accumulate(map(len, tokens))][: len(tokens)]
-        choice["logprobs"] = {
-            "tokens": tokens, "token_logprobs": list(response.log_probs), "top_logprobs": None, "text_offset": offsets,
-        }  # fmt: skip
-    elif log_probs:
-        tokens = [server.loaded.tokenizer.decode([t]) for t in response.output_ids]
-        choice["logprobs"] = {
-            "content": [
-                {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, log_prob in zip(tokens, response.log_probs, strict=True)
-            ]
-        }
+    if log_probs:
+        choice["logprobs"] = _log_probs(server, response, chat=chat)
     return choice
 
 
+def _log_probs(server: EngineServer, response: Response, *, chat: bool, first: int = 0) -> dict[str, Any]:
+    """Of the tokens from `first` on that have theirs."""
+    chosen = response.log_probs[first:]
+    ids = response.output_ids[first : first + len(chosen)]
+    tokens = [server.loaded.tokenizer.decode([t]) for t in ids]
+    if chat:
+        content = [
+            {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, log_prob in zip(tokens, chosen, strict=True)
+        ]
+        return {"content": content}
+    offsets = [0, *accumulate(map(len, tokens))][: len(tokens)]
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": None, "text_offset": offsets}
+
+
 async def _chunks(
-    server: EngineServer, response: Response, head: dict[str, Any], *, chat: bool
+    server: EngineServer, response: Response, head: dict[str, Any], *, chat: bool, usage: bool, log_probs: bool
 ) -> AsyncGenerator[Any, None]:
     head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
-    sent, first = "", True
+    sent, first, told = "", True, 0
     async with contextlib.aclosing(server.tokens(response)) as tokens:
         async for _ in tokens:
             done = response.finish_reason is not None
@@ -160,8 +152,14 @@ async def _chunks(
                 continue
             delta = {"content": text[len(sent) :]} | ({"role": "assistant"} if first else {})
             choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(response) if done else None}
+            if log_probs:
+                # Those of text that is held back come with it.
+                choice["logprobs"] = _log_probs(server, response, chat=chat, first=told)
+                told += len(choice["logprobs"]["content" if chat else "tokens"])
             yield head | {"choices": [choice | ({"delta": delta} if chat else {"text": text[len(sent) :]})]}
             sent, first = text, False
+    if usage:
+        yield head | {"choices": [], "usage": _usage([response])}
 
 
 def _settled(text: str, stops: tuple[str, ...]) -> str:

@@ -12,7 +12,15 @@ class EmbeddedOptions:
     """The embedded engine."""
 
     model_path: str = setting(REQUIRED, "HF directory: config.json, weights, tokenizer", metavar="DIR")
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback requires --api-key-file")
+    api_key_file: str | None = setting(
+        None,
+        "file with the key that calls must carry as Authorization: Bearer; required to listen beyond loopback",
+        metavar="FILE",
+    )
+    allowed_host: list[str] = setting(
+        list, "further host name by which callers may address the engine; repeatable", append=True
+    )
     port: int = setting(0, "port to listen on; 0 lets the system choose", minimum=0, maximum=65535)
     served_model_name: str | None = setting(None, "name in /v1/models; the directory's name by default")
     device: str = setting("auto", "where the model lives; auto: cuda if there is one", choices=("auto", "cpu", "cuda"))

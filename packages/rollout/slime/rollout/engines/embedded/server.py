@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.rollout.doors import Access, Bodies, Connections, Workers
+from slime.rollout.doors.bodies import too_deep
 from slime.rollout.engines.embedded import openai
 from slime.rollout.engines.embedded.checks import WeightChecker
 from slime.rollout.engines.embedded.decode import Response
@@ -21,20 +24,29 @@ from slime.rollout.engines.embedded.loading import Loaded, free_cached_memory
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.embedded.params import SamplingParams
 from slime.rollout.engines.embedded.scheduler import Scheduler
-from slime.types.errors import InvalidField, SlimeError
+from slime.types.errors import InvalidField, NotFound, SlimeError, Unavailable
 
 log = logging.getLogger(__name__)
 
-LARGEST_BODY = 4 << 30  # a bucket of weights
+# A bucket of weights, and how long it may take; all other bodies are smaller.
+LARGEST_BUCKET = 4 << 30
+BUCKET_SECONDS = 600.0
+BUCKETS = "/update_weights_from_tensor"
+MOST_WAITING = 1 << 18  # sequences
 # Of a SlimeError, by its gRPC status; of any other 500.
-HTTP_STATUS = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "FAILED_PRECONDITION": 409}
+HTTP_STATUS = {
+    "INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "FAILED_PRECONDITION": 409,
+    "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+}  # fmt: skip
 PAUSE_MODES = ("abort", "in_place", "retract")
 
 
 class EngineServer:
-    """Answers for one model. `name` is what /v1/models lists."""
+    """Answers for one model. `name` is what /v1/models lists. api_key: what calls must carry; None: nothing."""
 
-    def __init__(self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions) -> None:
+    def __init__(
+        self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions, api_key: str | None = None
+    ) -> None:
         self.loaded = loaded
         self.scheduler = scheduler
         self.options = options
@@ -42,47 +54,74 @@ class EngineServer:
         self.checker = WeightChecker(scheduler.weights)
         self.paused = False
         self.started = time.time()
+        self.connections = Connections()
+        # Rendering and tokenising take time that grows with the request.
+        self.workers = Workers("render")
+        self._access = Access(options.host, api_key=api_key, names=options.allowed_host, binary_paths=(BUCKETS,))
+        self._bodies = Bodies()
+        self._buckets = Bodies(max_bytes=LARGEST_BUCKET, seconds=BUCKET_SECONDS, together=LARGEST_BUCKET)
+        self._one_bucket = asyncio.Lock()
 
     def application(self) -> web.Application:
-        application = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors_as_json])
+        application = web.Application(middlewares=[_errors_as_json, self._check])
         application.on_shutdown.append(self._stop)
-        both = ("GET", "POST")
-        routes: list[tuple[tuple[str, ...], str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
-            (("POST",), "/generate", self.generate),
-            (("POST",), "/v1/chat/completions", self.chat),
-            (("POST",), "/v1/completions", self.complete),
-            (("GET",), "/v1/models", self.models),
-            (("GET",), "/health", self.health),
-            (("GET",), "/health_generate", self.health_generate),
-            (both, "/flush_cache", self.flush_cache),
-            (("GET",), "/get_weight_version", self.weight_version),
-            (("GET",), "/get_model_info", self.model_info),
-            (("GET",), "/model_info", self.model_info),
-            (("GET",), "/server_info", self.server_info),
-            (("GET",), "/get_server_info", self.server_info),
-            (("POST",), "/abort_request", self.abort_request),
-            (("POST",), "/pause_generation", self.pause_generation),
-            (("POST",), "/continue_generation", self.continue_generation),
-            (("POST",), "/update_weights_from_disk", self.update_weights_from_disk),
-            (("POST",), "/update_weights_from_tensor", self.update_weights_from_tensor),
-            (both, "/weights_checker", self.check_weights),
-            (both, "/release_memory_occupation", self.release_memory),
-            (both, "/resume_memory_occupation", self.resume_memory),
+        routes: list[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/health_generate", self.health_generate),
+            ("GET", "/get_weight_version", self.weight_version),
+            ("GET", "/get_model_info", self.model_info),
+            ("GET", "/model_info", self.model_info),
+            ("GET", "/server_info", self.server_info),
+            ("GET", "/get_server_info", self.server_info),
+            # What has an effect is a POST, also where SGLang takes a GET: a web page can send that to anyone.
+            ("POST", "/generate", self.generate),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.complete),
+            ("POST", "/flush_cache", self.flush_cache),
+            ("POST", "/abort_request", self.abort_request),
+            ("POST", "/pause_generation", self.pause_generation),
+            ("POST", "/continue_generation", self.continue_generation),
+            ("POST", "/update_weights_from_disk", self.update_weights_from_disk),
+            ("POST", BUCKETS, self.update_weights_from_tensor),
+            ("POST", "/weights_checker", self.check_weights),
+            ("POST", "/release_memory_occupation", self.release_memory),
+            ("POST", "/resume_memory_occupation", self.resume_memory),
         ]
-        for methods, path, handler in routes:
-            for method in methods:
-                application.router.add_route(method, path, handler)
+        for method, path, handler in routes:
+            application.router.add_route(method, path, handler)
         return application
+
+    @property
+    def _check(self) -> Any:
+        @web.middleware
+        async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+            self._access.check(request)
+            return await handler(request)
+
+        return check
 
     async def _stop(self, application: web.Application) -> None:
         # Before the handlers are cancelled: whoever waits gets an error, and not a closed connection.
         await asyncio.to_thread(self.scheduler.stop)
+        self.workers.close()
+
+    async def read_json(self, request: web.Request) -> dict[str, Any]:
+        """The body as an object; an empty body is an empty one."""
+        body = await self._bodies.json(request)
+        if body is None:
+            return {}
+        if not isinstance(body, dict):
+            raise InvalidField("body", type(body).__name__, "a JSON object")
+        return body
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await read_json(request)
-        if body.get("image_data"):
-            responses, batched = await asyncio.to_thread(parse_generate, body, self.loaded)
+        body = await self.read_json(request)
+        if body.get("image_data") or body.get("text") is not None:
+            responses, batched = await self.workers.run("the prompt", lambda: parse_generate(body, self.loaded))
         else:
+            # Here, so that requests of token ids are taken in the order in which they came.
             responses, batched = parse_generate(body, self.loaded)
         log_probs = bool(body.get("return_logprob"))
         if body.get("stream"):
@@ -99,7 +138,10 @@ class EngineServer:
                 yield answer(self.loaded, response, log_probs=log_probs)
 
     async def finish(self, responses: list[Response]) -> None:
-        """Waits for all of them; a client that goes away takes its sequences with it."""
+        """Waits for all of them; a client that goes away takes its sequences with it. Raises Unavailable where too many
+        wait already."""
+        if self.scheduler.num_waiting + len(responses) > MOST_WAITING:
+            raise Unavailable(f"{MOST_WAITING} sequences wait already", field="input_ids", value=len(responses))
         submitted = self.scheduler.submit(responses)
         try:
             await asyncio.wrap_future(submitted.done)
@@ -125,17 +167,24 @@ class EngineServer:
             task.cancel()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await openai.chat(self, request, await read_json(request))
+        return await openai.chat(self, request, await self.read_json(request))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        return await openai.complete(self, request, await read_json(request))
+        return await openai.complete(self, request, await self.read_json(request))
 
-    async def models(self, request: web.Request) -> web.Response:
-        model = {
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self.name, "object": "model", "created": int(self.started), "owned_by": "slime",
             "root": self.options.model_path, "max_model_len": self.loaded.context_length,
         }  # fmt: skip
-        return web.json_response({"object": "list", "data": [model]})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        if request.match_info["model"] != self.name:
+            raise NotFound(f"no model {request.match_info['model']}", field="model", expected=self.name)
+        return web.json_response(self._model())
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -182,7 +231,7 @@ class EngineServer:
         )
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
+        body = await self.read_json(request)
         rid = body.get("rid")
         if not rid and not body.get("abort_all"):
             raise InvalidField("rid", rid, "the id of a request, or abort_all: true")
@@ -190,7 +239,7 @@ class EngineServer:
         return web.json_response({"success": True})
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        mode = (await read_json(request)).get("mode", "abort")
+        mode = (await self.read_json(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
         self.paused = True
@@ -203,9 +252,9 @@ class EngineServer:
         return web.json_response({"status": "ok", "message": "generation goes on"})
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
+        body = await self.read_json(request)
         path = body.get("model_path")
-        if not isinstance(path, str) or not Path(path).is_dir():
+        if not isinstance(path, str) or not os.path.isdir(path):
             raise InvalidField("model_path", path, "a Hugging Face directory on the engine's machine")
         weights = self.scheduler.weights
         version = str(body.get("weight_version") or weights.version)
@@ -214,26 +263,21 @@ class EngineServer:
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """Body: one bucket of safetensors. Query: weight_version, and last=true with the last bucket."""
-        if request.content_type != "application/octet-stream":
-            raise InvalidField(
-                "Content-Type", request.content_type, "application/octet-stream",
-                "the body must be safetensors (application/octet-stream): SGLang's JSON form carries pickles, "
-                "and unpickling runs whatever code the sender put in",
-            )  # fmt: skip
         version, last = request.query.get("weight_version"), request.query.get("last", "true")
         if not version:
             raise InvalidField("weight_version", version, "the version that these weights are, in the query")
         if last not in ("true", "false"):
             raise InvalidField("last", last, "true or false")
-        bucket = await request.read()
         weights = self.scheduler.weights
-        await asyncio.wrap_future(
-            self.scheduler.between_steps(lambda: weights.load_bucket(bucket, version, last=last == "true"))
-        )
+        async with self._one_bucket:
+            bucket = await self._buckets.read(request)
+            await asyncio.wrap_future(
+                self.scheduler.between_steps(lambda: weights.load_bucket(bucket, version, last=last == "true"))
+            )
         return web.json_response({"success": True, "weight_version": weights.version})
 
     async def check_weights(self, request: web.Request) -> web.Response:
-        action = (await read_json(request)).get("action", "checksum")
+        action = (await self.read_json(request)).get("action", "checksum")
         return web.json_response(
             await asyncio.wrap_future(self.scheduler.between_steps(lambda: self.checker.run(action)))
         )
@@ -245,20 +289,6 @@ class EngineServer:
 
     async def resume_memory(self, request: web.Request) -> web.Response:
         return web.json_response(None)
-
-
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """The body as an object; an empty body is an empty one."""
-    raw = await request.read()
-    if not raw:
-        return {}
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise InvalidField("body", raw[:100].decode(errors="replace"), f"JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise InvalidField("body", type(body).__name__, "a JSON object")
-    return body
 
 
 async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -> web.StreamResponse:
@@ -282,15 +312,25 @@ async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -
 async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
         return await handler(request)
+    except RecursionError:
+        return _refusal(too_deep())
     except SlimeError as error:
-        status = HTTP_STATUS.get(error.status, 500)
-        return web.json_response({"error": _detail(error)}, status=status)
+        return _refusal(error)
     except web.HTTPException:
         raise
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
         message = f"{type(error).__name__}: {error}"
         return web.json_response({"error": {"type": type(error).__name__, "message": message}}, status=500)
+
+
+def _refusal(error: SlimeError) -> web.Response:
+    status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
+    response = web.json_response({"error": _detail(error)}, status=status)
+    if status in (408, 413):
+        # The rest of the body is not waited for.
+        response.force_close()
+    return response
 
 
 def _detail(error: SlimeError) -> dict[str, str]:

@@ -4,11 +4,15 @@
 
 The server is in our process group. It gets `--host` and `--port`; into `announce-fd` goes one JSON line, `{"port": N}`,
 when it has made a token. SGLang does not watch its parent: `parent-fd` is a pipe whose end of file ends the group.
+
+SGLang takes its API key as an argument, which every user of the machine could read, or from a file of arguments: the
+key in our environment reaches it by such a file, which only this user can read and which goes when the server serves.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -16,9 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from slime.rollout.engines.keys import bearer, take_key
 
 GRACE_SECONDS = 30.0
 PROBE_SECONDS = 60.0
@@ -36,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", required=True)
     options = parser.parse_args(words[:split])
 
-    with reserve_port(options.host) as reserved:
+    api_key = take_key(None, "")
+    with reserve_port(options.host) as reserved, key_file(api_key) as more:
         port = reserved.getsockname()[1]
-        server = subprocess.Popen([*words[split + 1 :], "--host", options.host, "--port", str(port)])
+        server = subprocess.Popen([*words[split + 1 :], *more, "--host", options.host, "--port", str(port)])
         # A signal to the group reaches the server without us; one to us alone is passed on.
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
-        if serves(server, ANY_ADDRESS.get(options.host, options.host), port):
+        if serves(server, ANY_ADDRESS.get(options.host, options.host), port, api_key):
             os.write(options.announce_fd, (json.dumps({"port": port}) + "\n").encode())
     os.close(options.announce_fd)
     code = server.wait()
@@ -64,19 +72,32 @@ def reserve_port(host: str) -> socket.socket:
     return reserved
 
 
-def serves(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
+@contextlib.contextmanager
+def key_file(api_key: str | None) -> Iterator[list[str]]:
+    """Arguments that tell SGLang its API key without holding it; none without a key."""
+    if api_key is None:
+        yield []
+        return
+    # Only for this user, as mkstemp makes it; a key has no character that YAML reads otherwise.
+    with tempfile.NamedTemporaryFile("w", prefix="slime-sglang-", suffix=".yaml") as file:
+        file.write(f'api-key: "{api_key}"\n')
+        file.flush()
+        yield ["--config", file.name]
+
+
+def serves(server: subprocess.Popen[bytes], host: str, port: int, api_key: str | None = None) -> bool:
     """True once it has made a token, False when it has ended. How long that may take is the parent's to say."""
     while server.poll() is None:
-        if makes_a_token(host, port):
+        if makes_a_token(host, port, api_key):
             return True
         time.sleep(BETWEEN_PROBES)
     return False
 
 
-def makes_a_token(host: str, port: int) -> bool:
+def makes_a_token(host: str, port: int, api_key: str | None = None) -> bool:
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_SECONDS)
     try:
-        connection.request("GET", "/health_generate")
+        connection.request("GET", "/health_generate", headers=bearer(api_key))
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.rollout.doors import check_exposure
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.flags import check, command_line
@@ -37,9 +38,18 @@ class SGLangOptions:
 
 
 def start_sglang(
-    options: SGLangOptions, *, name: str = "sglang-0", env: Mapping[str, str] | None = None
+    options: SGLangOptions,
+    *,
+    name: str = "sglang-0",
+    env: Mapping[str, str] | None = None,
+    api_key: str | None = None,
 ) -> EngineProcess:
-    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once."""
+    """The process, not yet serving: `wait_ready(timeout)` it, so that several can load at once.
+
+    api_key: what calls must carry; it is in no argument list. Raises InvalidSetting for a server that others could
+    reach without one.
+    """
+    check_exposure(options.host, api_key, "--rollout-engine-host", "an API key")
     server = server_command(options)
     return EngineProcess(
         name,
@@ -52,6 +62,7 @@ def start_sglang(
         host=options.host,
         env={VISIBLE: ",".join(options.gpus), **(env or {})},
         grace_seconds=GRACE_SECONDS,
+        api_key=api_key,
     )
 
 

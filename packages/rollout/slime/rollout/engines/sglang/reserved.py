@@ -9,7 +9,8 @@ from slime.types.errors import InvalidSetting
 
 ONE_NODE = "an engine runs on one node"
 OWN_PORTS = "each engine listens where the system has a port free"
-PLAIN_HTTP = "engines listen on this machine only, and are called by plain HTTP without a key"
+OWN_KEY = "a run makes the key of its engines itself; give --rollout-engine-api-key-file for engines that run already"
+PLAIN_HTTP = "engines are called by plain HTTP"
 OTHER_SERVER = "engines must serve SGLang's HTTP protocol"
 
 # Name of the primary flag -> what to do instead, or why there is nothing to give.
@@ -32,8 +33,8 @@ RESERVED: dict[str, str] = {
     "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "skip-server-warmup": "an engine counts as started when it has made a token",
     "enable-return-routed-experts": "replaying the routing of experts is not available yet",
-    "api-key": PLAIN_HTTP,
-    "admin-api-key": PLAIN_HTTP,
+    "api-key": OWN_KEY,
+    "admin-api-key": OWN_KEY,
     "ssl-keyfile": PLAIN_HTTP,
     "ssl-certfile": PLAIN_HTTP,
     "ssl-ca-certs": PLAIN_HTTP,

@@ -1,0 +1,14 @@
+"""Guards of the HTTP servers here, the embedded engine and the agents' gateway.
+
+access.py        host, origin, key and content type of a request
+bodies.py        bodies within limits of size and time; JSON
+connections.py   heads within a deadline, so many connections at most
+workers.py       work that takes its time, off the event loop, within a deadline
+"""
+
+from slime.rollout.doors.access import Access, Refused, check_exposure
+from slime.rollout.doors.bodies import Bodies, parse_json
+from slime.rollout.doors.connections import Connections, listen
+from slime.rollout.doors.workers import Workers
+
+__all__ = ["Access", "Bodies", "Connections", "Refused", "Workers", "check_exposure", "listen", "parse_json"]

@@ -1,0 +1,109 @@
+"""Checks of a request before its handler runs: host, origin, key, content type.
+
+A web page that a user of this machine looks at can send requests to loopback, too: it cannot hide its `Origin`, cannot
+send JSON without being asked about it first, and names a host of its own (DNS rebinding). Other users of the machine
+have no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Iterable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from slime.types.errors import InvalidField, InvalidSetting, Unauthenticated
+from slime.types.rpc.token_files import is_loopback
+
+JSON = "application/json"
+BYTES = "application/octet-stream"
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+class Refused(InvalidField):
+    """A request that its handler does not get to see; `http_status` is the answer."""
+
+    http_status = 403
+
+    def __init__(self, http_status: int, field: str, value: object, expected: str, message: str = "") -> None:
+        super().__init__(field, value, expected, message)
+        self.http_status = http_status
+
+
+class Access:
+    """host: the address that the server listens on. names: other host names that callers may use for it.
+
+    api_key: what every call carries as `Authorization: Bearer`, save those of open_paths. binary_paths: those that take
+    bytes, all others take JSON.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        api_key: str | None = None,
+        names: Iterable[str] = (),
+        open_paths: Collection[str] = ("/health",),
+        binary_paths: Collection[str] = (),
+    ) -> None:
+        self._names = {host.lower(), *(name.lower() for name in names)}
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._open_paths = open_paths
+        self._binary_paths = binary_paths
+
+    def check(self, request: web.Request) -> None:
+        """Raises Refused, or Unauthenticated."""
+        self._check_host(request)
+        self._check_origin(request)
+        if self._expected is not None and request.path not in self._open_paths:
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._expected):
+                raise Unauthenticated(
+                    "the request carries no valid API key", field="Authorization", expected="Bearer and the API key"
+                )
+        self._check_content(request)
+
+    def _check_host(self, request: web.Request) -> None:
+        given = request.headers.get("Host", "")
+        try:
+            name = (urlsplit(f"//{given}").hostname or "").lower()
+        except ValueError:
+            name = ""
+        own = request.transport.get_extra_info("sockname") if request.transport is not None else None
+        known = self._names | {"localhost"} | ({own[0]} if own else set())
+        if name not in known and not is_loopback(name):
+            raise Refused(
+                403, "Host", given, "the address that this server listens on, or a name that it was started with"
+            )
+
+    def _check_origin(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin")
+        if origin is not None and origin not in (f"http://{request.host}", f"https://{request.host}"):
+            raise Refused(403, "Origin", origin, "none: web pages have no business here")
+
+    def _check_content(self, request: web.Request) -> None:
+        if request.method in SAFE_METHODS or not request.body_exists:
+            return
+        wanted = BYTES if request.path in self._binary_paths else JSON
+        if "Content-Type" not in request.headers or request.content_type != wanted:
+            given = request.headers.get("Content-Type", "none")
+            why = "" if wanted == JSON else _NO_PICKLES
+            raise Refused(415, "Content-Type", given, wanted, why)
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Refused(415, "Content-Encoding", request.headers["Content-Encoding"], "none")
+
+
+_NO_PICKLES = (
+    "the body must be safetensors (application/octet-stream): SGLang's JSON form carries pickles, "
+    "and unpickling runs whatever code the sender put in"
+)
+
+
+def check_exposure(host: str, api_key: str | None, flag: str, key_flag: str) -> None:
+    """Raises InvalidSetting for a server that others could reach without a key."""
+    if api_key is None and not is_loopback(host):
+        raise InvalidSetting(
+            f"{flag} {host}: listening beyond loopback requires {key_flag}",
+            field=flag, value=host, expected=f"a loopback address, or {key_flag}",
+        )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Bodies of requests, read within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from slime.rollout.doors.access import Refused
+from slime.types.errors import InvalidField
+
+MAX_BYTES = 64 * 2**20
+MAX_BYTES_TOGETHER = 2**30
+BODY_SECONDS = 60.0
+
+
+class Bodies:
+    """max_bytes, seconds: of one body. together: bytes of all bodies that are being read."""
+
+    def __init__(
+        self, *, max_bytes: int = MAX_BYTES, seconds: float = BODY_SECONDS, together: int = MAX_BYTES_TOGETHER
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+        self._left = together
+
+    async def read(self, request: web.Request) -> bytes:
+        """Raises Refused for a body that is too large, does not come in time, or for which there is no room now."""
+        if (request.content_length or 0) > self.max_bytes:
+            raise self._too_large(request.content_length)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.seconds):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    self._left -= len(part)
+                    parts.append(part)
+                    if size > self.max_bytes:
+                        raise self._too_large(f"more than {self.max_bytes}")
+                    if self._left < 0:
+                        raise Refused(503, "body", size, "fewer requests at once", "too many bytes are being received")
+        except TimeoutError:
+            raise Refused(
+                408, "body", f"{size} bytes in {self.seconds:g} s", f"a whole body within {self.seconds:g} s"
+            ) from None
+        finally:
+            self._left += size
+        return b"".join(parts)
+
+    async def json(self, request: web.Request) -> Any:
+        """None for an empty body. Raises Refused, or InvalidField for what is no JSON."""
+        raw = await self.read(request)
+        return parse_json(raw) if raw else None
+
+    def _too_large(self, size: object) -> Refused:
+        return Refused(413, "body", f"{size} bytes", f"at most {self.max_bytes} bytes")
+
+
+def parse_json(raw: bytes) -> Any:
+    """Raises InvalidField."""
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise InvalidField("body", raw[:100].decode(errors="replace"), f"JSON ({error})") from None
+    except RecursionError:
+        raise too_deep() from None
+
+
+def too_deep() -> InvalidField:
+    """What a RecursionError in the handler of a request means: nothing of ours nests without end."""
+    return InvalidField("body", "arrays or objects in one another", "JSON that is nested less deeply")
