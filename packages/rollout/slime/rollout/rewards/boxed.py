@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from slime.rollout.rewards.registry import RewardFunction
 from slime.types import Sample
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A brace that is shown, as in a set, opens and closes nothing.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def of_boxed(function: RewardFunction) -> RewardFunction:
@@ -19,14 +24,13 @@ def of_boxed(function: RewardFunction) -> RewardFunction:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last \\boxed; None where there is none or it is not closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    """What stands between the braces of the last \\boxed or \\fbox; None where there is none or it is not closed."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
         return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    begin, depth = boxes[-1].end(), 1
+    for token in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
         if depth == 0:
-            return text[begin:position]
+            return text[begin : token.start()]
     return None

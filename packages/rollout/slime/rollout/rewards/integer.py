@@ -6,10 +6,17 @@ import re
 from typing import Any
 
 from slime.types import Sample
+from slime.types.errors import InvalidField
 
 INTEGER = re.compile(r"-?\d+")
 
 
 def reward(args: Any, sample: Sample) -> float:
+    """Raises InvalidField for a label that is no integer."""
+    label = str(sample.label).strip()
+    if not INTEGER.fullmatch(label):
+        raise InvalidField(
+            "label", label, "an integer", f"sample {sample.index} has the label {label!r}, expected an integer"
+        )
     found = INTEGER.findall(sample.response)
-    return 1.0 if found and int(found[-1]) == int(str(sample.label)) else 0.0
+    return 1.0 if found and int(found[-1]) == int(label) else 0.0

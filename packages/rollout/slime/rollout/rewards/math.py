@@ -1,21 +1,25 @@
-"""1 where the response's answer equals the label as mathematics says, by math-verify.
+"""1 where the response's answer equals the label as mathematics says, by math-verify; see `math_answers`.
 
-math-verify stops hopeless expressions by signals, which only work in the main thread of a process: so it runs in a
-process of its own, which ends with ours and is replaced when it does not answer.
+Comparing takes milliseconds or, for `9^{9^{9}}`, for ever. So answers are graded by processes, as many as there are
+cores; what takes longer than `QUICK_SECONDS` of CPU time goes to other processes, of lower priority, which give up
+after `SLOW_SECONDS`: hopeless answers hold up no others. The processes end with ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import json
 import logging
 import os
+import queue
 import select
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.rollout.child_environment import child_environment
@@ -25,69 +29,141 @@ from slime.types.errors import EngineError
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-# Parsing twice and comparing once have 5 seconds each inside the worker.
-ANSWER_SECONDS = 20.0
+QUICK_SECONDS, SLOW_SECONDS = 0.5, 2.0
+# On the clock: for a machine that does not get round to the answer.
+ANSWER_SECONDS = 60.0
+MOST_WORKERS = 16
+SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 async def reward(args: Any, sample: Sample) -> float:
-    return await asyncio.to_thread(equal, sample.response, str(sample.label))
+    label = str(sample.label)
+    for pool in (_quick(), _slow()):
+        answer = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.score, sample.response, label)
+        if answer is not None:
+            return answer
+    return _given_up(sample.response)
 
 
 def equal(response: str, label: str) -> float:
     """1.0 or 0.0; 0.0 too where the comparison does not end."""
-    return _worker().score(response, label)
+    for pool in (_quick(), _slow()):
+        answer = pool.score(response, label)
+        if answer is not None:
+            return answer
+    return _given_up(response)
 
 
-_shared: MathWorker | None = None
-_shared_lock = threading.Lock()
+@functools.cache
+def _quick() -> MathPool:
+    return MathPool(QUICK_SECONDS, niceness=0)
 
 
-def _worker() -> MathWorker:
-    global _shared
-    with _shared_lock:
-        if _shared is None:
-            _shared = MathWorker()
-            atexit.register(_shared.stop)
-        return _shared
+@functools.cache
+def _slow() -> MathPool:
+    return MathPool(SLOW_SECONDS, niceness=10)
+
+
+class _GivenUp:
+    """Counts answers that were given up, and says so now and then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._next = 0.0
+
+    def add(self, response: str) -> None:
+        with self._lock:
+            self._count += 1
+            if time.monotonic() < self._next:
+                return
+            count, self._count, self._next = self._count, 0, time.monotonic() + SECONDS_BETWEEN_WARNINGS
+        logger.warning(
+            "--rm-type math: %d answer(s) could not be compared in %g s or in the memory allowed; their reward is 0. "
+            "The last ends with %r",
+            count, SLOW_SECONDS, response[-80:],
+        )  # fmt: skip
+
+
+_given_up_answers = _GivenUp()
+
+
+def _given_up(response: str) -> float:
+    _given_up_answers.add(response)
+    return 0.0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class MathPool:
+    """Workers, started when they are needed; thread-safe."""
+
+    def __init__(self, cpu_seconds: float, *, niceness: int, size: int | None = None) -> None:
+        size = size or min(MOST_WORKERS, max(2, _cores()))
+        self.threads = ThreadPoolExecutor(size, thread_name_prefix="math-reward")
+        self._idle: queue.LifoQueue[MathWorker] = queue.LifoQueue()
+        self._workers = [MathWorker(cpu_seconds, niceness) for _ in range(size)]
+        for worker in reversed(self._workers):
+            self._idle.put(worker)
+        atexit.register(self.stop)
+
+    def score(self, response: str, label: str) -> float | None:
+        """None where it took too long."""
+        worker = self._idle.get()
+        try:
+            return worker.score(response, label)
+        finally:
+            self._idle.put(worker)
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.stop()
 
 
 class MathWorker:
-    """One comparison at a time; thread-safe."""
+    """A process; one comparison at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_seconds: float, niceness: int) -> None:
+        self._arguments = [str(cpu_seconds), str(niceness)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
 
-    def score(self, response: str, label: str) -> float:
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            answer = self._ask({"response": response, "label": label}, ANSWER_SECONDS)
-            if answer is None:
-                logger.warning(
-                    "math-verify did not answer in %g s; the reward is 0: %r", ANSWER_SECONDS, response[:200]
-                )
-                self._end()
-                return 0.0
-            return float(answer["reward"])
+    def score(self, response: str, label: str) -> float | None:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        answer = self._ask({"response": response, "label": label}, ANSWER_SECONDS)
+        if answer is None:
+            self.stop()
+            return None
+        return answer["reward"]
 
     def stop(self) -> None:
-        with self._lock:
-            self._end()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=10)
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process = None
 
     def _start(self) -> None:
+        self.stop()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime.rollout.rewards.math_worker"],
+            [sys.executable, "-m", "slime.rollout.rewards.math_worker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             env=child_environment({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}),
         )
-        if self._read(START_SECONDS) is None:
-            self._end()
+        ready = self._read(START_SECONDS)
+        if ready is None or "error" in ready:
+            self.stop()
+            reason = "no answer" if ready is None else ready["error"]
             raise EngineError(
-                "the math-verify worker did not start; is math-verify installed?", field="--rm-type", value="math"
-            )
+                f"--rm-type math: the process that runs math-verify did not start: {reason}",
+                field="--rm-type", value="math",
+            )  # fmt: skip
 
     def _ask(self, question: dict[str, str], seconds: float) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdin is not None
@@ -111,12 +187,3 @@ class MathWorker:
                 return None
             received += chunk
         return json.loads(received)
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=10)
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._process = None

@@ -1,33 +1,116 @@
-"""The process that runs math-verify: JSON lines {"response", "label"} in, {"reward"} out; ends with its input."""
+"""The process that grades answers: JSON lines {"response", "label"} in, {"reward"} out; ends with its input.
+
+Each question is answered by a child, forked when everything is imported and warm. A child that uses up its CPU time or
+its memory is killed, the answer is null, and the next question gets another child, within milliseconds.
+
+    python -m slime.rollout.rewards.math_worker CPU_SECONDS NICENESS
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import resource
 import signal
+import socket
 import sys
+from typing import BinaryIO
+
+MEMORY_BYTES = 2 << 30
+# What the first answer of a kind would take long for is done before the first child.
+WARM_UP = [
+    (r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{(1,2]}", "[1,2]"), (r"\boxed{\{1,2\}}", r"\{2,1\}"),
+    (r"\boxed{x=5}", "6"), (r"\boxed{x^2-1}", "(x-1)(x+1)"), (r"\boxed{\sqrt{2}}", r"\sqrt{3}"),
+    ("so it is $41$", "42"), (r"\boxed{1000}", "1e3"), (r"\boxed{2\pi}", r"\pi \cdot 2"),
+    (r"\boxed{[0,\infty)}", r"x \ge 0"),
+]  # fmt: skip
 
 
-def compare(response: str, label: str) -> float:
-    from math_verify import parse, verify
+def grade(response: str, label: str) -> float:
+    from slime.rollout.rewards.math_answers import equal
 
-    gold = parse(label if "\\boxed" in label or "$" in label else f"${label}$")
-    return float(bool(gold) and verify(gold, parse(response)))
+    try:
+        return float(equal(response, label))
+    except Exception:
+        # What sympy raises for nonsense is any exception, running out of memory or of stack included.
+        return 0.0
 
 
-def main() -> None:
+def main(cpu_seconds: float, niceness: int) -> None:
     # Ctrl-C is for the service, which ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Whatever a library prints must not mix with the answers.
+    # Whatever a library prints must not mix with the answers, nor fill the log with the answers of a model.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import math_verify  # noqa: F401
-
+    logging.disable(logging.CRITICAL)
+    os.nice(niceness)
+    try:
+        import math_verify  # noqa: F401
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        return
+    for response, label in WARM_UP:
+        grade(response, label)
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
-        print(json.dumps({"reward": compare(question["response"], question["label"])}), file=answers, flush=True)
+    child = None
+    for line in sys.stdin.buffer:
+        child = child or Child(cpu_seconds)
+        reward = child.ask(line)
+        if reward is None:
+            child = None
+        print(json.dumps({"reward": reward}), file=answers, flush=True)
+
+
+class Child:
+    def __init__(self, cpu_seconds: float) -> None:
+        ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            _answer(theirs.makefile("rb"), theirs.makefile("wb"), cpu_seconds)
+        theirs.close()
+        self._requests, self._replies = ours.makefile("wb"), ours.makefile("rb")
+        ours.close()
+
+    def ask(self, line: bytes) -> float | None:
+        """None where it ended without an answer."""
+        try:
+            self._requests.write(line)
+            self._requests.flush()
+            reply = self._replies.readline()
+        except OSError:
+            reply = b""
+        if reply:
+            return float(reply)
+        self._requests.close()
+        self._replies.close()
+        os.waitpid(self._pid, 0)
+        return None
+
+
+def _answer(requests: BinaryIO, replies: BinaryIO, cpu_seconds: float) -> None:
+    """Runs in the child, and ends it."""
+    try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(silence, descriptor)
+        with contextlib.suppress(ValueError, OSError):  # where the system has no such limit
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Its default action ends the process, also in the middle of one long operation in C.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        for line in requests:
+            question = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            reward = grade(question["response"], question["label"])
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            replies.write(f"{reward}\n".encode())
+            replies.flush()
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.types import Sample
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable
 
 RewardFunction = Callable[[Any, Sample], Awaitable[Any]]
 
@@ -22,6 +22,7 @@ BUILT_IN = {
     "random": "slime.rollout.rewards.random:reward",
     "remote_rm": "slime.rollout.rewards.remote:remote_rm",
 }
+LABELLED = ("math", "integer", "exact_partial")
 NOT_YET = ("dapo", "deepscaler", "f1", "gpqa", "ifbench")
 BOXED = "boxed_"
 
@@ -39,7 +40,8 @@ def reward_function(rm_type: str) -> RewardFunction:
         return of_boxed(reward_function(name))
     module, attribute = BUILT_IN[name].split(":")
     function = getattr(importlib.import_module(module), attribute)
-    return function if inspect.iscoroutinefunction(function) else _as_async(function)
+    function = function if inspect.iscoroutinefunction(function) else _as_async(function)
+    return _labelled(function, name) if name in LABELLED else function
 
 
 def check_name(rm_type: str) -> str:
@@ -68,5 +70,21 @@ def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:
     @functools.wraps(function)
     async def score(args: Any, sample: Sample) -> Any:
         return function(args, sample)
+
+    return score
+
+
+def _labelled(function: RewardFunction, name: str) -> RewardFunction:
+    @functools.wraps(function)
+    async def score(args: Any, sample: Sample) -> Any:
+        if sample.label is None:
+            raise InvalidField(
+                "label",
+                None,
+                "a label",
+                f"sample {sample.index} (group {sample.group_index}) has no label, and --rm-type {name} compares with "
+                "it: name its column with --label-key, or set it in the data source",
+            )
+        return await function(args, sample)
 
     return score

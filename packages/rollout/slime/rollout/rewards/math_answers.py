@@ -1,0 +1,105 @@
+r"""The answer of a response and whether it equals the label, by math-verify.
+
+1. The last \boxed{...} of the response is its answer, whatever stands elsewhere; one that is not closed is none.
+2. Without a box math-verify looks for the answer in the end of the response.
+3. Both sides are cleaned of what writes the same thing in another way and math-verify does not read: 1 000, 1e3,
+   \varnothing, unicode signs, units in \text, degrees, spaces of LaTeX. Then equal text is equal; else math-verify and
+   sympy compare.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from slime.rollout.rewards.boxed import BOX, last_boxed
+
+# Characters: of an answer in a box, and of what is searched where there is no box.
+LONGEST_ANSWER = 1000
+LONGEST_SEARCH = 2000
+
+_UNICODE = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
+    "∅": r"\emptyset ", "∪": r"\cup ", "∩": r"\cap ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ",
+    "±": r"\pm ", "°": r"^\circ ", "½": r"\frac{1}{2}", "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ",
+})  # fmt: skip
+
+
+def _joined(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "")
+
+
+_REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?(?=[\s()\[\]\\|{}]|$)", ""),
+    (r"(?<!\\)\\!", ""),
+    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
+    (r"\{,\}", ","),
+    (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", ""),
+    # Thousands: 12 345 678.
+    (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![\d])", _joined),
+    # 1e3, 2.5E-4.
+    (r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1 \\times 10^{\2}"),
+]
+_SUBSTITUTIONS = [(re.compile(pattern), text) for pattern, text in _REWRITES]
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox)\s*\{([^{}]*)\}")
+# Words, where ab might be a product.
+_PROSE = re.compile(r"\\text|[A-Za-z]{4}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z .,'()-]*")
+
+
+def equal(response: str, label: str) -> bool:
+    gold = last_boxed(label) if BOX.search(label) else label
+    if gold is None or not gold.strip() or len(gold) > LONGEST_ANSWER:
+        return False
+    if not BOX.search(response):
+        end = response[-LONGEST_SEARCH:]
+        return _alike(clean(end), clean(gold)) or _verified(clean(gold), _rewritten(end), whole=False)
+    answer = last_boxed(response)
+    if answer is None or not answer.strip() or len(answer) > LONGEST_ANSWER:
+        return False
+    return same(answer, gold)
+
+
+def same(answer: str, gold: str) -> bool:
+    """Whether two answers, without boxes, mean the same."""
+    answer, gold = clean(answer), clean(gold)
+    if _alike(answer, gold):
+        return True
+    if _words(answer) and _words(gold) and any(map(_PROSE.search, (answer, gold))):
+        return False
+    return _verified(gold, answer, whole=True)
+
+
+def clean(text: str) -> str:
+    text = " ".join(_rewritten(text.strip().strip("$").strip()).split())
+    return text.rstrip(".").rstrip() if not text.endswith("..") else text
+
+
+def _rewritten(text: str) -> str:
+    text = text.translate(_UNICODE)
+    for pattern, replacement in _SUBSTITUTIONS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _alike(answer: str, gold: str) -> bool:
+    words = _words(answer)
+    return answer.replace(" ", "") == gold.replace(" ", "") or bool(words) and words == _words(gold)
+
+
+def _words(text: str) -> str:
+    """`text` in one form where it is words (no solution, Monday, (A)), else nothing."""
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split())
+    if not _WORDS.fullmatch(plain.strip("()")) or "\\" in plain:
+        return ""
+    return plain.strip("(). ").casefold()
+
+
+def _verified(gold: str, answer: str, *, whole: bool) -> bool:
+    from math_verify import parse, verify
+
+    golden = parse(f"${gold}$" if "$" not in gold else gold, parsing_timeout=None)
+    found = parse(f"${answer}$" if whole else answer, parsing_timeout=None)
+    return bool(golden) and bool(verify(golden, found, timeout_seconds=None))
