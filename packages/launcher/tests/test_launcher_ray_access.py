@@ -57,7 +57,12 @@ def test_a_ray_of_this_run_listens_on_the_loopback_and_asks_for_its_token(monkey
         assert len(listening) > 3
         addresses = [ipaddress.ip_address(text.removeprefix("::ffff:")) for text in listening]
         assert all(address.is_loopback for address in addresses), listening
-        assert not answers_without_token(ray.get_runtime_context().gcs_address)
+        address = ray.get_runtime_context().gcs_address
+        assert not answers_without_token(address)
+        # Refused for want of a token, not because Ray has no such call any more.
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(CHECKED_CALL)(b"", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert {name: os.environ.get(name) for name in before if name.startswith("RAY_AUTH")} == {AUTH_MODE: "disabled"}
 
 
@@ -79,3 +84,12 @@ def test_a_port_where_nothing_speaks_is_not_open() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         assert not answers_without_token(f"127.0.0.1:{held.getsockname()[1]}")
+
+
+def test_the_doctor_names_a_ray_without_a_token(open_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.launcher.doctor.cluster import check_ray
+    from slime.launcher.doctor.finding import Subject
+
+    monkeypatch.setenv("RAY_ADDRESS", open_ray)
+    words = "\n".join(str(finding) for finding in check_ray(Subject()))
+    assert f"Ray at {open_ray} answers without a token" in words

@@ -8,6 +8,7 @@ certificates that an authority of this run alone has signed. Private keys stay w
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
 import ipaddress
@@ -16,6 +17,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,11 +159,16 @@ class Identity:
 
 
 def in_memory(name: str, content: bytes) -> str:
-    """The path of a file that only this process has, and no disk."""
-    file = os.memfd_create(name)
-    os.fchmod(file, 0o600)
+    """The path of a file that only this user can read and that ends with this process; on Linux on no disk."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create(name)
+        os.fchmod(file, 0o600)
+        path = f"/proc/self/fd/{file}"
+    else:
+        file, path = tempfile.mkstemp(prefix=f"slime-{name}-")
+        atexit.register(lambda: Path(path).unlink(missing_ok=True))
     os.write(file, content)
-    return f"/proc/self/fd/{file}"
+    return path
 
 
 def _shared(own: ec.EllipticCurvePrivateKey, other: ec.EllipticCurvePublicKey) -> bytes:

@@ -30,9 +30,11 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
             )
         else:
             yield ok(f"Ray answers at {local}")
+            yield from _check_token(local)
     elif address:
         if _answers(address):
             yield ok(f"{name} {address}: somebody listens there")
+            yield from _check_token(address)
         else:
             yield fail(
                 f"{name} {address}: nobody answers", "ray start --head there, open the port, or mend the address"
@@ -45,6 +47,14 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
         yield ok(f"a Ray cluster runs at {local}; a run without --ray-address starts one of its own beside it")
     else:
         yield ok("Ray: a run starts one of its own")
+
+
+def _check_token(address: str) -> Iterator[Finding]:
+    if probes.ray_without_token(address.split("://")[-1]):
+        yield fail(
+            f"Ray at {address} answers without a token: whoever reaches it can run code as its user",
+            "ray get-auth-token --generate; RAY_AUTH_MODE=token ray start --head",
+        )
 
 
 def _answers(address: str) -> bool:

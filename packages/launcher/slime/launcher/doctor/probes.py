@@ -165,6 +165,13 @@ def answers(host: str, port: int, seconds: float = 3.0) -> bool:
         return False
 
 
+def ray_without_token(address: str, seconds: float = 3.0) -> bool:
+    """Whether the Ray at host:port takes work from everybody."""
+    from slime.launcher.ray_access import answers_without_token
+
+    return answers_without_token(address, seconds)
+
+
 def local_ray_address() -> str | None:
     """host:port of the cluster that Ray says it started on this machine, running or not."""
     try:
