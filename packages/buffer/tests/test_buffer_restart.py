@@ -16,12 +16,14 @@ import pytest
 from buffer_samples import complete, finish
 
 from slime.buffer.buffer import Buffer
+from slime.buffer.prompts import encode_prompt
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import blobs
+from slime.buffer.waits import Caller
 from slime.types.clients import BufferClient
 from slime.types.codec import sample_from_proto, sample_to_proto
-from slime.types.errors import InvalidFile, InvalidSetting, LeaseLost, NotFound, OutOfSpace, WrongState
+from slime.types.errors import InvalidFile, InvalidSetting, LeaseLost, OutOfSpace, WrongState
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_new_buffer_joins_a_resumed_run(settings):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         assert client.open_run("run", last_committed_step=99).next_step == 100
         complete(client, 1)
-        with pytest.raises(WrongState, match="at least 100|step 99"):
+        with pytest.raises(WrongState, match="step 99 was never sealed"):
             client.seal_step(99, 1)
         client.seal_step(100, 1)
 
@@ -156,32 +158,6 @@ def test_a_temporary_directory_goes_with_the_service():
     assert not directory.exists()
 
 
-def test_strays_of_a_crash_are_removed(settings):
-    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
-        client.open_run("run")
-        complete(client, 1)
-    shard = Path(settings["buffer_dir"]) / "payloads" / "000000"
-    (shard / "0000000000-stray").write_bytes(b"x")
-    (shard / "0000000007-a.part").write_bytes(b"x")
-    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
-        assert len(list(shard.iterdir())) == 1
-        (stored,) = client.read_groups(states=["completed"])
-        assert stored.group.samples[0].response == "345"
-
-
-def test_a_payload_that_was_cut_short_is_named(settings):
-    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
-        client.open_run("run")
-        complete(client, 1)
-        (path,) = Path(settings["buffer_dir"]).glob("payloads/*/*")
-        os.truncate(path, 10)
-        with pytest.raises(InvalidFile, match="cut short"):
-            list(client.read_groups())
-        path.unlink()
-        with pytest.raises(NotFound, match="is gone"):
-            list(client.read_groups())
-
-
 def test_a_full_disk_records_nothing(settings, monkeypatch):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
@@ -211,9 +187,9 @@ def test_a_full_database_records_nothing(settings):
         from slime.buffer.sources.base import Prompt
 
         with pytest.raises(OutOfSpace, match="full"):
-            buffer.add_prompts([Prompt("x" * 100_000)], key="k", dataset="")
+            buffer.add_prompts([encode_prompt(Prompt("x" * 100_000))], key="k", dataset="")
         connection.execute("PRAGMA max_page_count = 1000000")
-        assert buffer.add_prompts([Prompt("x" * 100_000)], key="k", dataset="") == (1, 0, False)
+        assert buffer.add_prompts([encode_prompt(Prompt("x" * 100_000))], key="k", dataset="") == (1, 0, False)
     finally:
         buffer.close()
 
@@ -273,7 +249,7 @@ def test_a_lease_that_ends_while_its_group_is_written(settings):
     buffer = Buffer(BufferSettings(**settings), clock=lambda: now[0])
     try:
         writer, _ = buffer.open_run("run", -1)
-        (leased,) = buffer.lease(writer, 1, ttl=5, wait=0, worker="w", active=lambda: True)
+        (leased,) = buffer.lease(writer, 1, ttl=5, wait=0, worker="w", caller=Caller())
         write = buffer.payloads.write
 
         def slow(*arguments):

@@ -191,6 +191,9 @@ def test_sealing_is_idempotent_and_in_order(connected, prompts):
             wrong()
     client.acknowledge_step(0)
     client.acknowledge_step(0)
+    with pytest.raises(WrongState, match="step 5 cannot be sealed before step 1"):
+        client.seal_step(5, 1)
+    client.open_run("run", last_committed_step=4)
     client.seal_step(5, 1)
     with pytest.raises(WrongState, match="step 3 was never sealed"):
         client.seal_step(3, 1)

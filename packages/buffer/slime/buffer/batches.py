@@ -3,24 +3,27 @@
     SEALED --acknowledge--> ACKNOWLEDGED --commit--> COMMITTED
        ^------------ rewind (a new incarnation) -----------'
 
-A sealed step keeps its groups and its plan for good. After a crash the steps behind the last checkpoint are SEALED
-again, so sealing them returns the same groups and `plan` the same plan: the trainer replays the same batches.
+A sealed step keeps its groups and its plan, unless one of its groups leaves the run (`quarantine`). After a crash the
+steps behind the last checkpoint are SEALED again, so sealing them returns the same groups and `plan` the same plan: the
+trainer replays the same batches.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from slime.buffer.samples import encoded_samples
 from slime.buffer.store.base import Group, Payloads, State, Step, Store
 from slime.types.errors import InvalidField, NotFound, WrongState
+from slime.types.json_fields import from_json
 from slime.v1 import buffer_pb2
 
 READ_BYTES = 4 << 20
+# More than any run has, and far from where 64 bits end.
+MAX_STEP = 10**12
 
 
 class Place(NamedTuple):
@@ -43,33 +46,50 @@ class Batches:
         self.payloads = payloads
         self.release_committed = release_committed
 
-    def seal(self, step: int, num_groups: int, metrics: Mapping[str, float] | None = None) -> bytes | None:
+    def seal(
+        self,
+        step: int,
+        num_groups: int,
+        whole: Callable[[Sequence[Group]], bool],
+        metrics: Mapping[str, float] | None = None,
+    ) -> bytes | None:
         """An encoded SealStepResponse; None where fewer than `num_groups` groups are complete.
 
         Takes the lowest group indexes. A step that was sealed before stays as it is, with the `metrics` of that time.
+        whole: whether the samples of groups are there; it takes out of the run those that are not.
         """
         if num_groups < 1:
             raise InvalidField("num_groups", num_groups, "at least 1")
         known = self.store.step(step)
-        if known is None:
-            self._check_next(step)
-            if self.store.count(State.COMPLETED) < num_groups:
-                return None
-            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
-            indexes = tuple(group.group_index for group in groups)
-            self.store.update_groups(indexes, state=State.SEALED, step=step)
-            self.store.insert_step(Step(step, State.SEALED, indexes))
-            record = {"metrics": dict(metrics or {}), "rejected": self._rejected_since(step)}
-            if any(record.values()):
-                self.store.insert_seal_record(step, record)
-        elif len(known.group_indexes) != num_groups:
+        if known is not None and len(known.group_indexes) != num_groups:
             raise InvalidField(
                 "num_groups", num_groups, f"{len(known.group_indexes)}, with which step {step} was sealed"
             )
-        else:
-            groups = self._groups(known)
+        if known is not None and whole(groups := self._groups(known)):
+            return self._sealed(step, groups)
+        if known is None:
+            self._check_next(step)
+        while self.store.count(State.COMPLETED) >= num_groups:
+            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
+            if whole(groups):
+                indexes = tuple(group.group_index for group in groups)
+                self.store.update_groups(indexes, state=State.SEALED, step=step)
+                self.store.insert_step(Step(step, State.SEALED, indexes))
+                self._note(step, metrics or {})
+                return self._sealed(step, groups)
+        return None
+
+    def _sealed(self, step: int, groups: Sequence[Group]) -> bytes:
         extra = buffer_pb2.SealStepResponse(**self.store.seal_record(step)).SerializeToString()
         return b"".join(group.summaries or b"" for group in groups) + extra
+
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+        # There is one already where the step was unsealed: what was rejected for it then was rejected.
+        known = self.store.seal_record(step)
+        rejected = Counter(known.get("rejected", {})) + Counter(self._rejected_since(step))
+        record = {"metrics": dict(metrics) or known.get("metrics", {}), "rejected": dict(rejected)}
+        if any(record.values()):
+            self.store.insert_seal_record(step, record)
 
     def _rejected_since(self, step: int) -> dict[str, int]:
         """Groups rejected since the step before was sealed, by reason; from now on they are of this step."""
@@ -87,7 +107,15 @@ class Batches:
                 f"step {step} was never sealed and step {last} is over: steps are sealed in order",
                 field="step",
                 value=step,
-                expected=f"at least {last + 1}",
+                expected=str(last + 1),
+            )
+        if step > last + 1:
+            raise WrongState(
+                f"step {step} cannot be sealed before step {last + 1}; a run that begins later says so to OpenRun, "
+                "by last_committed_step",
+                field="step",
+                value=step,
+                expected=str(last + 1),
             )
 
     def next_step(self) -> int:
@@ -99,14 +127,28 @@ class Batches:
         known = self._step(step)
         if known.plan is not None:
             return known.plan
-        try:
-            is_object = isinstance(json.loads(plan_json), dict)
-        except json.JSONDecodeError:
-            is_object = False
-        if not is_object:
-            raise InvalidField("plan_json", plan_json, "a JSON object")
+        from_json(plan_json, "plan_json", dict)
         self.store.update_step(step, plan=plan_json)
         return plan_json
+
+    def unseal(self, steps: Iterable[int]) -> list[int]:
+        """Makes the groups of these steps, and of all later ones, COMPLETED again and forgets the steps; returns them.
+
+        Raises WrongState where one of them was trained.
+        """
+        steps = list(steps)
+        if not steps:
+            return []
+        unsealed = self.store.steps(after=min(steps) - 1)
+        for known in unsealed:
+            if known.state is not State.SEALED:
+                raise WrongState(
+                    f"step {known.step} is {known.state}: an earlier one cannot change", field="step", value=known.step
+                )
+        for known in unsealed:
+            self.store.update_groups(known.group_indexes, state=State.COMPLETED, step=None)
+            self.store.delete_step(known.step)
+        return [known.step for known in unsealed]
 
     def plan(self, step: int) -> str | None:
         known = self.store.step(step)
@@ -136,7 +178,7 @@ class Batches:
             self._move(known, State.COMMITTED)
             if self.release_committed:
                 released += [group.payload for group in self._groups(known) if group.payload is not None]
-                self.store.update_groups(known.group_indexes, payload=None, sizes=[])
+                self.store.update_groups(known.group_indexes, payload=None, sizes=[], checksums=[])
         self.store.put("committed_step", max(step, self.committed_step()))
         return released
 
@@ -149,8 +191,8 @@ class Batches:
         Later steps are sealed again. Earlier ones are committed, for the checkpoint holds them. Raises WrongState where
         the samples of a step that has to be replayed were released.
         """
-        if last_committed_step < -1:
-            raise InvalidField("last_committed_step", last_committed_step, "a step, or -1")
+        if not -1 <= last_committed_step <= MAX_STEP:
+            raise InvalidField("last_committed_step", last_committed_step, f"a step from 0 to {MAX_STEP}, or -1")
         for known in self.store.steps(after=self.committed_step(), upto=last_committed_step):
             if known.state is State.SEALED:
                 self._move(known, State.ACKNOWLEDGED)

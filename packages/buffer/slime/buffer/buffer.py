@@ -9,38 +9,41 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
-from slime.buffer.batches import Batches
+from slime.buffer.batches import MAX_STEP, Batches
 from slime.buffer.detached import DetachedSteps
 from slime.buffer.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.filters import BufferFilter
 from slime.buffer.leases import Leased, Leases
 from slime.buffer.place import place_lines, restore_place
 from slime.buffer.prompts import Prompts
+from slime.buffer.quarantine import Quarantine
 from slime.buffer.runs import Runs, Writer
 from slime.buffer.samples import samples_of
 from slime.buffer.settings import BufferSettings
-from slime.buffer.sources.base import Columns, Prompt
+from slime.buffer.sources.base import Columns
 from slime.buffer.sources.dataset import Dataset, read_dataset
 from slime.buffer.store.base import Group, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.sqlite import SqliteStore
+from slime.buffer.strays import set_strays_aside
+from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
-from slime.types.errors import DeadlineExceeded, InvalidField, InvalidSetting, NotFound, Unavailable
+from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound
 from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
 
-T = TypeVar("T")
 PAGE = 64
 PART_BYTES = 1 << 20
+# With every rank of a large job in GetPlan there must be threads left for StorePlan and all others.
+WAITING_CALLS = 512
 
 
 class Buffer:
@@ -53,19 +56,23 @@ class Buffer:
         self, settings: BufferSettings, *, clock: Callable[[], float] = time.time, blobs: BlobWriter | None = None
     ) -> None:
         self.settings = settings
-        self._closing = False
+        self.waits = Waits(WAITING_CALLS)
         dataset = _read_prompts(settings)
         evaluation = read_evaluation_files(settings)
         buffer_filter = None
         if settings.buffer_filter_path:
             buffer_filter = BufferFilter(settings.buffer_filter_path, SimpleNamespace(**dataclasses.asdict(settings)))
-        self._directory = _Directory(settings.buffer_dir)
+        self._directory = Directory(settings.buffer_dir)
         try:
             power = settings.buffer_durability == "power"
-            self.store = SqliteStore(self._directory.path / "state.sqlite", synchronous="FULL" if power else "NORMAL")
+            self.payloads = FilePayloads(self._directory.path / "payloads", fsync=power)
+            self.store = SqliteStore(
+                self._directory.path / "state.sqlite",
+                synchronous="FULL" if power else "NORMAL",
+                has_payloads=bool(self.payloads.names()),
+            )
             try:
-                self.payloads = FilePayloads(self._directory.path / "payloads", fsync=power)
-                self.payloads.sweep(self.store.payload_names())
+                set_strays_aside(self.store, self.payloads)
                 self.runs = Runs(self.store)
                 self.prompts = Prompts(self.store, dataset, settings.n_samples_per_prompt)
                 if settings.data_place is not None:
@@ -74,12 +81,18 @@ class Buffer:
                     self.store,
                     self.payloads,
                     self.prompts,
+                    wake=self.waits.wake,
+                    on_damage=lambda group, error: self.quarantine.damaged(group, error),
                     default_seconds=settings.lease_seconds,
                     reward_required=not settings.allow_missing_rewards,
                     buffer_filter=buffer_filter,
                     clock=clock,
                 )
                 self.batches = Batches(self.store, self.payloads, release_committed=settings.release_committed)
+                self.quarantine = Quarantine(
+                    self.store, self.payloads, self.batches, lambda steps: self.waits.wake(COMPLETED, steps)
+                )
+                self.quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
                 self.detached = None if blobs is None else DetachedSteps(self.batches, blobs)
                 self.evaluation = EvaluationSets(self.store, evaluation, settings.n_samples_per_eval_prompt)
             except BaseException:
@@ -91,8 +104,7 @@ class Buffer:
 
     def end_waits(self) -> None:
         """Lets calls that wait end with Unavailable, now and from now on."""
-        self._closing = True
-        self.wake()
+        self.waits.close()
 
     def close(self) -> None:
         self.store.close()
@@ -106,25 +118,36 @@ class Buffer:
             released = self.batches.rewind(last_committed_step)
             next_step = self.batches.next_step()
         self._delete(released)
+        # What is replayed may have been damaged since it was trained on.
+        self.quarantine.check((State.SEALED,))
         if self.detached is not None:
             self.detached.release()
+        # Those of the incarnation before are refused now, and the rest may lease its groups.
+        self.waits.wake_all()
         return writer, next_step
 
-    def add_prompts(self, prompts: Sequence[Prompt], *, key: str, dataset: str) -> tuple[int, int, bool]:
+    def add_prompts(self, templates: Sequence[bytes], *, key: str, dataset: str) -> tuple[int, int, bool]:
+        """templates: of `encode_prompt`."""
         rows = self.evaluation.rows_of_file(dataset)
-        return self.prompts.add(prompts, key=key, dataset=dataset, evaluation_rows=rows)
+        added = self.prompts.add(templates, key=key, dataset=dataset, evaluation_rows=rows)
+        self.waits.wake(READY, added[0])
+        return added
 
     def lease(
-        self, writer: Writer, max_groups: int, *, ttl: float, wait: float, worker: str, active: Callable[[], bool]
+        self, writer: Writer, max_groups: int, *, ttl: float, wait: float, worker: str, caller: Caller
     ) -> list[Leased]:
         """Waits up to `wait` seconds for the first group; empty where none came."""
 
         def attempt() -> list[Leased] | None:
             with self.store.transaction():
                 self.runs.check(writer)
-                return self.leases.lease(max_groups, ttl, worker) or None
+                leased = self.leases.lease(max_groups, ttl, worker)
+                unneeded, self.leases.unneeded = self.leases.unneeded, []
+            self._delete(unneeded)
+            return leased or None
 
-        return self._wait(attempt, wait, active) or []
+        # An expiry changes nothing until somebody looks.
+        return self.waits.wait(READY, attempt, wait, caller, self.leases.seconds_to_expiry) or []
 
     def renew(self, writer: Writer, tokens: Sequence[str], ttl: float) -> list[str]:
         with self.store.transaction():
@@ -140,7 +163,17 @@ class Buffer:
     def reject(self, writer: Writer, token: str, reason: str) -> None:
         with self.store.transaction():
             self.runs.check(writer)
-            self.leases.reject(token, reason)
+            payload = self.leases.reject(token, reason)
+        self._delete([] if payload is None else [payload])
+
+    def drop(self, indexes: Sequence[int], reason: str, *, keep: bool) -> list[int]:
+        """Takes groups out of the run, see `Quarantine.drop`; the steps that have to be sealed again."""
+        with self.store.transaction():
+            steps, unneeded = self.quarantine.drop(indexes, reason, keep=keep)
+        self._delete(unneeded)
+        if steps and self.detached is not None:
+            self.detached.release()
+        return steps
 
     def seal(
         self,
@@ -150,22 +183,22 @@ class Buffer:
         *,
         metrics: Mapping[str, float] | None = None,
         wait: float,
-        active: Callable[[], bool],
+        caller: Caller,
     ) -> bytes:
         """Raises DeadlineExceeded where `num_groups` groups were not complete in time."""
-        if step < 0:
-            raise InvalidField("step", step, "at least 0")
+        if not 0 <= step <= MAX_STEP:
+            raise InvalidField("step", step, f"0 to {MAX_STEP}")
 
         def attempt() -> bytes | None:
             with self.store.transaction():
                 self.runs.check(writer)
-                return self.batches.seal(step, num_groups, metrics)
+                return self.batches.seal(step, num_groups, self.quarantine.check_sizes, metrics)
 
-        sealed = self._wait(attempt, wait, active)
+        sealed = self.waits.wait(COMPLETED, attempt, wait, caller)
         if sealed is None:
             have = self.store.count(State.COMPLETED)
             raise DeadlineExceeded(
-                f"step {step}: {have} of {num_groups} groups were complete after {wait:g} s",
+                f"step {step}: {have} of {num_groups} groups were complete when the wait ended",
                 field="num_groups",
                 value=have,
                 expected=f"{num_groups} completed groups",
@@ -175,15 +208,36 @@ class Buffer:
     def store_plan(self, writer: Writer, step: int, plan_json: str) -> str:
         with self.store.transaction():
             self.runs.check(writer)
-            return self.batches.store_plan(step, plan_json)
+            stored = self.batches.store_plan(step, plan_json)
+        self.waits.wake(("plan", step), WAITING_CALLS)
+        return stored
 
-    def plan(self, step: int, *, wait: float, active: Callable[[], bool]) -> str:
+    def plan(self, step: int, *, wait: float, caller: Caller) -> str:
         """Raises DeadlineExceeded, or NotFound where `wait` is 0, while there is none."""
-        plan = self._wait(lambda: self.batches.plan(step), wait, active)
+        plan = self.waits.wait(("plan", step), lambda: self.batches.plan(step), wait, caller)
         if plan is None:
             error = DeadlineExceeded if wait else NotFound
-            raise error(f"step {step} has no plan after {wait:g} s", field="step", value=step, expected="a stored plan")
+            raise error(f"step {step} has no plan yet", field="step", value=step, expected="a stored plan")
         return plan
+
+    def read_step(self, step: int, positions: Sequence[int], blob_store: str) -> Iterator[list[bytes]]:
+        """As `Batches.read`, or `DetachedSteps.read` for readers that know its store.
+
+        Where samples cannot be read, sets their groups aside, unseals the step and raises DataLoss.
+        """
+        try:
+            if self.detached is not None and blob_store == self.detached.blobs.name:
+                yield from self.detached.read(step, positions)
+            else:
+                yield from self.batches.read(step, positions)
+        except DataLoss:
+            known = self.store.step(step)
+            for group in [] if known is None else self.store.groups(indexes=known.group_indexes):
+                problem = self.quarantine.problem(group)
+                if problem is not None:
+                    with self.store.transaction():
+                        self.quarantine.damaged(group, problem)
+            raise
 
     def acknowledge(self, writer: Writer, step: int) -> None:
         with self.store.transaction():
@@ -235,42 +289,24 @@ class Buffer:
             after = page[-1].group_index
             left = None if left is None else left - len(page)
 
-    def samples(self, group: Group) -> list[sample_pb2.Sample]:
-        """Samples of a group as it was read some time ago, or as it is now where its payload has been replaced."""
+    def samples(self, group: Group) -> tuple[Group, list[sample_pb2.Sample]]:
+        """A group that was read some time ago and its samples; as it is now, where its samples have been replaced.
+
+        Without samples where these were released or are damaged.
+        """
         try:
-            return samples_of(group, self.payloads)
-        except NotFound:
-            (now,) = self.store.groups(indexes=[group.group_index])
-            if now.payload == group.payload:
-                raise
-            return samples_of(now, self.payloads)
+            return group, samples_of(group, self.payloads)
+        except DataLoss as error:
+            with self.store.transaction():
+                now = self.quarantine.damaged(group, error)
+        try:
+            return now, samples_of(now, self.payloads)
+        except DataLoss:
+            return now, []
 
     def expire(self) -> None:
         with self.store.transaction():
             self.leases.expire()
-
-    def wake(self) -> None:
-        """Lets calls that wait look at whether their client is still there."""
-        with self.store.changed:
-            self.store.changed.notify_all()
-
-    def _wait(self, attempt: Callable[[], T | None], seconds: float, active: Callable[[], bool]) -> T | None:
-        """The first result of `attempt` that is not None, tried again after each change, for up to `seconds`."""
-        if not 0 <= seconds < threading.TIMEOUT_MAX:
-            raise InvalidField("wait_seconds", seconds, "a number of seconds, at least 0")
-        deadline = time.monotonic() + seconds
-        with self.store.changed:
-            while True:
-                if self._closing:
-                    raise Unavailable("the buffer is stopping")
-                # An attempt for a client that went away would lease groups to nobody.
-                result = attempt() if active() else None
-                left = deadline - time.monotonic()
-                if result is not None or left <= 0 or not active():
-                    return result
-                # An expiry changes nothing until somebody looks.
-                expiry = self.leases.seconds_to_expiry()
-                self.store.changed.wait(left if expiry is None else min(left, expiry + 0.001))
 
     def _delete(self, payloads: Sequence[str]) -> None:
         for name in payloads:
@@ -285,18 +321,19 @@ def _read_prompts(settings: BufferSettings) -> Dataset | None:
     return read_dataset(settings.prompt_data, columns, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed)
 
 
-class _Directory:
+class Directory:
     """A directory that one process uses at a time; without a path, a temporary one that goes with `close`."""
 
     def __init__(self, path: str | None) -> None:
         self.temporary = path is None
         self.path = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="slime-buffer-"))
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / "lock", "w")  # noqa: SIM115
+        # The directory itself: a lock on a file in it is lost with the file.
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            os.close(self._lock)
             raise InvalidSetting(
                 f"--buffer-dir {self.path} is in use by another slime-buffer",
                 field="--buffer-dir",
@@ -305,6 +342,6 @@ class _Directory:
             ) from None
 
     def close(self) -> None:
-        self._lock.close()
+        os.close(self._lock)
         if self.temporary:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,16 @@ from slime.buffer.samples import samples_of
 from slime.buffer.store.base import Group, Payloads, State, Store
 from slime.buffer.summaries import encode_summaries
 from slime.buffer.validation import check_samples
+from slime.buffer.waits import COMPLETED, READY
 from slime.types.codec import sample_from_proto, sample_to_proto
-from slime.types.errors import InvalidField, LeaseLost
+from slime.types.errors import DataLoss, InvalidField, LeaseLost
 from slime.v1 import sample_pb2
 
-NO_LEASE = {"token": None, "expires_at": None, "worker": None}
+# A dead worker's group comes back, sooner or later.
+LONGEST_LEASE = 7 * 86400.0
+NO_LEASE: dict[str, object] = {"token": None, "expires_at": None, "worker": None}
+
+NO_PAYLOAD: dict[str, object] = {"payload": None, "sizes": [], "checksums": []}
 
 
 @dataclass
@@ -43,15 +49,23 @@ class Leases:
         *,
         default_seconds: float,
         reward_required: bool = True,
+        wake: Callable[[str, int], None],
+        on_damage: Callable[[Group, DataLoss], Group],
         buffer_filter: BufferFilter | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """wake: called with a topic of `waits` and the number of groups for it. on_damage: says what becomes of a group
+        whose samples cannot be read."""
         self.store = store
         self.payloads = payloads
         self.prompts = prompts
         self.default_seconds = default_seconds
         self.reward_required = reward_required
+        self.wake = wake
+        self.on_damage = on_damage
         self.buffer_filter = buffer_filter
+        # Payloads of groups that the filter dropped, to be deleted once the transaction is over.
+        self.unneeded: list[str] = []
         # Wall-clock time, for leases outlive a restart of the buffer.
         self.clock = clock
 
@@ -82,22 +96,35 @@ class Leases:
 
     def _first(self, count: int) -> list[tuple[Group, list[sample_pb2.Sample]]]:
         ready = self.store.groups(states=[State.READY], limit=count)
-        return [(group, samples_of(group, self.payloads)) for group in ready]
+        return [self._read(group) for group in ready]
+
+    def _read(self, group: Group) -> tuple[Group, list[sample_pb2.Sample]]:
+        try:
+            return group, samples_of(group, self.payloads)
+        except DataLoss as error:
+            group = self.on_damage(group, error)
+            return group, samples_of(group, self.payloads)
 
     def _filtered(self, count: int) -> list[tuple[Group, list[sample_pb2.Sample]]]:
-        ready = self.store.groups(states=[State.READY])
-        if not ready:
+        waiting = [self._read(group) for group in self.store.groups(states=[State.READY])]
+        if not waiting:
             return []
         assert self.buffer_filter is not None
-        shown = [[sample_from_proto(sample) for sample in samples_of(group, self.payloads)] for group in ready]
+        ready = [group for group, _ in waiting]
+        shown = [[sample_from_proto(sample) for sample in samples] for _, samples in waiting]
         choice = self.buffer_filter.choose(shown, count)
-        dropped = [ready[position].group_index for position in choice.dropped]
-        self.store.update_groups(dropped, state=State.REJECTED, reject_reason="buffer_filter")
+        dropped = [ready[position] for position in choice.dropped]
+        self.store.update_groups(
+            [group.group_index for group in dropped], state=State.REJECTED, reject_reason="buffer_filter", **NO_PAYLOAD
+        )
+        self.unneeded += [group.payload for group in dropped if group.payload is not None]
         return [(ready[position], list(map(sample_to_proto, group))) for position, group in choice.chosen.items()]
 
     def seconds(self, ttl_seconds: float) -> float:
-        if not ttl_seconds >= 0:
-            raise InvalidField("ttl_seconds", ttl_seconds, "a number of seconds; 0 for the buffer's default")
+        if not 0 <= ttl_seconds <= LONGEST_LEASE:
+            raise InvalidField(
+                "ttl_seconds", ttl_seconds, f"seconds, at most {LONGEST_LEASE:g} (a week); 0 for the buffer's default"
+            )
         return ttl_seconds or self.default_seconds
 
     def renew(self, tokens: Sequence[str], ttl_seconds: float) -> list[str]:
@@ -141,6 +168,7 @@ class Leases:
                 columns["summaries"] = encode_summaries(messages, samples)
             columns["payload"] = self.payloads.write(group.group_index, parts)
             columns["sizes"] = [len(part) for part in parts]
+            columns["checksums"] = [zlib.crc32(part) for part in parts]
         stored = False
         try:
             with self.store.transaction():
@@ -150,6 +178,7 @@ class Leases:
                 if group is not None:
                     state = State.COMPLETED if ended_by == "complete" else State.READY
                     self._end(group, ended_by, state=state, **columns)
+                    self.wake(COMPLETED if ended_by == "complete" else READY, 1)
                     stored = True
         finally:
             if not stored and "payload" in columns:
@@ -158,11 +187,13 @@ class Leases:
             self.payloads.delete(group.payload)
         return group is None
 
-    def reject(self, token: str, reason: str) -> None:
-        """Inside a transaction. Raises LeaseLost."""
+    def reject(self, token: str, reason: str) -> str | None:
+        """The payload that may be deleted once the transaction is over. Inside a transaction. Raises LeaseLost."""
         group = self._leased(token, "reject")
-        if group is not None:
-            self._end(group, "reject", state=State.REJECTED, reject_reason=reason or "unspecified")
+        if group is None:
+            return None
+        self._end(group, "reject", state=State.REJECTED, reject_reason=reason or "unspecified", **NO_PAYLOAD)
+        return group.payload
 
     def _leased(self, token: str, ended_by: str) -> Group | None:
         """The group leased under `token`; None where that lease was ended by the same call before."""
@@ -186,6 +217,7 @@ class Leases:
         if due:
             self.store.update_groups(due, state=State.READY, **NO_LEASE)
             self.store.put("expired_leases", self.store.get("expired_leases", 0) + len(due))
+            self.wake(READY, len(due))
         return len(due)
 
     def end_all(self) -> None:

@@ -4,7 +4,7 @@ A file of JSON lines:
 
     {"format": 1, "step": 4, "dataset": "...", "cursor": [epoch, offset], "next_group_index": 20, ...}
     {"group_index": 17, "first_sample": 68, "num_samples": 4, "template": base64, "samples": [base64, ...]}
-    {"key": "mine-1", "added": 3, "first": 5}
+    {"key": "mine-1", "added": 3, "first": 5, "digest": "..."}
 
 The first describes the dataset and the numbers that never repeat; then come the groups that were drawn and are in no
 step up to `step`, with the samples of those that were returned unfinished; then the names of what clients added.
@@ -12,8 +12,10 @@ step up to `step`, with the samples of those that were returned unfinished; then
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +24,14 @@ from typing import Any
 from slime.buffer.prompts import TRAIN, Prompts
 from slime.buffer.samples import encoded_samples
 from slime.buffer.store.base import Group, Payloads, State, Store
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
 FLAG = "--data-place"
 FORMAT = 1
 NUMBERS = ("next_group_index", "next_sample_index")
 # Groups whose work is lost with this buffer: they are given again, with what was returned of them.
 UNFINISHED = (State.READY, State.LEASED)
-OVER = (State.REJECTED, State.COMMITTED)
+OVER = (State.REJECTED, State.QUARANTINED, State.COMMITTED)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def place_lines(store: Store, prompts: Prompts, payloads: Payloads, step: int) -
         }
         states = [state for state in State if state not in OVER]
         lines = [_group_line(group, payloads) for group in store.groups(states=states) if _waits(group, step)]
-        batches = [{"key": key, "added": added, "first": first} for key, added, first in store.prompt_batches()]
+        names = ("key", "added", "first", "digest")
+        batches = [dict(zip(names, batch, strict=True)) for batch in store.prompt_batches()]
     return ((json.dumps(line) + "\n").encode() for line in [header, *lines, *batches])
 
 
@@ -58,7 +61,9 @@ def _waits(group: Group, step: int) -> bool:
 def _group_line(group: Group, payloads: Payloads) -> dict[str, Any]:
     samples: list[bytes] = []
     if group.state in UNFINISHED and group.payload is not None:
-        samples = encoded_samples(group, payloads, range(len(group.sizes)))
+        # A group whose samples cannot be read is given again from its prompt.
+        with contextlib.suppress(DataLoss):
+            samples = encoded_samples(group, payloads, range(len(group.sizes)))
     return {
         "group_index": group.group_index,
         "first_sample": group.first_sample,
@@ -88,7 +93,7 @@ def restore_place(path: str, store: Store, prompts: Prompts, payloads: Payloads)
         for name in NUMBERS:
             store.put(name, header[name])
         for batch in batches:
-            store.insert_prompt_batch(batch["key"], batch["added"], batch["first"])
+            store.insert_prompt_batch(batch["key"], batch["added"], batch["first"], batch.get("digest"))
         if identity != header["dataset"]:
             log.warning("%s: its prompts were %s, those here are %s: begins with the first one", path,
                         header["dataset"], identity)  # fmt: skip
@@ -112,6 +117,7 @@ def _restore_group(line: dict[str, Any], store: Store, prompts: Prompts, payload
         first_sample=line["first_sample"],
         num_samples=line["num_samples"],
         sizes=tuple(map(len, samples)),
+        checksums=tuple(map(zlib.crc32, samples)),
     )
     if samples:
         group.payload = payloads.write(group.group_index, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ from slime.buffer.sources.dataset import Cursor, Dataset
 from slime.buffer.store.base import Group, State, Store
 from slime.types.codec import encode_sample
 from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.json_fields import from_json
 from slime.v1 import buffer_pb2
 
 TRAIN = "train"
@@ -45,26 +46,32 @@ class Prompts:
         return Cursor(*self.store.get("cursor", (0, 0)))
 
     def add(
-        self, prompts: Sequence[Prompt], *, key: str, dataset: str, evaluation_rows: int = 0
+        self, templates: Sequence[bytes], *, key: str, dataset: str, evaluation_rows: int = 0
     ) -> tuple[int, int, bool]:
         """(added, index of the first, duplicate). A set other than "train" is an evaluation set; indexes are its own.
 
-        evaluation_rows: how many prompts of that set come from its file. Raises InvalidField without prompts.
+        templates: prompts as `encode_prompt` makes them. evaluation_rows: how many prompts of that set come from its
+        file. Raises InvalidField without prompts, and for a key that other prompts were added under.
         """
-        if not prompts:
+        if not templates:
             raise InvalidField("prompts", "none", "at least one prompt")
         dataset = dataset or TRAIN
-        templates = [encode_sample(prompt.to_sample()) for prompt in prompts]
+        digest = _digest(dataset, templates)
         with self.store.transaction():
             known = self.store.prompt_batch(key) if key else None
             if known is not None:
-                return 0, known[1], True
+                first, known_digest = known
+                if known_digest not in (None, digest):
+                    raise InvalidField(
+                        "key", key, "a name of its own for each batch: other prompts were added under this one"
+                    )
+                return 0, first, True
             if dataset == TRAIN:
                 first = self.insert(templates)[0].group_index
             else:
                 first = evaluation_rows + self.store.insert_evaluation_prompts(dataset, templates)
             if key:
-                self.store.insert_prompt_batch(key, len(templates), first)
+                self.store.insert_prompt_batch(key, len(templates), first, digest)
             return len(templates), first, False
 
     def draw(self, count: int) -> list[Group]:
@@ -73,7 +80,7 @@ class Prompts:
             return []
         prompts, cursor = self.dataset.take(self.cursor, count)
         self.store.put("cursor", (cursor.epoch, cursor.offset))
-        return self.insert([encode_sample(prompt.to_sample()) for prompt in prompts])
+        return self.insert([encode_prompt(prompt) for prompt in prompts])
 
     def insert(self, templates: Sequence[bytes], state: State = State.READY) -> list[Group]:
         """New groups with the next numbers. Inside a transaction."""
@@ -96,6 +103,19 @@ class Prompts:
         return groups
 
 
+def encode_prompt(prompt: Prompt) -> bytes:
+    """What each sample of its group starts as. Raises InvalidFile for the file of an image that is gone."""
+    return encode_sample(prompt.to_sample())
+
+
+def _digest(dataset: str, templates: Sequence[bytes]) -> str:
+    digest = hashlib.sha256(dataset.encode())
+    for template in templates:
+        digest.update(len(template).to_bytes(8, "little"))
+        digest.update(template)
+    return digest.hexdigest()
+
+
 def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
     """Raises InvalidField naming `prompts[position]` and the field."""
     prompt: str | list[dict[str, Any]]
@@ -105,7 +125,7 @@ def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
             prompt = message.text
         case "messages_json":
             field = f"prompts[{position}].messages_json"
-            messages = _parse(field, message.messages_json, list, "a JSON list of chat messages")
+            messages = from_json(message.messages_json, field, list)
             if not messages or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
                 raise InvalidField(field, message.messages_json, "chat messages: objects with a role")
             prompt, images = images_in_messages(
@@ -115,15 +135,5 @@ def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
             raise InvalidField(f"prompts[{position}].prompt", "nothing", "text or messages_json")
     metadata = {}
     if message.metadata_json:
-        metadata = _parse(f"prompts[{position}].metadata_json", message.metadata_json, dict, "a JSON object")
+        metadata = from_json(message.metadata_json, f"prompts[{position}].metadata_json", dict)
     return Prompt(prompt, message.label if message.HasField("label") else None, metadata, images)
-
-
-def _parse(field: str, text: str, kind: type, expected: str) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        raise InvalidField(field, text, expected) from None
-    if not isinstance(value, kind):
-        raise InvalidField(field, text, expected)
-    return value

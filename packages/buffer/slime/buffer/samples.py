@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from slime.buffer.store.base import Group, Payloads, State
+from slime.types.errors import DataLoss
 from slime.v1 import sample_pb2
 
 
@@ -30,10 +32,20 @@ def expand(template: bytes, group_index: int, indexes: Iterable[int]) -> list[sa
 
 
 def encoded_samples(group: Group, payloads: Payloads, positions: Sequence[int]) -> list[bytes]:
-    """The encoded samples at `positions` of a group that has a payload."""
+    """The encoded samples at `positions` of a group that has a payload. Raises DataLoss where they are damaged."""
     assert group.payload is not None
     offsets = [0, *accumulate(group.sizes)]
-    return payloads.read(group.payload, [(offsets[position], group.sizes[position]) for position in positions])
+    parts = payloads.read(group.payload, [(offsets[position], group.sizes[position]) for position in positions])
+    if group.checksums:
+        for position, part in zip(positions, parts, strict=True):
+            if zlib.crc32(part) != group.checksums[position]:
+                raise DataLoss(
+                    f"payload {group.payload} of group {group.group_index}: sample {position} is not what was stored",
+                    field="payload",
+                    value=group.payload,
+                    expected=f"bytes with the CRC-32 {group.checksums[position]:08x}",
+                )
+    return parts
 
 
 def group_message(group: Group, samples: Iterable[sample_pb2.Sample]) -> sample_pb2.SampleGroup:

@@ -8,21 +8,25 @@ from typing import Any, Self
 
 import grpc
 
-from slime.buffer.buffer import Buffer
-from slime.buffer.prompts import prompt_of_message
+from slime.buffer.buffer import WAITING_CALLS, Buffer
+from slime.buffer.prompts import encode_prompt, prompt_of_message
 from slime.buffer.runs import Writer
 from slime.buffer.samples import group_message
 from slime.buffer.settings import BufferSettings
-from slime.buffer.sources.base import Prompt
 from slime.buffer.store.base import Group, State
+from slime.buffer.streams import Streams
+from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
 from slime.types.errors import InvalidField, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
 
 SERVICE_NAME = "slime.v1.BufferService"
-# A call that waits holds a thread; with every rank of a large job in GetPlan there must be one left for StorePlan.
-WAITING_CALLS = 512
+# A stream holds a thread for as long as its client likes, as a call that waits does; what is left answers the rest.
+INCOMING_STREAMS = 128
+OUTGOING_STREAMS = 128
+# What a prompt takes in memory besides its bytes.
+PROMPT_BYTES = 256
 STATES = {state: getattr(buffer_pb2, f"GROUP_STATE_{state.name}") for state in State}
 STATE_OF_NUMBER = {number: state for state, number in STATES.items()}
 
@@ -30,6 +34,10 @@ STATE_OF_NUMBER = {number: state for state, number in STATES.items()}
 class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
+        settings = buffer.settings
+        held = 2 * max(settings.max_group_mb, settings.max_prompts_mb) << 20
+        self._intake = Streams(INCOMING_STREAMS, held)
+        self._streams = Streams(OUTGOING_STREAMS)
 
     def OpenRun(self, request: buffer_pb2.OpenRunRequest, context: Any) -> buffer_pb2.OpenRunResponse:
         writer, next_step = self.buffer.open_run(request.run_id, request.last_committed_step)
@@ -42,15 +50,30 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self, requests: Iterator[buffer_pb2.AddPromptsRequest], context: Any
     ) -> buffer_pb2.AddPromptsResponse:
         key = dataset = ""
-        prompts: list[Prompt] = []
-        for number, request in enumerate(requests):
-            if number == 0:
-                key, dataset = request.key, request.dataset
-            elif request.key not in ("", key) or request.dataset not in ("", dataset):
-                raise InvalidField("key", request.key or request.dataset, "key and dataset in the first message only")
-            prompts += [prompt_of_message(prompt, len(prompts) + at) for at, prompt in enumerate(request.prompts)]
-        added, first, duplicate = self.buffer.add_prompts(prompts, key=key, dataset=dataset)
-        return buffer_pb2.AddPromptsResponse(added=added, first_group_index=first, duplicate=duplicate)
+        templates: list[bytes] = []
+        size, limit = 0, self.buffer.settings.max_prompts_mb << 20
+        with self._intake.open() as taken:
+            for number, request in enumerate(requests):
+                if number == 0:
+                    key, dataset = request.key, request.dataset
+                elif request.key not in ("", key) or request.dataset not in ("", dataset):
+                    raise InvalidField(
+                        "key", request.key or request.dataset, "key and dataset in the first message only"
+                    )
+                # A short prompt takes more memory than its text.
+                added = request.ByteSize() + PROMPT_BYTES * len(request.prompts)
+                size += added
+                if size > limit:
+                    raise InvalidField(
+                        "prompts",
+                        f"more than {limit >> 20} MiB",
+                        f"at most {limit >> 20} MiB in a call (--max-prompts-mb): several calls, each with a key",
+                    )
+                taken(added)
+                for message in request.prompts:
+                    templates.append(encode_prompt(prompt_of_message(message, len(templates))))
+            added_prompts, first, duplicate = self.buffer.add_prompts(templates, key=key, dataset=dataset)
+        return buffer_pb2.AddPromptsResponse(added=added_prompts, first_group_index=first, duplicate=duplicate)
 
     def LeaseGroups(
         self, request: buffer_pb2.LeaseGroupsRequest, context: grpc.ServicerContext
@@ -61,7 +84,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             ttl=request.ttl_seconds,
             wait=request.wait_seconds,
             worker=request.worker_id,
-            active=self._active(context),
+            caller=self._caller(context),
         ):
             group = leased.group
             yield buffer_pb2.LeaseGroupsResponse(
@@ -81,15 +104,20 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReturnGroup(
         self, requests: Iterator[buffer_pb2.ReturnGroupRequest], context: Any
     ) -> buffer_pb2.ReturnGroupResponse:
-        self.buffer.give_back(*self._handed_in(requests))
+        with self._intake.open() as taken:
+            self.buffer.give_back(*self._handed_in(requests, taken))
         return buffer_pb2.ReturnGroupResponse()
 
     def CompleteGroup(
         self, requests: Iterator[buffer_pb2.CompleteGroupRequest], context: Any
     ) -> buffer_pb2.CompleteGroupResponse:
-        return buffer_pb2.CompleteGroupResponse(duplicate=self.buffer.complete(*self._handed_in(requests)))
+        with self._intake.open() as taken:
+            duplicate = self.buffer.complete(*self._handed_in(requests, taken))
+        return buffer_pb2.CompleteGroupResponse(duplicate=duplicate)
 
-    def _handed_in(self, requests: Iterator[Any]) -> tuple[Writer, str, list[sample_pb2.Sample]]:
+    def _handed_in(
+        self, requests: Iterator[Any], taken: Callable[[int], None]
+    ) -> tuple[Writer, str, list[sample_pb2.Sample]]:
         """(writer, token, samples) of a stream whose last message commits. Raises InvalidField for any other."""
         writer, token, committed = Writer("", 0), "", False
         samples: list[sample_pb2.Sample] = []
@@ -105,6 +133,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
                 raise InvalidField(
                     "samples", f"more than {limit} bytes", f"a group of at most {limit >> 20} MiB (--max-group-mb)"
                 )
+            taken(request.ByteSize())
             samples.extend(request.samples)
             committed = request.commit
         if not committed:
@@ -124,7 +153,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             request.num_groups,
             metrics=request.metrics,
             wait=request.wait_seconds,
-            active=self._active(context),
+            caller=self._caller(context),
         )
         return buffer_pb2.SealStepResponse.FromString(summaries)
 
@@ -133,17 +162,13 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return buffer_pb2.StorePlanResponse(plan_json=plan)
 
     def GetPlan(self, request: buffer_pb2.GetPlanRequest, context: grpc.ServicerContext) -> buffer_pb2.GetPlanResponse:
-        plan = self.buffer.plan(request.step, wait=request.wait_seconds, active=self._active(context))
+        plan = self.buffer.plan(request.step, wait=request.wait_seconds, caller=self._caller(context))
         return buffer_pb2.GetPlanResponse(plan_json=plan)
 
     def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[buffer_pb2.ReadStepResponse]:
-        detached = self.buffer.detached
-        if detached is not None and request.blob_store == detached.blobs.name:
-            read = detached.read(request.step, request.positions)
-        else:
-            read = self.buffer.batches.read(request.step, request.positions)
-        for chunk in read:
-            yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
+        with self._streams.open():
+            for chunk in self.buffer.read_step(request.step, request.positions, request.blob_store):
+                yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
 
     def AcknowledgeStep(
         self, request: buffer_pb2.AcknowledgeStepRequest, context: Any
@@ -158,6 +183,34 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReadGroups(
         self, request: buffer_pb2.ReadGroupsRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadGroupsResponse]:
+        with self._streams.open():
+            for group in self._asked_for(request):
+                group, samples = self.buffer.samples(group)
+                yield buffer_pb2.ReadGroupsResponse(
+                    group=group_message(group, samples),
+                    state=STATES[group.state],
+                    reject_reason=group.reject_reason or "",
+                    step=group.step,
+                )
+
+    def ListGroups(
+        self, request: buffer_pb2.ListGroupsRequest, context: Any
+    ) -> Iterator[buffer_pb2.ListGroupsResponse]:
+        with self._streams.open():
+            for group in self._asked_for(request):
+                yield buffer_pb2.ListGroupsResponse(
+                    group_index=group.group_index,
+                    dataset=group.dataset,
+                    state=STATES[group.state],
+                    num_samples=len(group.sizes),
+                    payload_bytes=sum(group.sizes),
+                    attempt=group.attempt,
+                    worker_id=group.worker or "",
+                    step=group.step,
+                    reason=group.reject_reason or "",
+                )
+
+    def _asked_for(self, request: Any) -> Iterator[Group]:
         for number in request.states:
             if number not in STATE_OF_NUMBER:
                 raise InvalidField("states", number, "GroupState values other than UNSPECIFIED")
@@ -165,27 +218,23 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             raise InvalidField("limit", request.limit, "at least 0")
         after = request.after_group_index if request.HasField("after_group_index") else None
         states = [STATE_OF_NUMBER[number] for number in request.states]
-        for group in self.buffer.groups(states, request.group_indexes, after=after, limit=request.limit):
-            yield self._read_group(group)
+        return self.buffer.groups(states, request.group_indexes, after=after, limit=request.limit)
 
-    def _read_group(self, group: Group) -> buffer_pb2.ReadGroupsResponse:
-        samples = self.buffer.samples(group)
-        return buffer_pb2.ReadGroupsResponse(
-            group=group_message(group, samples),
-            state=STATES[group.state],
-            reject_reason=group.reject_reason or "",
-            step=group.step,
-        )
+    def DropGroups(self, request: buffer_pb2.DropGroupsRequest, context: Any) -> buffer_pb2.DropGroupsResponse:
+        steps = self.buffer.drop(request.group_indexes, request.reason, keep=request.quarantine)
+        return buffer_pb2.DropGroupsResponse(unsealed_steps=steps)
 
     def ReadEvaluationSet(
         self, request: buffer_pb2.ReadEvaluationSetRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadEvaluationSetResponse]:
-        for group in self.buffer.evaluation.read(request.name):
-            yield buffer_pb2.ReadEvaluationSetResponse(group=group)
+        with self._streams.open():
+            for group in self.buffer.evaluation.read(request.name):
+                yield buffer_pb2.ReadEvaluationSetResponse(group=group)
 
     def ReadPlace(self, request: buffer_pb2.ReadPlaceRequest, context: Any) -> Iterator[buffer_pb2.ReadPlaceResponse]:
-        for part in self.buffer.place(request.step):
-            yield buffer_pb2.ReadPlaceResponse(part=part)
+        with self._streams.open():
+            for part in self.buffer.place(request.step):
+                yield buffer_pb2.ReadPlaceResponse(part=part)
 
     def GetStats(self, request: buffer_pb2.GetStatsRequest, context: Any) -> buffer_pb2.GetStatsResponse:
         buffer = self.buffer
@@ -205,13 +254,15 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
                 evaluation_sets=buffer.evaluation.names(),
                 dataset="" if buffer.prompts.dataset is None else buffer.prompts.dataset.identity,
                 expired_leases=buffer.store.get("expired_leases", 0),
+                damaged_payloads=buffer.store.get("damaged_payloads", 0),
             )
 
-    def _active(self, context: grpc.ServicerContext) -> Callable[[], bool]:
+    def _caller(self, context: grpc.ServicerContext) -> Caller:
+        caller = Caller(context.is_active)
         # False where the call has ended already: then nobody would receive the answer.
-        if not context.add_callback(self.buffer.wake):
+        if not context.add_callback(caller.end):
             raise WrongState("the call has ended", field="deadline")
-        return context.is_active
+        return caller
 
 
 def _writer(request: Any) -> Writer:
@@ -250,7 +301,7 @@ def serve(
 def serve_buffer(buffer: Buffer, rpc: RpcSettings | None = None) -> RunningBuffer:
     """As `serve`; `buffer` is closed at the end, or where serving fails."""
     rpc = rpc or RpcSettings()
-    rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + WAITING_CALLS)
+    rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + WAITING_CALLS + INCOMING_STREAMS + OUTGOING_STREAMS)
     try:
         server = Server(
             [(buffer_pb2_grpc.add_BufferServiceServicer_to_server, BufferService(buffer))],

@@ -67,8 +67,11 @@ class BufferSettings:
     buffer_filter_path: str | None = setting(
         None, "function that chooses among waiting groups: fn(args, None, groups, n) -> groups", metavar="PATH"
     )
-    lease_seconds: float = setting(600.0, "how long a lease lasts where the worker asks for no time", above=0)
+    lease_seconds: float = setting(
+        600.0, "how long a lease lasts where the worker asks for no time", above=0, maximum=604800
+    )
     max_group_mb: int = setting(1024, "largest group that is accepted, all samples together, in MiB", minimum=1)
+    max_prompts_mb: int = setting(256, "largest call of AddPrompts that is accepted, in MiB", minimum=1)
     allow_missing_rewards: bool = setting(
         False, "Accept finished samples without a reward, as supervised losses and custom rewards of the trainer do"
     )

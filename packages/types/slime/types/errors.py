@@ -19,6 +19,8 @@
     ├── Unauthenticated             UNAUTHENTICATED
     ├── PermissionDenied            PERMISSION_DENIED    a token of a role that may not make the call
     ├── OutOfSpace                  RESOURCE_EXHAUSTED   a full disk
+    ├── Busy                        RESOURCE_EXHAUSTED   more calls at once than the server takes: call again later
+    ├── DataLoss                    DATA_LOSS            stored bytes that are damaged or gone
     ├── EngineError                 INTERNAL             an engine that died or answered with an error
     └── RemoteError                 INTERNAL             an unexpected exception in the peer
 
@@ -144,6 +146,14 @@ class PermissionDenied(SlimeError):
 
 class OutOfSpace(SlimeError):
     status = "RESOURCE_EXHAUSTED"
+
+
+class Busy(SlimeError):
+    status = "RESOURCE_EXHAUSTED"
+
+
+class DataLoss(SlimeError):
+    status = "DATA_LOSS"
 
 
 class EngineError(SlimeError):

@@ -193,7 +193,7 @@ def _check_reward(reward: Any) -> None:
             pending += [(f"{field}.{key}", item) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
             pending += [(f"{field}[{position}]", item) for position, item in enumerate(value)]
-        elif isinstance(value, numbers.Real) and not abs(float(value)) <= MAX_REWARD:
+        elif isinstance(value, numbers.Real) and not -MAX_REWARD <= value <= MAX_REWARD:  # type: ignore[operator]
             raise InvalidField(field, value, f"{expected} of float32")
 
 

@@ -18,6 +18,7 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_ACKNOWLEDGED: _ClassVar[GroupState]
     GROUP_STATE_COMMITTED: _ClassVar[GroupState]
     GROUP_STATE_REJECTED: _ClassVar[GroupState]
+    GROUP_STATE_QUARANTINED: _ClassVar[GroupState]
 GROUP_STATE_UNSPECIFIED: GroupState
 GROUP_STATE_READY: GroupState
 GROUP_STATE_LEASED: GroupState
@@ -26,6 +27,7 @@ GROUP_STATE_SEALED: GroupState
 GROUP_STATE_ACKNOWLEDGED: GroupState
 GROUP_STATE_COMMITTED: GroupState
 GROUP_STATE_REJECTED: GroupState
+GROUP_STATE_QUARANTINED: GroupState
 
 class Writer(_message.Message):
     __slots__ = ("run_id", "incarnation")
@@ -362,6 +364,56 @@ class ReadGroupsResponse(_message.Message):
     step: int
     def __init__(self, group: _Optional[_Union[_sample_pb2.SampleGroup, _Mapping]] = ..., state: _Optional[_Union[GroupState, str]] = ..., reject_reason: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
+class ListGroupsRequest(_message.Message):
+    __slots__ = ("states", "group_indexes", "limit", "after_group_index")
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_GROUP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedScalarFieldContainer[GroupState]
+    group_indexes: _containers.RepeatedScalarFieldContainer[int]
+    limit: int
+    after_group_index: int
+    def __init__(self, states: _Optional[_Iterable[_Union[GroupState, str]]] = ..., group_indexes: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., after_group_index: _Optional[int] = ...) -> None: ...
+
+class ListGroupsResponse(_message.Message):
+    __slots__ = ("group_index", "dataset", "state", "num_samples", "payload_bytes", "attempt", "worker_id", "step", "reason")
+    GROUP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    group_index: int
+    dataset: str
+    state: GroupState
+    num_samples: int
+    payload_bytes: int
+    attempt: int
+    worker_id: str
+    step: int
+    reason: str
+    def __init__(self, group_index: _Optional[int] = ..., dataset: _Optional[str] = ..., state: _Optional[_Union[GroupState, str]] = ..., num_samples: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., attempt: _Optional[int] = ..., worker_id: _Optional[str] = ..., step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DropGroupsRequest(_message.Message):
+    __slots__ = ("group_indexes", "reason", "quarantine")
+    GROUP_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    group_indexes: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    quarantine: bool
+    def __init__(self, group_indexes: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., quarantine: bool = ...) -> None: ...
+
+class DropGroupsResponse(_message.Message):
+    __slots__ = ("unsealed_steps",)
+    UNSEALED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    unsealed_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, unsealed_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ReadEvaluationSetRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -391,7 +443,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("writer", "groups", "rejected", "next_group_index", "next_sample_index", "prompts_in_dataset", "epoch", "next_step", "payload_bytes", "evaluation_sets", "expired_leases", "dataset")
+    __slots__ = ("writer", "groups", "rejected", "next_group_index", "next_sample_index", "prompts_in_dataset", "epoch", "next_step", "payload_bytes", "evaluation_sets", "expired_leases", "dataset", "damaged_payloads")
     class GroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +470,7 @@ class GetStatsResponse(_message.Message):
     EVALUATION_SETS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_PAYLOADS_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     groups: _containers.ScalarMap[str, int]
     rejected: _containers.ScalarMap[str, int]
@@ -430,4 +483,5 @@ class GetStatsResponse(_message.Message):
     evaluation_sets: _containers.RepeatedScalarFieldContainer[str]
     expired_leases: int
     dataset: str
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., groups: _Optional[_Mapping[str, int]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., next_group_index: _Optional[int] = ..., next_sample_index: _Optional[int] = ..., prompts_in_dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluation_sets: _Optional[_Iterable[str]] = ..., expired_leases: _Optional[int] = ..., dataset: _Optional[str] = ...) -> None: ...
+    damaged_payloads: int
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., groups: _Optional[_Mapping[str, int]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., next_group_index: _Optional[int] = ..., next_sample_index: _Optional[int] = ..., prompts_in_dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluation_sets: _Optional[_Iterable[str]] = ..., expired_leases: _Optional[int] = ..., dataset: _Optional[str] = ..., damaged_payloads: _Optional[int] = ...) -> None: ...

@@ -109,6 +109,16 @@ class BufferServiceStub(object):
                 request_serializer=slime_dot_v1_dot_buffer__pb2.ReadGroupsRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_buffer__pb2.ReadGroupsResponse.FromString,
                 _registered_method=True)
+        self.ListGroups = channel.unary_stream(
+                '/slime.v1.BufferService/ListGroups',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
+        self.DropGroups = channel.unary_unary(
+                '/slime.v1.BufferService/DropGroups',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.DropGroupsRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.DropGroupsResponse.FromString,
+                _registered_method=True)
         self.ReadEvaluationSet = channel.unary_stream(
                 '/slime.v1.BufferService/ReadEvaluationSet',
                 request_serializer=slime_dot_v1_dot_buffer__pb2.ReadEvaluationSetRequest.SerializeToString,
@@ -231,6 +241,21 @@ class BufferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListGroups(self, request, context):
+        """The same groups without their samples, also where these cannot be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropGroups(self, request, context):
+        """Takes groups out of the run, for operators: no writer is needed. Where a group is sealed, its step and all later ones
+        are not sealed any more and lose their plans; sealing them again takes other groups in place of those that are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadEvaluationSet(self, request, context):
         """The prompts of an evaluation set; every call returns them all, in order.
         """
@@ -329,6 +354,16 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ReadGroups,
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.ReadGroupsRequest.FromString,
                     response_serializer=slime_dot_v1_dot_buffer__pb2.ReadGroupsResponse.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.ListGroupsRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.ListGroupsResponse.SerializeToString,
+            ),
+            'DropGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropGroups,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.DropGroupsRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.DropGroupsResponse.SerializeToString,
             ),
             'ReadEvaluationSet': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadEvaluationSet,
@@ -751,6 +786,60 @@ class BufferService(object):
             '/slime.v1.BufferService/ReadGroups',
             slime_dot_v1_dot_buffer__pb2.ReadGroupsRequest.SerializeToString,
             slime_dot_v1_dot_buffer__pb2.ReadGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slime.v1.BufferService/ListGroups',
+            slime_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.BufferService/DropGroups',
+            slime_dot_v1_dot_buffer__pb2.DropGroupsRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.DropGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

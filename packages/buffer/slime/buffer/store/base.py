@@ -1,7 +1,7 @@
 """What the buffer needs of a store: rows of state that change in transactions, and payloads that never change.
 
 A `Payloads` write is finished before the transaction that names it begins, so a crash leaves at worst a payload that
-nothing names; `Payloads.sweep` removes those when the buffer starts.
+nothing names, which is set aside when the buffer starts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class State(enum.StrEnum):
     ACKNOWLEDGED = "acknowledged"
     COMMITTED = "committed"
     REJECTED = "rejected"
+    QUARANTINED = "quarantined"
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Group:
 
     template: an encoded Sample without indexes, what each sample of the group starts as.
     first_sample, num_samples: sample indexes are [first_sample, first_sample + num_samples).
-    payload: name of the samples in Payloads, None where they are still as the template; sizes: bytes of each sample.
+    payload: name of the samples in Payloads, None where they are still as the template; sizes: bytes of each sample;
+    checksums: CRC-32 of each sample, none where an older version stored them.
     summaries: an encoded SealStepResponse with the summaries of this group, once completed.
     ended_token, ended_by: the latest lease that ended by a call of its holder: "return", "complete" or "reject".
     """
@@ -46,6 +48,7 @@ class Group:
     num_samples: int
     payload: str | None = None
     sizes: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()
     summaries: bytes | None = None
     worker: str | None = None
     token: str | None = None
@@ -70,11 +73,10 @@ class Step:
 class Store(ABC):
     """State of one buffer. Thread-safe: `lock` is held for the length of a transaction; reads outside one are allowed.
 
-    `changed` is notified after each transaction that changed something.
+    Every method raises DataLoss where the database turns out to be damaged.
     """
 
     lock: threading.RLock  # type: ignore[valid-type]
-    changed: threading.Condition
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
@@ -155,15 +157,18 @@ class Store(ABC):
     def insert_seal_record(self, step: int, record: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def prompt_batch(self, key: str) -> tuple[int, int] | None:
-        """(added, first group index) of the prompts that were added under `key`."""
+    def delete_step(self, step: int) -> None: ...
 
     @abstractmethod
-    def prompt_batches(self) -> list[tuple[str, int, int]]:
-        """(key, added, first group index) of all of them."""
+    def prompt_batch(self, key: str) -> tuple[int, str | None] | None:
+        """(first group index, digest) of the prompts that were added under `key`."""
 
     @abstractmethod
-    def insert_prompt_batch(self, key: str, added: int, first: int) -> None: ...
+    def prompt_batches(self) -> list[tuple[str, int, int, str | None]]:
+        """(key, added, first group index, digest) of all of them."""
+
+    @abstractmethod
+    def insert_prompt_batch(self, key: str, added: int, first: int, digest: str | None) -> None: ...
 
     @abstractmethod
     def evaluation_prompts(self, dataset: str) -> list[bytes]:
@@ -189,12 +194,20 @@ class Payloads(ABC):
 
     @abstractmethod
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (offset, length). Raises NotFound, or InvalidFile where the payload is too short."""
+        """The bytes of each (offset, length). Raises DataLoss where the payload is gone, unreadable or too short."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """In bytes; None where it is gone."""
+
+    @abstractmethod
+    def set_aside(self, name: str) -> None:
+        """Moves it, where it is there, to where no call looks for it."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
         """Removes it, where it is there."""
 
     @abstractmethod
-    def sweep(self, keep: set[str]) -> int:
-        """Removes all but `keep`; returns how many."""
+    def names(self) -> set[str]:
+        """All that are there."""

@@ -7,24 +7,29 @@ a completed group survives the death of the process but not a power cut (then `r
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from slime.buffer.store.base import Payloads
-from slime.types.errors import InvalidFile, NotFound, OutOfSpace
+from slime.types.errors import DataLoss, OutOfSpace
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 GROUPS_PER_DIRECTORY = 4096
+_NAME = re.compile(r"\d{6}/(\d{10,})-[0-9a-f]{8}")
+_PARTIAL = re.compile(_NAME.pattern + r"\.part")
 
 
 class FilePayloads(Payloads):
-    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`."""
+    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those set aside, below `lost+found` beside it."""
 
     def __init__(self, directory: Path, *, fsync: bool = False) -> None:
         self.directory = directory
+        self.lost_and_found = directory.parent / "lost+found"
         self.fsync = fsync
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -66,10 +71,12 @@ class FilePayloads(Payloads):
                     file.seek(offset)
                     found.append(file.read(length))
         except FileNotFoundError:
-            raise NotFound(f"payload {path} is gone", field="payload", value=name) from None
+            raise DataLoss(f"payload {path} is gone", field="payload", value=name) from None
+        except OSError as error:
+            raise DataLoss(f"payload {path} cannot be read: {error.strerror}", field="payload", value=name) from error
         for (offset, length), part in zip(ranges, found, strict=True):
             if len(part) != length:
-                raise InvalidFile(
+                raise DataLoss(
                     f"payload {path}: {len(part)} bytes at {offset}, expected {length}: cut short, by a power failure?",
                     field="payload",
                     value=name,
@@ -77,18 +84,39 @@ class FilePayloads(Payloads):
                 )
         return found
 
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.directory / name).stat().st_size
+        except OSError:
+            return None
+
     def delete(self, name: str) -> None:
         (self.directory / name).unlink(missing_ok=True)
 
-    def sweep(self, keep: set[str]) -> int:
-        stray = [
-            path
-            for path in self.directory.glob("*/*")
-            if path.is_file() and path.relative_to(self.directory).as_posix() not in keep
-        ]
-        for path in stray:
-            path.unlink()
-        return len(stray)
+    def set_aside(self, name: str) -> None:
+        target = self.lost_and_found / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.directory / name, target)
+
+    def names(self) -> set[str]:
+        return {name for name in self._files() if not _PARTIAL.fullmatch(name)}
+
+    def delete_unfinished(self) -> None:
+        """Removes what writes that were interrupted have left."""
+        for name in self._files():
+            if _PARTIAL.fullmatch(name):
+                self.delete(name)
+
+    def _files(self) -> set[str]:
+        paths = (path for path in self.directory.rglob("*") if path.is_symlink() or not path.is_dir())
+        return {path.relative_to(self.directory).as_posix() for path in paths}
+
+
+def group_of(name: str) -> int | None:
+    """The group whose samples a payload holds; None for a name that no payload has."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _fsync_directory(path: Path) -> None:

@@ -10,20 +10,20 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from slime.buffer.store.base import Group, State, Step, Store
-from slime.types.errors import InvalidFile, OutOfSpace
+from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, SlimeError
 
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE groups (
     group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL, template BLOB NOT NULL,
     first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-    payload TEXT, sizes TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
+    payload TEXT, sizes TEXT NOT NULL, checksums TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
     worker TEXT, token TEXT, expires_at REAL, attempt INTEGER NOT NULL,
     ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT
 );
@@ -33,7 +33,9 @@ CREATE INDEX groups_of_expiry ON groups (expires_at) WHERE expires_at IS NOT NUL
 CREATE UNIQUE INDEX groups_of_token ON groups (token) WHERE token IS NOT NULL;
 CREATE UNIQUE INDEX groups_of_ended_token ON groups (ended_token) WHERE ended_token IS NOT NULL;
 CREATE TABLE steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, group_indexes TEXT NOT NULL, plan TEXT);
-CREATE TABLE prompt_batches (key TEXT PRIMARY KEY, added INTEGER NOT NULL, first INTEGER NOT NULL);
+CREATE TABLE prompt_batches (
+    key TEXT PRIMARY KEY, added INTEGER NOT NULL, first INTEGER NOT NULL, digest TEXT
+);
 CREATE TABLE evaluation_prompts (
     dataset TEXT NOT NULL, position INTEGER NOT NULL, template BLOB NOT NULL, PRIMARY KEY (dataset, position)
 );
@@ -41,23 +43,38 @@ CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 # Newer than version 1, and nothing of that version depends on it.
 ADDED = "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)"
+# By the version that they lead from.
+MIGRATIONS = {
+    1: """
+ALTER TABLE groups ADD COLUMN checksums TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE prompt_batches ADD COLUMN digest TEXT;
+"""
+}
+LISTS = ("sizes", "checksums")
+# What SQLite says of a program's mistakes, and not of its file.
+MISTAKES = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 GROUP_COLUMNS = tuple(field.name for field in fields(Group))
 SELECT_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS)} FROM groups "
 INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_COLUMNS)}, payload_bytes) VALUES ({'?, ' * len(GROUP_COLUMNS)}?)"
 
 
 class SqliteStore(Store):
-    """The state below `path`. Raises InvalidFile where the database is of a newer version, or none."""
+    """The state below `path`. Raises InvalidFile where the database is of a newer version, damaged, or none.
 
-    def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
+    has_payloads: whether there are samples that only an older database can know: then none is made.
+    """
+
+    def __init__(self, path: Path, *, synchronous: str = "NORMAL", has_payloads: bool = False) -> None:
         self.path = path
+        if has_payloads and not path.exists():
+            raise self._lost("there is none")
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         # Read on every call, written by few; emptied when a transaction fails.
         self._values: dict[str, Any] = {}
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, cached_statements=256)
         try:
-            self._open(synchronous)
+            self._open(synchronous, has_payloads)
         except sqlite3.DatabaseError as error:
             self._connection.close()
             raise InvalidFile(
@@ -67,7 +84,7 @@ class SqliteStore(Store):
             self._connection.close()
             raise
 
-    def _open(self, synchronous: str) -> None:
+    def _open(self, synchronous: str, has_payloads: bool) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             raise InvalidFile(
@@ -76,16 +93,40 @@ class SqliteStore(Store):
                 value=version,
                 expected=f"at most {VERSION}",
             )
+        if version == 0 and has_payloads:
+            raise self._lost("it is empty, or was copied without its -wal file")
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute(f"PRAGMA synchronous = {synchronous}")
+        if version:
+            self._quick_check()
+        for known in range(version, VERSION) if version else ():
+            self._connection.executescript(f"BEGIN; {MIGRATIONS[known]} PRAGMA user_version = {known + 1}; COMMIT;")
         if version == 0:
             self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
         self._connection.execute(ADDED)
 
+    def _lost(self, what: str) -> InvalidFile:
+        return InvalidFile(
+            f"{self.path}: the payloads beside it hold samples, and {what}: restore the database, with its -wal file, "
+            "from a backup (slime-buffer backup), or move the payloads away to begin anew",
+            field="buffer_dir",
+            value=str(self.path),
+            expected="the database that the payloads belong to",
+        )
+
+    def _quick_check(self) -> None:
+        problems = [text for (text,) in self._connection.execute("PRAGMA quick_check(3)") if text != "ok"]
+        if problems:
+            raise InvalidFile(
+                f"{self.path} is damaged: {'; '.join(problems)[:500]}: restore a backup",
+                field="buffer_dir",
+                value=str(self.path),
+                expected="the whole state of a buffer",
+            )
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         with self.lock:
-            before = self._connection.total_changes
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
@@ -93,22 +134,32 @@ class SqliteStore(Store):
             except BaseException as error:
                 self._values.clear()
                 # SQLite has already rolled back where the disk is full.
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                if isinstance(error, sqlite3.Error) and error.sqlite_errorcode in (
-                    sqlite3.SQLITE_FULL,
-                    sqlite3.SQLITE_IOERR_WRITE,
-                ):
-                    raise OutOfSpace(
-                        f"{self.path}: {error}", field="buffer_dir", value=str(self.path), expected="free space"
-                    ) from error
+                with suppress(sqlite3.DatabaseError):
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, MISTAKES):
+                    raise self._error_of(error) from error
                 raise
-            if self._connection.total_changes != before:
-                self.changed.notify_all()
+
+    def _error_of(self, error: sqlite3.DatabaseError) -> SlimeError:
+        if error.sqlite_errorcode in FULL:
+            return OutOfSpace(f"{self.path}: {error}", field="buffer_dir", value=str(self.path), expected="free space")
+        return DataLoss(
+            f"{self.path}: {error}: stop the buffer, and see slime-buffer check",
+            field="buffer_dir",
+            value=str(self.path),
+            expected="the whole state of a buffer",
+        )
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with self.lock:
-            return self._connection.execute(query, values).fetchall()
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.DatabaseError as error:
+                # Inside a transaction it is the transaction that ends with it.
+                if isinstance(error, MISTAKES) or self._connection.in_transaction:
+                    raise
+                raise self._error_of(error) from error
 
     def get(self, name: str, default: Any = None) -> Any:
         with self.lock:
@@ -223,14 +274,17 @@ class SqliteStore(Store):
     def insert_seal_record(self, step: int, record: dict[str, Any]) -> None:
         self._rows("INSERT OR REPLACE INTO seal_records VALUES (?, ?)", step, json.dumps(record))
 
-    def prompt_batch(self, key: str) -> tuple[int, int] | None:
-        return next(iter(self._rows("SELECT added, first FROM prompt_batches WHERE key = ?", key)), None)  # type: ignore[arg-type]
+    def delete_step(self, step: int) -> None:
+        self._rows("DELETE FROM steps WHERE step = ?", step)
 
-    def prompt_batches(self) -> list[tuple[str, int, int]]:
-        return self._rows("SELECT key, added, first FROM prompt_batches ORDER BY first, key")  # type: ignore[return-value]
+    def prompt_batch(self, key: str) -> tuple[int, str | None] | None:
+        return next(iter(self._rows("SELECT first, digest FROM prompt_batches WHERE key = ?", key)), None)  # type: ignore[arg-type]
 
-    def insert_prompt_batch(self, key: str, added: int, first: int) -> None:
-        self._rows("INSERT INTO prompt_batches VALUES (?, ?, ?)", key, added, first)
+    def prompt_batches(self) -> list[tuple[str, int, int, str | None]]:
+        return self._rows("SELECT key, added, first, digest FROM prompt_batches ORDER BY first, key")  # type: ignore[return-value]
+
+    def insert_prompt_batch(self, key: str, added: int, first: int, digest: str | None) -> None:
+        self._rows("INSERT INTO prompt_batches VALUES (?, ?, ?, ?)", key, added, first, digest)
 
     def evaluation_prompts(self, dataset: str) -> list[bytes]:
         query = "SELECT template FROM evaluation_prompts WHERE dataset = ? ORDER BY position"
@@ -254,13 +308,13 @@ class SqliteStore(Store):
 
 
 def _column(name: str, value: Any) -> Any:
-    return json.dumps(value) if name == "sizes" else value
+    return json.dumps(value) if name in LISTS else value
 
 
 def _group(row: tuple[Any, ...]) -> Group:
     group = Group(*row)
     group.state = State(group.state)
-    group.sizes = tuple(json.loads(group.sizes))  # type: ignore[arg-type]
+    group.sizes, group.checksums = (tuple(json.loads(text)) for text in (group.sizes, group.checksums))  # type: ignore[arg-type]
     return group
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.types.blobs import BlobReader, resolver
 from slime.types.clients.base import Client, Writer
 from slime.types.codec import group_from_proto, sample_from_proto
-from slime.types.errors import InvalidField
+from slime.types.errors import Busy, DeadlineExceeded, InvalidField
 from slime.types.json_fields import to_json
 from slime.types.rpc import RpcSettings, chunk_messages, chunk_samples
 from slime.types.rpc.retry import Repeatable
@@ -22,6 +24,9 @@ from slime.types.status import STATUS_BY_NUMBER, SampleStatus
 from slime.types.validate import validate_finished, validate_sample, validate_samples
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
+T = TypeVar("T")
+# The longest that one call waits; a longer wait is several.
+WAIT_SLICE_SECONDS = 30.0
 SLACK_SECONDS = 10.0  # what a call that waits may take beyond its wait
 
 
@@ -83,6 +88,21 @@ class StoredGroup:
 
 
 @dataclass(frozen=True)
+class GroupInfo:
+    """A group without its samples; num_samples and payload_bytes: of what is stored. reason: why it was taken out."""
+
+    group_index: int
+    dataset: str
+    state: str
+    num_samples: int
+    payload_bytes: int
+    attempt: int
+    worker_id: str
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stats:
     writer: Writer
     groups: dict[str, int]
@@ -95,6 +115,7 @@ class Stats:
     payload_bytes: int
     evaluation_sets: tuple[str, ...]
     expired_leases: int
+    damaged_payloads: int = 0
     dataset: str = ""
 
 
@@ -147,17 +168,21 @@ class BufferClient(Client):
         self, max_groups: int, ttl_seconds: float = 600.0, wait_seconds: float = 0.0, worker_id: str = ""
     ) -> list[LeasedGroup]:
         """Up to `max_groups` groups; fewer, or none, where no more came within `wait_seconds`."""
-        request = buffer_pb2.LeaseGroupsRequest(
-            writer=self._writer(),
-            worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
-            max_groups=max_groups,
-            ttl_seconds=ttl_seconds,
-            wait_seconds=wait_seconds,
-        )
-        return [
-            LeasedGroup(m.lease.token, group_from_proto(m.group), m.lease.attempt, m.lease.expires_in_seconds)
-            for m in self._stream("LeaseGroups", request, _waiting(wait_seconds))
-        ]
+
+        def lease(wait: float) -> list[LeasedGroup]:
+            request = buffer_pb2.LeaseGroupsRequest(
+                writer=self._writer(),
+                worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
+                max_groups=max_groups,
+                ttl_seconds=ttl_seconds,
+                wait_seconds=wait,
+            )
+            return [
+                LeasedGroup(m.lease.token, group_from_proto(m.group), m.lease.attempt, m.lease.expires_in_seconds)
+                for m in self._stream("LeaseGroups", request, _waiting(wait))
+            ]
+
+        return _in_slices(wait_seconds, lease)
 
     def renew_leases(self, tokens: Sequence[str], ttl_seconds: float = 600.0) -> list[str]:
         """Returns the tokens whose lease had already ended."""
@@ -192,11 +217,15 @@ class BufferClient(Client):
 
         metrics: kept with the step; those of the first call stay.
         """
-        request = buffer_pb2.SealStepRequest(
-            writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait_seconds, metrics=metrics
-        )
-        answer = self._call("SealStep", request, _waiting(wait_seconds))
-        return SealedStep(map(_summary, answer.samples), dict(answer.metrics), dict(answer.rejected))
+
+        def seal(wait: float) -> SealedStep:
+            request = buffer_pb2.SealStepRequest(
+                writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait, metrics=metrics
+            )
+            answer = self._call("SealStep", request, _waiting(wait))
+            return SealedStep(map(_summary, answer.samples), dict(answer.metrics), dict(answer.rejected))
+
+        return _in_slices(wait_seconds, seal)
 
     def store_plan(self, step: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Stores the plan of a sealed step; returns the one that is stored, which is the first."""
@@ -204,8 +233,13 @@ class BufferClient(Client):
         return json.loads(self._call("StorePlan", request).plan_json)
 
     def get_plan(self, step: int, wait_seconds: float = 0.0) -> dict[str, Any]:
-        request = buffer_pb2.GetPlanRequest(step=step, wait_seconds=wait_seconds)
-        return json.loads(self._call("GetPlan", request, _waiting(wait_seconds)).plan_json)
+
+        def get(wait: float) -> dict[str, Any]:
+            request = buffer_pb2.GetPlanRequest(step=step, wait_seconds=wait)
+            return {"": json.loads(self._call("GetPlan", request, _waiting(wait)).plan_json)}
+
+        # An empty plan is one too.
+        return _in_slices(wait_seconds, get)[""]
 
     def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
         """Samples of a sealed step at `positions` of its summaries, in that order."""
@@ -240,9 +274,44 @@ class BufferClient(Client):
             after_group_index=after_group_index,
         )
         for message in self._stream("ReadGroups", request):
-            state = buffer_pb2.GroupState.Name(message.state).removeprefix("GROUP_STATE_").lower()
+            state = _state_name(message.state)
             step = message.step if message.HasField("step") else None
             yield StoredGroup(group_from_proto(message.group), state, message.reject_reason, step)
+
+    def list_groups(
+        self,
+        states: Sequence[str] = (),
+        group_indexes: Sequence[int] = (),
+        limit: int = 0,
+        after_group_index: int | None = None,
+    ) -> Iterator[GroupInfo]:
+        """As `read_groups`, without samples."""
+        request = buffer_pb2.ListGroupsRequest(
+            states=[_state_number(state) for state in states],  # type: ignore[misc]
+            group_indexes=group_indexes,
+            limit=limit,
+            after_group_index=after_group_index,
+        )
+        for message in self._stream("ListGroups", request):
+            yield GroupInfo(
+                group_index=message.group_index,
+                dataset=message.dataset,
+                state=_state_name(message.state),
+                num_samples=message.num_samples,
+                payload_bytes=message.payload_bytes,
+                attempt=message.attempt,
+                worker_id=message.worker_id,
+                step=message.step if message.HasField("step") else None,
+                reason=message.reason,
+            )
+
+    def drop_groups(self, group_indexes: Sequence[int], reason: str = "", quarantine: bool = False) -> list[int]:
+        """Takes groups out of the run: sets them aside with their samples where `quarantine`, else rejects them.
+
+        Returns the steps that were sealed with them, and all later ones: they have to be sealed and planned again.
+        """
+        request = buffer_pb2.DropGroupsRequest(group_indexes=group_indexes, reason=reason, quarantine=quarantine)
+        return list(self._call("DropGroups", request).unsealed_steps)
 
     def read_evaluation_set(self, name: str) -> list[SampleGroup]:
         request = buffer_pb2.ReadEvaluationSetRequest(name=name)
@@ -268,6 +337,7 @@ class BufferClient(Client):
             evaluation_sets=tuple(answer.evaluation_sets),
             expired_leases=answer.expired_leases,
             dataset=answer.dataset,
+            damaged_payloads=answer.damaged_payloads,
         )
 
     def _group_stream(self, request: Any, token: str, samples: Sequence[Sample]) -> Repeatable:
@@ -287,6 +357,22 @@ class BufferClient(Client):
         return Repeatable(messages)
 
 
+def _in_slices(wait_seconds: float, call: Callable[[float], T]) -> T:
+    """The first answer of `call`, which is given the seconds to wait, that is not empty; the last one at the end.
+
+    Asked again after each slice, a server need not keep a call for as long as its client likes.
+    """
+    if not wait_seconds > WAIT_SLICE_SECONDS:
+        # As it was passed: the server names what is wrong with it.
+        return call(wait_seconds)
+    deadline = time.monotonic() + wait_seconds
+    while (left := deadline - time.monotonic()) > WAIT_SLICE_SECONDS:
+        with suppress(DeadlineExceeded, Busy):
+            if answer := call(WAIT_SLICE_SECONDS):
+                return answer
+    return call(max(left, 0.0))
+
+
 def _waiting(wait_seconds: float) -> float | None:
     return wait_seconds + SLACK_SECONDS if wait_seconds else None
 
@@ -297,6 +383,10 @@ def _state_number(state: str) -> int:
     except ValueError:
         known = ", ".join(name.removeprefix("GROUP_STATE_").lower() for name in buffer_pb2.GroupState.keys()[1:])
         raise InvalidField("states", state, f"one of {known}") from None
+
+
+def _state_name(number: Any) -> str:
+    return buffer_pb2.GroupState.Name(number).removeprefix("GROUP_STATE_").lower()
 
 
 def _prompt(prompt: str | Mapping[str, Any], position: int) -> buffer_pb2.Prompt:

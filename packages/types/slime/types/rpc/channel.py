@@ -13,6 +13,8 @@ from slime.types.rpc.retry import RetryInterceptor
 from slime.types.rpc.settings import RpcSettings
 
 KEEPALIVE_MS = 30_000
+# First and longest pause before a channel tries to connect again.
+RECONNECT_MS = (100, 1000)
 
 
 def message_options(settings: RpcSettings) -> list[tuple[str, Any]]:
@@ -31,7 +33,15 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
     settings = settings or RpcSettings()
     # A proxy in the environment must not see calls between our services. A peer that vanished without closing its
     # connection is noticed by pings during calls that wait.
-    options = [*message_options(settings), ("grpc.enable_http_proxy", 0), ("grpc.keepalive_time_ms", KEEPALIVE_MS)]
+    options = [
+        *message_options(settings),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        # gRPC's own pauses grow to two minutes: a client would come back half a minute after its server.
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
+        ("grpc.min_reconnect_backoff_ms", RECONNECT_MS[0]),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
+    ]
     credentials = channel_credentials(settings)
     if credentials is None:
         channel = grpc.insecure_channel(address, options)

@@ -9,7 +9,10 @@ from typing import Any
 
 import grpc
 
+from slime.types.errors import Busy
 from slime.types.rpc.details import with_details
+from slime.types.rpc.status import METADATA_KEY
+from slime.v1 import error_pb2
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
@@ -57,6 +60,14 @@ class Attempts:
         time.sleep(wait)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return True
+
+
+def _passes(outcome: Any) -> bool:
+    """Whether the same call may succeed a moment later: the server is unavailable, or busy with other calls."""
+    if outcome.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        details = [value for key, value in outcome.trailing_metadata() or () if key == METADATA_KEY]
+        return any(error_pb2.ErrorDetail.FromString(value).name == Busy.__name__ for value in details)
+    return outcome.code() is grpc.StatusCode.UNAVAILABLE
 
 
 class RetryInterceptor(

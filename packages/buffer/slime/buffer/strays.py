@@ -1,0 +1,46 @@
+"""Payload files that the database does not name: none is deleted.
+
+A process that dies between writing samples and naming them leaves such a file, and one more where it dies before it
+deletes what these replaced. These are moved to `lost+found`. Files of groups that the database never leased can only be
+there because the database is older than they are.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from slime.buffer.store.blobs import FilePayloads, group_of
+from slime.buffer.store.sqlite import SqliteStore
+from slime.types.errors import InvalidFile
+
+log = logging.getLogger(__name__)
+
+
+def find_strays(store: SqliteStore, payloads: FilePayloads) -> tuple[set[str], set[str]]:
+    """(names that a crash may have left, names that the database is too old for)."""
+    strays = payloads.names() - store.payload_names()
+    indexes = {index for name in strays if (index := group_of(name)) is not None}
+    leased = {group.group_index for group in store.groups(indexes=sorted(indexes)) if group.attempt}
+    newer = {name for name in strays if (index := group_of(name)) is not None and index not in leased}
+    return strays - newer, newer
+
+
+def set_strays_aside(store: SqliteStore, payloads: FilePayloads, *, also_newer: bool = False) -> int:
+    """Moves them to lost+found; returns how many. Raises InvalidFile where the database is older than the payloads,
+    unless `also_newer`."""
+    strays, newer = find_strays(store, payloads)
+    if newer and not also_newer:
+        raise InvalidFile(
+            f"{store.path} is older than the {len(newer)} payloads beside it that it does not know, such as "
+            f"{min(newer)}: it was copied without its -wal file, or a power cut took its end. Restore the whole "
+            "database, or give these samples up by slime-buffer repair",
+            field="buffer_dir",
+            value=str(store.path),
+            expected="the database that the payloads belong to",
+        )
+    payloads.delete_unfinished()
+    for name in strays | newer:
+        payloads.set_aside(name)
+    if strays or newer:
+        log.warning("%d payloads that no group names were moved to %s", len(strays | newer), payloads.lost_and_found)
+    return len(strays | newer)

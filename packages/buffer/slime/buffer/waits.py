@@ -1,0 +1,130 @@
+"""Calls that wait for something to change, woken one by one and in order, and no more of them than there is room for.
+
+A write wakes those that wait for what it changed, and of those no more than it has something for: with 500 workers
+waiting for a group, one more prompt wakes one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from slime.types.errors import Busy, InvalidField, Unavailable
+
+T = TypeVar("T")
+
+# Topics; a plan's is ("plan", step).
+READY, COMPLETED = "ready", "completed"
+# A client that has more time asks again: nobody holds a thread for ever.
+LONGEST_WAIT = 600.0
+
+
+class Caller:
+    """A call that may wait. active: whether its client is still there; `end` is called when that changes."""
+
+    def __init__(self, active: Callable[[], bool] = lambda: True) -> None:
+        self.active = active
+        self.look = threading.Event()
+
+    def end(self) -> None:
+        self.look.set()
+
+
+class Waits:
+    """Thread-safe. capacity: how many calls may wait at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, deque[Caller]] = {}
+        self._count = 0
+        self._closing = False
+
+    def wait(
+        self,
+        topic: Hashable,
+        attempt: Callable[[], T | None],
+        seconds: float,
+        caller: Caller,
+        seconds_to_change: Callable[[], float | None] = lambda: None,
+    ) -> T | None:
+        """The first result of `attempt` that is not None, tried again when `topic` is woken, for up to `seconds`.
+
+        seconds_to_change: until something changes that wakes nobody; None for never.
+        Raises Busy where `capacity` calls wait already, and Unavailable once `close` was called.
+        """
+        if not 0 <= seconds <= LONGEST_WAIT:
+            raise InvalidField("wait_seconds", seconds, f"a number of seconds from 0 to {LONGEST_WAIT:g}")
+        if self._closing:
+            raise Unavailable("the buffer is stopping")
+        # An attempt for a client that went away would lease groups to nobody.
+        result = attempt() if caller.active() else None
+        if result is not None or not seconds:
+            return result
+        deadline = time.monotonic() + seconds
+        self._enter(topic, caller)
+        try:
+            while True:
+                caller.look.clear()
+                if self._closing:
+                    raise Unavailable("the buffer is stopping")
+                result = attempt() if caller.active() else None
+                left = deadline - time.monotonic()
+                if result is not None or left <= 0 or not caller.active():
+                    return result
+                # One of them is enough to notice what happens by itself.
+                change = seconds_to_change() if self._is_first(topic, caller) else None
+                caller.look.wait(left if change is None else min(left, change + 0.001))
+        finally:
+            self._leave(topic, caller)
+
+    def wake(self, topic: Hashable, count: int = 1) -> None:
+        """Lets the first `count` calls that wait for `topic`, and were not woken yet, look again."""
+        with self._lock:
+            for caller in self._waiting.get(topic, ()):
+                if count <= 0:
+                    return
+                if not caller.look.is_set():
+                    caller.look.set()
+                    count -= 1
+
+    def wake_all(self) -> None:
+        with self._lock:
+            for callers in self._waiting.values():
+                for caller in callers:
+                    caller.look.set()
+
+    def close(self) -> None:
+        """Ends all waits with Unavailable, now and from now on."""
+        self._closing = True
+        self.wake_all()
+
+    def _enter(self, topic: Hashable, caller: Caller) -> None:
+        with self._lock:
+            if self._count >= self.capacity:
+                raise Busy(
+                    f"{self._count} calls are waiting already: call again later",
+                    field="wait_seconds",
+                    value=self._count,
+                    expected=f"fewer than {self.capacity} calls that wait",
+                )
+            self._count += 1
+            self._waiting.setdefault(topic, deque()).append(caller)
+
+    def _leave(self, topic: Hashable, caller: Caller) -> None:
+        with self._lock:
+            self._count -= 1
+            callers = self._waiting[topic]
+            callers.remove(caller)
+            if not callers:
+                del self._waiting[topic]
+            else:
+                # It may have been woken for what it did not take, or have been the one that watches the clock.
+                callers[0].look.set()
+
+    def _is_first(self, topic: Hashable, caller: Caller) -> bool:
+        with self._lock:
+            return self._waiting[topic][0] is caller
