@@ -1,25 +1,39 @@
-"""`slime-buffer serve`: a buffer as a process of its own, until SIGINT or SIGTERM; `slime-buffer token`."""
+"""`slime-buffer`: serves a buffer until SIGINT or SIGTERM, looks after its groups and its directory, prints tokens."""
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from slime.buffer import groups_command
 from slime.buffer.settings import BufferSettings
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
-from slime.types.settings import REQUIRED, parse, setting
+from slime.types.settings import REQUIRED, Parser, parse, setting
 
 PROG = "slime-buffer"
+DIRECTORY_COMMANDS = {
+    "check": "Read the database and every payload of a buffer that does not serve; exit code 1 for any problem.",
+    "repair": "Move payloads that no group names to lost+found, and take groups that cannot be read out of the run.",
+    "backup": "Copy a buffer, also one that serves: the database by SQLite's backup, then the payloads that it names.",
+}
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
+       {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR) ...
+       {PROG} check DIR
+       {PROG} repair DIR
+       {PROG} backup DIR DEST
        {PROG} token {{{",".join(Role)}}} --token-file FILE
 
   serve   serve a data buffer over gRPC; serve --help lists all flags
+  groups  list groups, show their samples, or take groups out of a run, sealed ones too; groups --help says more
+  check   read the database and every payload of a buffer that does not serve; exit code 1 where something is wrong
+  repair  move payloads that no group names to DIR/lost+found, and take groups that cannot be read out of the run
+  backup  copy a buffer, also one that serves, to the new directory DEST
   token   print the token of a role, derived from the service's own in FILE"""
 
 
@@ -39,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["token"]:
             return print_token(words[1:])
+        if words[:1] == ["groups"]:
+            return groups_command.main(words[1:], f"{PROG} groups")
+        if words and words[0] in DIRECTORY_COMMANDS:
+            return look_after_directory(words[0], words[1:])
         if words[:1] != ["serve"]:
-            raise InvalidSetting(f"got {words[0]!r}, expected serve or token; {USAGE}" if words else USAGE)
+            commands = ", ".join(["serve", "groups", *DIRECTORY_COMMANDS])
+            raise InvalidSetting(f"got {words[0]!r}, expected {commands} or token; {USAGE}" if words else USAGE)
         settings, rpc = parse(
             words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description="Serve a data buffer over gRPC."
         )
@@ -53,15 +72,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve_until_signal(settings: BufferSettings, rpc: RpcSettings) -> int:
     from slime.buffer.service import serve
 
-    asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
-    with serve(settings, rpc) as service:
-        print(f"listening on {service.address}", flush=True)
-        if service.token_file is not None:
-            print(f"callers need the token in {service.token_file}", flush=True)
-        asked.wait()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    # Blocked in every thread, a signal waits for sigwait, whichever thread it is delivered to.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        with serve(settings, rpc) as service:
+            print(f"listening on {service.address}", flush=True)
+            if service.token_file is not None:
+                print(f"callers need the token in {service.token_file}", flush=True)
+            signal.sigwait(numbers)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 0
+
+
+def look_after_directory(command: str, words: Sequence[str]) -> int:
+    from slime.buffer import maintenance
+
+    parser = Parser(prog=f"{PROG} {command}", description=DIRECTORY_COMMANDS[command])
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the --buffer-dir")
+    if command == "backup":
+        parser.add_argument("target", metavar="DEST", type=Path, help="a directory that does not exist yet")
+    options = parser.parse_strict(words)
+    if command == "backup":
+        groups, payloads = maintenance.backup(options.directory, options.target)
+        print(f"{options.target}: {groups} groups, samples of {payloads}")
+        return 0
+    if command == "repair":
+        aside, damaged = maintenance.repair(options.directory)
+        print(
+            f"{aside} files moved to {options.directory / 'lost+found'}, {damaged} damaged groups taken out of the run"
+        )
+        return 0
+    problems = maintenance.check(options.directory)
+    for problem in problems:
+        print(problem)
+    print(f"{options.directory}: {f'{len(problems)} problems' if problems else 'whole'}")
+    return 1 if problems else 0
 
 
 def print_token(words: Sequence[str]) -> int:

@@ -1,0 +1,156 @@
+"""`slime-buffer groups`: looks at groups, and takes them out of a run, at a server or in the directory of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.settings import BufferSettings
+from slime.buffer.store.base import State
+from slime.types import Sample
+from slime.types.clients import BufferClient
+from slime.types.errors import InvalidField, InvalidSetting, MissingFile
+from slime.types.rpc import RpcSettings
+from slime.types.settings import Parser
+from slime.types.validate import validate_finished
+
+SHOWN_TEXT = 500
+COLUMNS = ("group", "state", "step", "samples", "bytes", "attempt", "worker", "reason")
+ACTIONS = {
+    "list": "List groups, without their samples.",
+    "show": "Print groups and their samples as JSON, with what makes a sample impossible to train.",
+    "reject": "Take groups out of the run and delete their samples.",
+    "quarantine": "Take groups out of the run and keep their samples.",
+}
+SEALED_AGAIN = (
+    "Of a sealed group, the step and all later ones lose their plans and are sealed again with the next groups: run it "
+    "while no trainer is in that step, then start the run again."
+)
+
+
+def main(words: Sequence[str], prog: str) -> int:
+    if words[:1] in (["-h"], ["--help"]):
+        print(usage(prog))
+        return 0
+    if not words or words[0] not in ACTIONS:
+        raise InvalidSetting(f"groups: got {words[0] if words else 'nothing'!r}; {usage(prog)}", field="groups")
+    action = words[0]
+    options = vars(_parser(action, f"{prog} {action}").parse_strict(words[1:]))
+    with _connected(options) as client:
+        if action == "list":
+            _list(client, options)
+        elif action == "show":
+            for index in options["index"]:
+                _show(client, index)
+        else:
+            steps = client.drop_groups(options["index"], options["reason"], quarantine=action == "quarantine")
+            print(f"{action}: {len(set(options['index']))} groups")
+            if steps:
+                print(f"to be sealed and planned again: steps {', '.join(map(str, steps))}")
+    return 0
+
+
+def usage(prog: str) -> str:
+    lines = [f"usage: {prog} {{{','.join(ACTIONS)}}} (--address HOST:PORT | --buffer-dir DIR) ...", ""]
+    return "\n".join(lines + [f"  {action:<12}{text}" for action, text in ACTIONS.items()])
+
+
+def _parser(action: str, prog: str) -> Parser:
+    about = ACTIONS[action]
+    if action in ("reject", "quarantine"):
+        about += " " + SEALED_AGAIN
+    parser = Parser(prog=prog, description=about)
+    if action != "list":
+        parser.add_argument("index", type=int, nargs="+", help="index of a group, as `groups list` shows it")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--address", metavar="HOST:PORT", help="a buffer that serves")
+    where.add_argument("--buffer-dir", metavar="DIR", help="the directory of a buffer that does not serve now")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the token of the service; on loopback it is found by itself"
+    )
+    parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of the authority to trust")
+    if action == "list":
+        parser.add_argument(
+            "--state",
+            action="append",
+            default=[],
+            choices=[str(s) for s in State],
+            help="may be repeated; default: all",
+        )
+        parser.add_argument("--limit", type=int, default=0, help="largest number of groups; 0 for all")
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    elif action != "show":
+        parser.add_argument("--reason", default="dropped by an operator", help="kept with the groups")
+    return parser
+
+
+@contextmanager
+def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
+    rpc = RpcSettings(token_file=options["token_file"], tls_ca=options["tls_ca"])
+    directory = options["buffer_dir"]
+    if directory is None:
+        with BufferClient(options["address"], settings=rpc) as client:
+            yield client
+        return
+    if not (Path(directory) / "state.sqlite").is_file():
+        raise MissingFile(f"--buffer-dir: no buffer in {directory}", field="--buffer-dir", value=directory)
+    from slime.buffer.service import serve
+
+    with serve(BufferSettings(buffer_dir=directory)) as service, BufferClient(service.address) as client:
+        yield client
+
+
+def _list(client: BufferClient, options: dict[str, Any]) -> None:
+    if not options["json"]:
+        print("  ".join(COLUMNS))
+    for group in client.list_groups(states=options["state"], limit=options["limit"]):
+        if options["json"]:
+            print(json.dumps(dataclasses.asdict(group)))
+            continue
+        step = "-" if group.step is None else group.step
+        values = (
+            group.group_index, group.state, step, group.num_samples, group.payload_bytes, group.attempt,
+            group.worker_id or "-", group.reason or "-",
+        )  # fmt: skip
+        widths = (5, 12, 4, 7, 10, 7, 1, 1)
+        print("  ".join(f"{value!s:<{width}}" for value, width in zip(values, widths, strict=True)).rstrip())
+
+
+def _show(client: BufferClient, index: int) -> None:
+    (stored,) = client.read_groups(group_indexes=[index])
+    shown = {
+        "group_index": index,
+        "dataset": stored.group.dataset,
+        "state": stored.state,
+        "step": stored.step,
+        "reason": stored.reject_reason,
+        "samples": [_summary(sample) for sample in stored.group.samples],
+    }
+    print(json.dumps(shown, indent=2, ensure_ascii=False))
+
+
+def _summary(sample: Sample) -> dict[str, Any]:
+    try:
+        validate_finished(sample)
+        problem = None
+    except InvalidField as error:
+        problem = error.message
+    prompt = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False)
+    return {
+        "index": sample.index,
+        "rollout_id": sample.rollout_id,
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "tokens": len(sample.array("tokens")),
+        "response_length": sample.response_length,
+        "remove_sample": sample.remove_sample,
+        "weight_versions": list(sample.weight_versions),
+        "problem": problem,
+        "prompt": prompt[:SHOWN_TEXT],
+        "response": sample.response[:SHOWN_TEXT],
+        "label": sample.label,
+    }
