@@ -51,14 +51,14 @@ class Run:
             self.finish()
         return future.result()
 
-    def generate(self, rollout_id: int) -> tuple[dict[str, float], list[Any]]:
+    def generate(self, rollout_id: int) -> dict[str, float]:
         assert self.sealed == list(range(self.first_step, rollout_id)), "the rollout before has to be sealed"
         self.events.append(("generate", rollout_id))
-        return {"rollout/raw_reward": float(rollout_id)}, []
+        return {"rollout/raw_reward": float(rollout_id)}
 
-    def seal(self, step: int, generated: dict[str, float]) -> dict[str, float]:
+    def seal(self, step: int, generated: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
         self.sealed.append(step)
-        return generated
+        return generated, []
 
     def train_step(self, step: int) -> dict[str, float]:
         assert step in self.sealed

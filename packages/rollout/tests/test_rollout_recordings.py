@@ -6,6 +6,8 @@ import contextlib
 import os
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -207,3 +209,16 @@ def test_a_recording_is_printed_a_sample_a_line(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count('"tokens": [1, 2, 3]') == 3
     assert main([str(tmp_path / "1")]) == 2 and main([]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    long = SampleGroup(0, samples=[Sample(prompt="p" * 1000, group_index=0) for _ in range(500)])
+    write_rollout(tmp_path / "0", 0, [long])
+    printing = subprocess.Popen(
+        [sys.executable, "-m", "slime.rollout.recordings", str(tmp_path / "0")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert printing.stdout is not None and printing.stderr is not None
+    printing.stdout.readline()
+    printing.stdout.close()
+    assert printing.stderr.read() == b"" and printing.wait(60) == 0

@@ -22,8 +22,9 @@ class BufferSettings:
     )
     rollout_global_dataset: bool = setting(
         True,
-        "ignore --prompt-data: prompts come from clients only",
+        "Read prompts from --prompt-data",
         off_flag="disable-rollout-global-dataset",
+        off_help="Ignore --prompt-data: prompts come from clients only",
     )
     input_key: str = setting("input", "column of the prompt: text, or a list of chat messages", metavar="NAME")
     label_key: str | None = setting(None, "column of the label, any JSON value", metavar="NAME")

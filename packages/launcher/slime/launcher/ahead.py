@@ -19,8 +19,8 @@ Rollout = tuple[Metrics, list[Sample]]
 class Generation(Protocol):
     """What is called of `Services`."""
 
-    def generate(self, rollout_id: int) -> Rollout: ...
-    def seal(self, step: int, generated: Metrics) -> Metrics: ...
+    def generate(self, rollout_id: int) -> Metrics: ...
+    def seal(self, step: int, generated: Metrics) -> Rollout: ...
     def begin(self, function: Callable[[], T]) -> Future[T]: ...
     def join(self, future: Future[T]) -> T: ...
 
@@ -100,11 +100,10 @@ class Ahead:
         begun = time.perf_counter()
         with self._lock:
             self._times[step] = begun, None
-        generated, examples = self._run.generate(step)
-        metrics = self._run.seal(step, generated)
+        rollout = self._run.seal(step, self._run.generate(step))
         with self._lock:
             self._times[step] = begun, time.perf_counter()
-        return metrics, examples
+        return rollout
 
     def _ended(self, future: Future[Rollout]) -> None:
         with self._lock:

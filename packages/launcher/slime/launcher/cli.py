@@ -54,6 +54,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.output_lock import sole_writer
+            from slime.launcher.run_record import write_record
             from slime.launcher.train import train
             from slime.launcher.train_async import train_async
 
@@ -61,6 +62,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             output_dir = config.output_dir.resolve()
             output_dir.mkdir(parents=True, exist_ok=True)
             with sole_writer(output_dir):
+                write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
                 sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
                 with Report(
                     output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks

@@ -11,7 +11,7 @@ from typing import Any
 from slime.converters.megatron_flags import Row, committed, why_refused
 from slime.launcher.declared import Flag, declared, type_name
 from slime.rollout.engines.sglang.reserved import RESERVED
-from slime.types.settings import flag_names
+from slime.types.settings import flag_help, flag_names
 
 # Reason -> names. A name that a package declares as a setting is available, whatever stands here.
 PLANNED: dict[str, str] = {
@@ -83,7 +83,7 @@ def page() -> str:
             names = ", ".join(f"`{name}`" for name in _spellings(flag))
             cells = (
                 names, ", ".join(flag.packages), type_name(flag.hint), _shown(flag.default),
-                _range(flag.field.metadata), "available", flag.field.metadata["help"],
+                _range(flag.field.metadata), "available", flag_help(flag.field),
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     available = available_names(flags)

@@ -6,6 +6,7 @@ is ignored: a name that no package declares is NotAvailable where it is known (`
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -39,6 +40,7 @@ class RunConfig:
     megatron: Megatron's flags, a MegatronSettings.
     flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
         that were not given have Megatron's defaults.
+    told: what the flags, files and variables said, by the settings' names.
     """
 
     launcher: LauncherSettings
@@ -47,6 +49,7 @@ class RunConfig:
     trainer: TrainerSettings
     megatron: Any
     flat: dict[str, Any]
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def output_dir(self) -> Path:
@@ -115,6 +118,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     if values.get("custom_config_path"):
         custom, extra = sources.file(values["custom_config_path"], "--custom-config-path", keep_unknown=True)
         _merge(values, custom)
+    told = copy.deepcopy(values)
     apply_eval_config(values)
     imply(values)
 
@@ -122,7 +126,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     if check:
         build(LauncherSettings, values)
         _find_weights(values)
-    config = _assemble(flags, values, extra | {"load_root": load_root})
+    config = _assemble(flags, values, extra | {"load_root": load_root}, told)
     check_run(config.flat)
     check_megatron(config.launcher, given(config.megatron))
     if spelled.get("rollout_num_gpus_per_engine", ("",))[0] == "--sglang-tp-size":
@@ -162,7 +166,9 @@ def _find_weights(values: dict[str, Any]) -> None:
         values["ref_load"] = find_checkpoint(values["ref_load"], flag="--ref-load", step=values["ref_ckpt_step"])
 
 
-def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any]) -> RunConfig:
+def _assemble(
+    flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any], told: dict[str, Any]
+) -> RunConfig:
     # What one package gives a default, another may leave at None to be told: all of them get the same value.
     for flag in flags.values():
         if len(flag.packages) > 1 and flag.default is not dataclasses.MISSING:
@@ -188,7 +194,7 @@ def _assemble(flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str
     for name in ("rollout_global_dataset", "buffer_filter_path"):
         flat[name] = values.get(name, flags[name].default)
     flat.update(defaults() | given(parts["megatron"]))
-    config = RunConfig(**parts, flat=flat)
+    config = RunConfig(**parts, flat=flat, told=told)
     flat["checkpoint_dir"] = str(config.checkpoint_dir)
     return config
 

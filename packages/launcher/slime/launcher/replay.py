@@ -8,7 +8,7 @@ from typing import Any
 from slime.rollout.generate.prompts import unrendered
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.recordings import head_and_tail, path_of, read_rollout
-from slime.types import Sample, SampleGroup
+from slime.types import SampleGroup
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidFile
 
@@ -24,8 +24,8 @@ class Replay:
         self._buffer = buffer
         self._args = SimpleNamespace(**args)
 
-    def generate(self, rollout_id: int) -> tuple[int, dict[str, float], list[Sample]]:
-        """(groups, metrics, examples) of the recorded rollout, once its groups are complete in the buffer.
+    def generate(self, rollout_id: int) -> tuple[int, dict[str, float]]:
+        """(groups, metrics) of the recorded rollout, once its groups are complete in the buffer.
 
         Raises MissingFile or InvalidFile naming it.
         """
@@ -48,7 +48,7 @@ class Replay:
         for group, lease in zip(groups, leased, strict=True):
             self._take_place(group, lease.group, str(path))
             self._buffer.complete_group(lease.token, group.samples)
-        return len(groups), rollout_metrics([group.samples for group in groups], args), [g.samples[0] for g in groups]
+        return len(groups), rollout_metrics([group.samples for group in groups], args)
 
     def _take_place(self, group: SampleGroup, leased: SampleGroup, path: str) -> None:
         """Gives the samples the indexes of a leased group; those of one index stay together."""

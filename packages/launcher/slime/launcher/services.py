@@ -19,6 +19,7 @@ from slime.converters.megatron_flags import given
 from slime.launcher.blob_keeper import KeeperReader, KeptWriter
 from slime.launcher.checkpoints import PLACE_FILE, checkpoint_path, continued_step, prune
 from slime.launcher.flags import RunConfig
+from slime.launcher.metrics.samples import SAMPLES_PER_GROUP
 from slime.launcher.metrics.sealed import sealed_metrics
 from slime.launcher.nixl_store import NixlReader, NixlWriter
 from slime.launcher.node_choice import EngineShare
@@ -31,6 +32,7 @@ from slime.rollout.engines.base import HostedEngine
 from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
+from slime.types.clients.buffer import SealedStep
 from slime.types.errors import InvalidSetting
 from slime.types.rpc import RpcSettings
 
@@ -280,7 +282,7 @@ class Services:
         with uninterrupted():
             self._supervisor.stop()
 
-    def generate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
+    def generate(self, rollout_id: int) -> Metrics:
         """Generates and completes the groups of one rollout, less those that an earlier start of the run completed."""
         if self._replay is not None:
             return self._load(self._replay, rollout_id)
@@ -290,7 +292,7 @@ class Services:
         if rollout_id not in self._sealed_steps:
             self._spare_groups -= spare
         if spare == wanted:
-            return {}, []
+            return {}
         result = self._supervisor.call(
             lambda: rollout.generate(
                 rollout_id,
@@ -299,19 +301,20 @@ class Services:
                 on_progress=lambda done, total: self.progress("generating", done, total),
             )
         )
-        return result.metrics, result.examples
+        return result.metrics
 
-    def _load(self, replay: Replay, rollout_id: int) -> tuple[Metrics, list[Sample]]:
+    def _load(self, replay: Replay, rollout_id: int) -> Metrics:
         self.progress("loading", 0, 0)
-        self._groups[rollout_id], metrics, examples = self._supervisor.call(lambda: replay.generate(rollout_id))
-        return metrics, examples
+        self._groups[rollout_id], metrics = self._supervisor.call(lambda: replay.generate(rollout_id))
+        return metrics
 
-    def seal(self, step: int, generated: Metrics) -> Metrics:
+    def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Sample]]:
         """Fixes the groups that `step` is trained on: of the rollout that was just generated, whatever comes later.
 
         generated: what `generate` said of it, kept with the step, for a start of the run that only trains on it.
-        Returns the metrics of all its groups, whichever start of the run made them:
+        Returns the metrics of all its groups, whichever start of the run made them, and some of their samples:
 
+        rollout/trained_tokens  response tokens that count in the loss
         rollout/staleness       versions of the weights from a sample's oldest token to the trainer, mean and /max
         """
         wait, groups = self.config.trainer.step_wait_seconds, self._groups_of(step)
@@ -319,13 +322,24 @@ class Services:
             lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated)
         )
         metrics = sealed_metrics(sealed, self._args)
+        metrics["rollout/trained_tokens"] = float(sum(s.loss_mask_sum for s in sealed if not s.remove_sample))
+        shown = self._shown(step, sealed)
         oldest = [summary.oldest_weight_version for summary in sealed if summary.oldest_weight_version >= 0]
         if not oldest or self.rollout is None or not self.trainers:
-            return metrics
-        return metrics | {
-            "rollout/staleness": step - sum(oldest) / len(oldest),
-            "rollout/staleness/max": float(step - min(oldest)),
-        }
+            return metrics, shown
+        metrics["rollout/staleness"] = step - sum(oldest) / len(oldest)
+        metrics["rollout/staleness/max"] = float(step - min(oldest))
+        return metrics, shown
+
+    def _shown(self, step: int, sealed: SealedStep) -> list[Sample]:
+        """Samples for people to look at: the first of the first groups."""
+        counts: dict[int, int] = {}
+        positions = []
+        for position, summary in enumerate(sealed):
+            counts[summary.group_index] = counts.get(summary.group_index, 0) + 1
+            if len(counts) <= max(1, self._settings.log_samples) and counts[summary.group_index] <= SAMPLES_PER_GROUP:
+                positions.append(position)
+        return self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
 
     def _groups_of(self, step: int) -> int:
         return self._groups.get(step, self.config.rollout.rollout_batch_size)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from slime.launcher.cluster import place_run
 from slime.launcher.flags import RunConfig
 from slime.launcher.metrics.report import Report
+from slime.launcher.metrics.samples import SilenceWatch
 from slime.launcher.placement import OBJECT_STORE_BYTES, ray_cluster
 from slime.launcher.services import Services
+from slime.trainer.estimators import GROUP_NORMALIZED
 
 
 @contextmanager
@@ -19,6 +21,9 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
     The trained model is exported, where something was to be trained.
     """
     settings = config.launcher
+    compares = config.trainer.advantage_estimator in GROUP_NORMALIZED and config.trainer.loss_type == "policy_loss"
+    report.watch = SilenceWatch(compares=compares and not config.launcher.debug_rollout_only)
+    report.log_samples = config.launcher.log_samples > 0
     report.status("starting Ray")
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
     with ray_cluster(settings.ray_address, settings.ray_num_cpus, object_store_bytes=size):

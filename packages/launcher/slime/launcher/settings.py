@@ -110,6 +110,11 @@ class LauncherSettings(LoopSettings, WandbSettings):
     output_dir: str | None = setting(
         None, "where metrics, logs and the model go (default: runs/RUN_NAME)", metavar="DIR"
     )
+    log_samples: int = setting(
+        2,
+        "Groups of each step of which up to 4 samples are written to samples.jsonl below --output-dir; 0 for none",
+        minimum=0,
+    )
     run_name: str | None = setting(None, "name of the run (default: that of --output-dir, else the time of its start)")
     use_tensorboard: bool | None = setting(None, "write TensorBoard events (default: on)")
     tb_project_name: str | None = setting(

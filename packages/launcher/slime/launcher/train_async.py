@@ -45,7 +45,7 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
     with Ahead(run, steps, settings.async_buffer_size or 1) as ahead:
         for step in steps:
             started = time.perf_counter()
-            metrics, examples = ahead.take(step)
+            metrics, samples = ahead.take(step)
             taken = time.perf_counter()
             metrics |= run.train_step(step)
             metrics["perf/rollout_wait_time"] = taken - started
@@ -57,6 +57,6 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
                 metrics["perf/drain_time"] = ahead.pause()
                 metrics |= run.update_weights(step + 1)
             metrics["perf/step_time"] = time.perf_counter() - started
-            report.step(step, metrics, examples)
+            report.step(step, metrics, samples)
             if config.evaluates_after(step):
                 report.evaluation(step + 1, *run.evaluate(step + 1))

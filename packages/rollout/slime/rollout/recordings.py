@@ -189,9 +189,14 @@ def main(argv: Sequence[str]) -> int:
     except (MissingFile, InvalidFile) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for group in recorded.groups:
-        for sample in group.samples:
-            print(json.dumps({"dataset": group.dataset} | sample.to_dict(), default=_as_json))
+    try:
+        for group in recorded.groups:
+            for sample in group.samples:
+                print(json.dumps({"dataset": group.dataset} | sample.to_dict(), default=_as_json))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads, as `head` does, has enough; nothing may be flushed into the pipe at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -87,13 +87,22 @@ class TrainerSettings(DebugSettings):
     custom_loss_function_path: str | None = setting(None, "loss function of --loss-type custom_loss", metavar="PATH")
     advantage_estimator: str = setting("grpo", "algorithm", choices=ESTIMATORS)
     compute_advantages_and_returns: bool = setting(
-        True, "compute advantages (off for SFT)", off_flag="disable-compute-advantages-and-returns"
+        True,
+        "Compute advantages from the rewards",
+        off_flag="disable-compute-advantages-and-returns",
+        off_help="Compute no advantages: for --loss-type sft_loss, which needs none",
     )
     rewards_normalization: bool = setting(
-        True, "subtract the mean of the group", off_flag="disable-rewards-normalization"
+        True,
+        "Subtract the mean of its group from each reward",
+        off_flag="disable-rewards-normalization",
+        off_help="Keep rewards as they are: the mean of the group is not subtracted",
     )
     grpo_std_normalization: bool = setting(
-        True, "divide by the standard deviation of the group", off_flag="disable-grpo-std-normalization"
+        True,
+        "Divide advantages by the standard deviation of their group",
+        off_flag="disable-grpo-std-normalization",
+        off_help="Subtract the mean of the group and do not divide by its standard deviation (Dr. GRPO)",
     )
     normalize_advantages: bool = setting(False, "whiten advantages over all tokens of a step")
     gamma: float = setting(1.0, "discount of reinforce_plus_plus", minimum=0, maximum=1)

@@ -39,6 +39,7 @@ def setting(
     metavar: str | None = None,
     aliases: Sequence[str] = (),
     off_flag: str | None = None,
+    off_help: str | None = None,
     parse: Callable[[str], Any] | None = None,
     append: bool = False,
     flags: Sequence[str] = (),
@@ -52,6 +53,7 @@ def setting(
     minimum, maximum: inclusive bounds; above: an exclusive lower one. None passes where the default is None.
     aliases: other flag names (with dashes, without the leading `--`).
     parse: text to value, where the annotation is not enough (JSON objects).
+    off_help: of a switch that is on by default: what its flag, which turns it off, does.
     append: the flag may be repeated, each time with one value; with several where the annotation is a list of lists.
     flags: the names of the flag, where they are not the field's (with dashes, without the leading `--`).
     switch: of a `bool | None`: the flag takes no value and sets this one.
@@ -60,7 +62,7 @@ def setting(
     """
     metadata = dict(
         help=help, choices=tuple(choices) if choices else None, minimum=minimum, above=above, maximum=maximum,
-        metavar=metavar, aliases=tuple(aliases), off_flag=off_flag, parse=parse, append=append,
+        metavar=metavar, aliases=tuple(aliases), off_flag=off_flag, off_help=off_help, parse=parse, append=append,
         flags=tuple(flags), switch=switch, hidden=hidden, flag=flag,
     )  # fmt: skip
     if default is REQUIRED:
@@ -155,6 +157,11 @@ def flag_names(field: dataclasses.Field[Any]) -> list[str]:
     return ["--" + flag for flag in (*(meta["flags"] or (name,)), *meta["aliases"])]
 
 
+def flag_help(field: dataclasses.Field[Any]) -> str:
+    """What the flag of a setting does; for one that turns something off that is on by default, that."""
+    return str(field.metadata["off_help"] or field.metadata["help"])
+
+
 def add_flags(parser: argparse.ArgumentParser, *settings: type, show_hidden: bool = False) -> None:
     """Adds a flag for every field; what is not given stays out of the namespace, so that a file's value can show.
 
@@ -176,7 +183,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     default = _default(field)
     shown = " (required)" if default is REQUIRED else f" (default: {default})"
     untold = default is None or isinstance(default, bool) or default in ([], {}, "")
-    text = meta["help"].replace("%", "%%") + ("" if untold else shown)
+    text = flag_help(field).replace("%", "%%") + ("" if untold else shown)
     common: dict[str, Any] = dict(
         dest=field.name,
         default=argparse.SUPPRESS,

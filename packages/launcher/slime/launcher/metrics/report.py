@@ -14,6 +14,8 @@ from rich.status import Status
 from rich.table import Table
 
 from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, plot_reward, write_atomically
+from slime.launcher.metrics.samples import FILE as SAMPLES_FILE
+from slime.launcher.metrics.samples import SamplesLog, SilenceWatch
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
 
@@ -67,6 +69,9 @@ class Report:
         output_dir.mkdir(parents=True, exist_ok=True)
         self._sinks = [TensorBoard(tensorboard_dir), *sinks]
         self._log: MetricsLog | None = None
+        self._samples: SamplesLog | None = None
+        self.watch = SilenceWatch()
+        self.log_samples = True
 
     def __enter__(self) -> Report:
         return self
@@ -96,6 +101,7 @@ class Report:
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
         self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
+        self._samples = SamplesLog(self.output_dir / SAMPLES_FILE, first_step)
         self._first = True
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
@@ -117,9 +123,12 @@ class Report:
         assert self._log is not None, "started() comes first"
         self._log.hold(step, metrics)
 
-    def step(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
-        assert self._log is not None, "started() comes first"
+    def step(self, step: int, metrics: Metrics, samples: list[Sample]) -> None:
+        """samples: some of those that were trained on."""
+        assert self._log is not None and self._samples is not None, "started() comes first"
         self._log.append(step, metrics)
+        if self.log_samples:
+            self._samples.append(step, samples)
         self._write(step, metrics)
         if "rollout/raw_reward" in metrics:  # not where the groups of an earlier start are trained on again
             self._rewards[step] = metrics["rollout/raw_reward"]
@@ -132,6 +141,8 @@ class Report:
         if metrics.get("rollout/failed_ratio") == 1:
             why = self.output_dir / "logs" / "rollout.log"
             self._print(f"step {step}: every sample failed, so that nothing was trained on; the reasons are in {why}")
+        elif warning := self.watch.look(step, metrics, samples, self.output_dir):
+            self._print(warning)
 
     def _write(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
@@ -155,6 +166,8 @@ class Report:
         self._print_examples()
         self._print(f"plot          {plot}")
         self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
+        if self.log_samples:
+            self._print(f"samples       {self.output_dir / SAMPLES_FILE}")
         if self._trains:
             self._print(f"trained model {self.output_dir / 'model'}")
             if self.next_command:

@@ -49,12 +49,3 @@ def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[Sample]]:
         )  # fmt: skip
         groups.setdefault(summary.group_index, []).append(sample)
     return list(groups.values())
-
-
-def has_gradient(sealed: Sequence[SampleSummary], args: Any) -> bool:
-    """Whether the rewards of any group differ: where none does, an estimator that compares them learns nothing."""
-    for group in sealed_groups(sealed):
-        rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
-        if rewards and max(rewards) - min(rewards) > 1e-6:
-            return True
-    return False

@@ -35,7 +35,10 @@ class WandbSettings:
     wandb_project: str | None = setting(None, "project", metavar="NAME")
     wandb_run_id: str | None = setting(None, "id of the run; one that exists is gone on with", metavar="ID")
     wandb_random_suffix: bool = setting(
-        True, "no random letters behind the run's name", off_flag="disable-wandb-random-suffix"
+        True,
+        "Add random letters to the run's name",
+        off_flag="disable-wandb-random-suffix",
+        off_help="Leave the run's name as it is, without random letters behind it",
     )
 
 

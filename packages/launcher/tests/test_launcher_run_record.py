@@ -1,0 +1,92 @@
+"""What a run keeps of itself, and what it says where nothing can be learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slime.launcher import flags
+from slime.launcher.metrics.samples import LONGEST_TEXT, SamplesLog, SilenceWatch
+from slime.launcher.run_record import write_record
+from slime.types import Sample
+
+WORDS = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2", "--n-samples-per-prompt", "2"]
+
+
+def parse(*words: str, environment: dict[str, str] | None = None) -> flags.RunConfig:
+    return flags.parse([*WORDS, *words], check=False, environment=environment or {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lr", "1e-3", "--disable-rewards-normalization", "--rollout-stop", "a", "b c"],
+        ["--eval-prompt-data", "one", "a.jsonl", "--eval-prompt-data", "two", "b.jsonl", "--eval-interval", "2"],
+        ["--sglang-mem-fraction-static", "0.5", "--multimodal-keys", '{"image": "images"}', "--no-use-tensorboard"],
+        ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--output-dir", "runs/one", "--load", "runs/zero/checkpoints", "--save-interval", "1"],
+    ],
+)
+def test_the_settings_of_a_run_repeat_it(tmp_path: Path, words: list[str]) -> None:
+    config = parse(*words, environment={"SLIME_ROLLOUT_BATCH_SIZE": "8"})
+    write_record(tmp_path, config, ["slime", "train", *WORDS, *words])
+    again = flags.parse(["--config", str(tmp_path / "run.yaml"), "--output-dir", "x"], check=False, environment={})
+    own = {"output_dir", "run_name", "checkpoint_dir"}
+    assert {k: v for k, v in again.flat.items() if k not in own} == {
+        k: v for k, v in config.flat.items() if k not in own
+    }
+    assert again.rollout.rollout_batch_size == 8
+    # Whoever compares two runs sees the defaults of that time too.
+    assert "# weight_decay:" in (tmp_path / "run.yaml").read_text()
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["hf_checkpoint"] == "m"
+
+
+def test_commands_of_every_start_and_versions_are_kept(tmp_path: Path) -> None:
+    for more in ([], ["--load", "my checkpoints"]):
+        write_record(tmp_path, parse(*more), ["slime", "train", *WORDS, *more])
+    lines = (tmp_path / "command.txt").read_text().splitlines()
+    assert [line.startswith("# 20") for line in lines] == [True, False, True, False]
+    assert lines[1].startswith("slime train --hf-checkpoint m") and lines[3].endswith("--load 'my checkpoints'")
+    packages = json.loads((tmp_path / "versions.json").read_text())["packages"]
+    assert packages["numpy"] and packages["torch"]
+
+
+def sample(response: str, reward: float, prompt: str = "1+1=") -> Sample:
+    return Sample(group_index=3, index=7, prompt=prompt, response=response, label="2", reward=reward)
+
+
+def test_samples_of_steps_that_are_done_again_are_written_anew_and_long_texts_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    log = SamplesLog(path, 0)
+    for step in range(3):
+        log.append(step, [sample("x" * 100_000, 1.0), sample("2", 0.5)])
+    SamplesLog(path, 2).append(2, [sample("again", 0.0)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2]
+    assert all(len(row["response"]) < LONGEST_TEXT + 100 for row in rows)
+    assert {k: rows[1][k] for k in ("group_index", "index", "prompt", "response", "label", "reward")} == {
+        "group_index": 3, "index": 7, "prompt": "1+1=", "response": "2", "label": "2", "reward": 0.5,
+    }  # fmt: skip
+
+
+EQUAL = {"rollout/zero_std_ratio": 1.0, "rollout/raw_reward": 0.0, "rollout/trained_tokens": 9.0}
+MIXED = EQUAL | {"rollout/zero_std_ratio": 0.9}
+
+
+def test_two_steps_without_a_gradient_are_told_once_with_a_sample(tmp_path: Path) -> None:
+    watch, shown = SilenceWatch(), [sample("2<eos>", 0.0)]
+    said = [watch.look(step, m, shown, tmp_path) for step, m in enumerate([EQUAL, MIXED, EQUAL, EQUAL, EQUAL, EQUAL])]
+    assert [text is not None for text in said] == [False, False, False, True, False, False]
+    for part in ("steps 2 to 3", "'1+1='", "'2<eos>'", "label     '2'", "reward    0.0", "samples.jsonl", "mean 0.000"):
+        assert part in str(said[3])
+
+
+def test_a_run_that_compares_nothing_is_not_told_of_equal_rewards_but_of_no_tokens(tmp_path: Path) -> None:
+    watch = SilenceWatch(compares=False)
+    assert [watch.look(step, EQUAL, [], tmp_path) for step in range(3)] == [None] * 3
+    empty = EQUAL | {"rollout/trained_tokens": 0.0}
+    said = [watch.look(step, empty, [], tmp_path) for step in range(3)]
+    assert [text is not None for text in said] == [False, True, False] and "trained 0 tokens" in str(said[1])
