@@ -50,6 +50,16 @@ def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str]) -> li
     return capsys.readouterr().out.splitlines()
 
 
+def test_settings_that_are_probably_not_meant_are_warned_about(
+    words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["train-async", *words]) == 0
+    assert "train-async trains on rollouts of older weights" in caplog.text
+    caplog.clear()
+    assert cli.main(["train-async", *words, "--use-tis"]) == 0
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name, parameters", PUBLISHED.items())
 def test_known_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
     assert whole_model(model_config(name)) == parameters

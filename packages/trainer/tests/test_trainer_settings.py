@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slime.trainer.advice import advice
 from slime.trainer.cli import PlaceSettings, main
 from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
@@ -148,3 +149,48 @@ def test_bfloat16_is_what_gpus_compute_in_unless_a_flag_says_otherwise():
         settings = TrainerSettings(hf_checkpoint="m", bf16=bf16)
         assert (settings.on("cuda").bf16, settings.on("cpu").bf16) == expected
     assert TrainerSettings(hf_checkpoint="m").on("cuda").wire_dtype == "bfloat16"
+
+
+CORRECTED = {"use_tis": True}
+
+
+@pytest.mark.parametrize(
+    "values, asynchronous, named",
+    [
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False, ["--kl-loss-type k1", "--kl-loss-type k2"]),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True}, False, []),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}, False, []),
+        ({"use_kl_loss": True}, False, []),
+        ({"advantage_estimator": "cispo"}, False, ["cispo with --eps-clip 0.2", "below 0.8", "--eps-clip 1"]),
+        ({"advantage_estimator": "cispo", "eps_clip": 1.0}, False, []),
+        ({}, True, ["train-async", "--use-tis", "--keep-old-actor"]),
+        (CORRECTED, True, []),
+        ({"use_opsm": True}, False, ["--use-opsm drops nothing"]),
+        ({"use_opsm": True, "rollout_batch_size": 4, "global_batch_size": 4}, False, ["--use-opsm drops nothing"]),
+        ({"use_opsm": True, "rollout_batch_size": 4, "global_batch_size": 2}, False, []),
+        ({"use_opsm": True, "num_steps_per_rollout": 2}, False, []),
+        ({"use_opsm": True, "use_rollout_logprobs": True}, False, []),
+    ],
+)
+def test_settings_that_are_probably_not_meant_are_warned_about(
+    values: dict[str, Any], asynchronous: bool, named: list[str]
+):
+    warnings = list(advice(TrainerSettings(hf_checkpoint="unused", **values), asynchronous=asynchronous))
+    assert len(warnings) == bool(named)
+    assert all(name in warnings[0] for name in named)
+
+
+@pytest.mark.parametrize(
+    "values, first, second",
+    [
+        ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c=3.0", "--advantage-estimator=cispo"),
+        ({"tis_mode": "token_mask"}, "--tis-mode=token_mask", "--use-tis"),
+        (
+            {"tis_mode": "token_mask", "use_tis": True, "custom_tis_function_path": "a.b"},
+            "--tis-mode=token_mask", "--custom-tis-function-path",
+        ),
+    ],
+)  # fmt: skip
+def test_corrections_that_would_be_ignored_are_refused(values: dict[str, Any], first: str, second: str):
+    with pytest.raises(InvalidSetting, match=f"{first} contradicts {second}"):
+        TrainerSettings(hf_checkpoint="unused", **values)

@@ -12,6 +12,8 @@ from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 if TYPE_CHECKING:
     from slime.launcher.flags import RunConfig
 
+log = logging.getLogger(__name__)
+
 USAGE = """usage: slime COMMAND ...
 
 commands:
@@ -43,12 +45,16 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
     from slime.launcher import flags
     from slime.launcher.loop_checks import check_asynchronous, check_synchronous
     from slime.launcher.supervise import Terminated, terminate_as_interrupt
+    from slime.trainer.advice import advice
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         with terminate_as_interrupt():
             config = flags.parse(argv)
             (check_asynchronous if asynchronous else check_synchronous)(config.flat)
+            if not config.launcher.debug_rollout_only:
+                for warning in advice(config.trainer, asynchronous=asynchronous):
+                    log.warning(warning)
             if _planned(config, asynchronous):
                 return 0
             from slime.launcher.metrics.report import Report

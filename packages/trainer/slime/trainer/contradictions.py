@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from slime.trainer.estimators import ESTIMATORS, GROUP_NORMALIZED, WHITENED
+from slime.trainer.estimators import ESTIMATORS, GROUP_NORMALIZED, TIS_MODES, WHITENED
 from slime.types.errors import InvalidSetting, NotAvailable
 
 if TYPE_CHECKING:
@@ -61,6 +61,15 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
         _contradiction(settings, "gamma", "advantage_estimator", "reinforce_plus_plus, the estimator that discounts")
     if settings.use_tis and settings.use_rollout_logprobs:
         _contradiction(settings, "use_tis", "use_rollout_logprobs", "at most one of them")
+    if settings.tis_mode != TIS_MODES[0]:
+        if not settings.use_tis and not settings.get_mismatch_metrics:
+            _contradiction(settings, "tis_mode", "use_tis", "--use-tis or --get-mismatch-metrics, which have a weight")
+        if settings.custom_tis_function_path:
+            _contradiction(settings, "tis_mode", "custom_tis_function_path", "one of them: both say what the weight is")
+    if settings.eps_clip_c is not None and settings.advantage_estimator == "cispo":
+        _contradiction(
+            settings, "eps_clip_c", "advantage_estimator", "another estimator: CISPO's ratio has no dual clip"
+        )
     if settings.tis_clip_low > settings.tis_clip:
         _contradiction(settings, "tis_clip_low", "tis_clip", "--tis-clip-low not above --tis-clip")
     if settings.advantage_estimator in WHITENED and not settings.normalize_advantages:

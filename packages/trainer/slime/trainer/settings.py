@@ -111,7 +111,11 @@ class TrainerSettings(DebugSettings):
     eps_clip_c: float | None = setting(None, "dual-clip constant; off when unset", above=1)
     use_kl_loss: bool = setting(False, "load a reference model and report its KL; see --kl-loss-coef")
     kl_loss_coef: float = setting(0.0, "weight of the KL term in the loss", minimum=0)
-    kl_loss_type: str = setting("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_loss_type: str = setting(
+        "k1",
+        "KL estimator; as a loss k2 has the gradient of the KL divergence, and k1 has it with --use-unbiased-kl alone",
+        choices=("k1", "k2", "k3", "low_var_kl"),
+    )
     use_unbiased_kl: bool = setting(False, "multiply the KL estimate by the importance ratio")
     kl_coef: float = setting(0.0, "KL penalty inside the reward (reinforce_plus_plus, ..._baseline)", minimum=0)
     use_rollout_entropy: bool = setting(
