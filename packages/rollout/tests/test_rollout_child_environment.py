@@ -50,7 +50,7 @@ def test_an_engine_has_what_it_needs_and_no_credentials(engine: EngineProcess) -
 
 def test_the_worker_of_math_has_no_credentials() -> None:
     pytest.importorskip("math_verify")
-    worker = MathWorker()
+    worker = MathWorker(10.0, 0)
     try:
         assert worker.score("\\boxed{2}", "2") == 1
         assert worker._process is not None

@@ -42,6 +42,7 @@ CALLERS: dict[str, frozenset[Role]] = {
     "/slime.v1.BufferService/CommitSteps": _TRAIN,
     "/slime.v1.BufferService/ReadGroups": _LOOK,
     "/slime.v1.BufferService/ListGroups": _LOOK,
+    "/slime.v1.BufferService/DropGroups": _TRAIN,
     "/slime.v1.BufferService/ReadEvaluationSet": _LOOK,
     "/slime.v1.BufferService/GetStats": EVERY_ROLE,
     "/slime.v1.RolloutService/GetStatus": _LOOK,
