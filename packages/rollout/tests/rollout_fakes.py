@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.types import Sample, SampleGroup
+from slime.types.clients import Writer
 from slime.types.errors import LeaseLost
 from slime.types.validate import validate_finished, validate_samples
 
@@ -207,6 +208,7 @@ class FakeBuffer:
         self.returned: list[tuple[int, list[Sample]]] = []
         self.rejected: list[tuple[int, str]] = []
         self.renewed: list[str] = []
+        self.run = Writer("run", 1)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -223,8 +225,8 @@ class FakeBuffer:
     def __exit__(self, *exc_info: object) -> None:
         return None
 
-    def get_run(self) -> None:
-        return None
+    def get_run(self) -> Writer:
+        return self.run
 
     def _end(self, token: str) -> SampleGroup:
         with self._lock:

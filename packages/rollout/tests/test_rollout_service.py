@@ -219,14 +219,28 @@ def test_requests_wait_while_weights_change_and_begin_waits_for_running_ones(eng
 
 
 def test_an_older_incarnation_is_refused_and_a_newer_one_takes_over(engine, serve):
-    client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
+    buffer = FakeBuffer(prompt_groups(4, 1))
+    client = serve(buffer, engine)
     client.begin_weight_update(1)
-    client.writer = Writer("run", 2)
+    client.writer = buffer.run = Writer("run", 2)
     client.begin_weight_update(7)
     client.writer = Writer("run", 1)
     with pytest.raises(StaleWriter, match="incarnation 1 is over"):
         client.commit_weight_update(1)
     with pytest.raises(StaleWriter):
+        client.generate(0, 1, timeout=10)
+
+
+@pytest.mark.parametrize("stray", [Writer("run", 2**60), Writer("other", 1), Writer("run", 0)])
+def test_a_writer_that_the_buffer_does_not_know_locks_nobody_out(engine, serve, stray):
+    client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
+    for _ in range(2):
+        client.writer = stray
+        with pytest.raises(StaleWriter):
+            client.generate(0, 1, timeout=10)
+        with pytest.raises(StaleWriter):
+            client.begin_weight_update(1)
+        client.writer = Writer("run", 1)
         client.generate(0, 1, timeout=10)
 
 

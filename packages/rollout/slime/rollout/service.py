@@ -253,21 +253,30 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return client
 
     def _check_writer(self, writer: buffer_pb2.Writer) -> bool:
-        """True where it is newer than any before. Raises StaleWriter for an older incarnation of the same run."""
+        """True where it took over from another. Raises StaleWriter for any but the current one of the buffer."""
         if not writer.run_id:
             return False
+        asked = (writer.run_id, writer.incarnation)
         with self._lock:
             known = self._newest_writer
-            if known is not None and known.run_id == writer.run_id and writer.incarnation < known.incarnation:
-                raise StaleWriter(
-                    f"run {writer.run_id} was started again: incarnation {writer.incarnation} is over",
-                    field="writer.incarnation",
-                    value=writer.incarnation,
-                    expected=f"{known.incarnation}",
-                )
-            fresh = known is not None and (known.run_id, known.incarnation) != (writer.run_id, writer.incarnation)
-            self._newest_writer = Writer(writer.run_id, writer.incarnation)
-            return fresh
+        if known is not None and (known.run_id, known.incarnation) == asked:
+            return False
+        # One that is new here may be new, or made up: the buffer knows.
+        with BufferClient(self.buffer_address, settings=self.rpc) as buffer:
+            current = buffer.get_run()
+        if (current.run_id, current.incarnation) != asked:
+            over = current.run_id == writer.run_id and writer.incarnation < current.incarnation
+            raise StaleWriter(
+                f"run {writer.run_id} was started again: incarnation {writer.incarnation} is over"
+                if over
+                else f"incarnation {writer.incarnation} of run {writer.run_id} is not that of the buffer",
+                field="writer.incarnation",
+                value=writer.incarnation,
+                expected=f"run {current.run_id}, incarnation {current.incarnation}",
+            )
+        with self._lock:
+            self._newest_writer = current
+        return known is not None
 
     def _engine_message(self, member: Member) -> rollout_pb2.Engine:
         return rollout_pb2.Engine(
