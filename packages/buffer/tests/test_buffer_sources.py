@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -74,6 +75,8 @@ def test_another_slice_is_an_error(write_jsonl, rows):
         ('{"input": ["hi"]}\n', "expected chat messages: objects with a role"),
         ('{"input": "a", "metadata": [1]}\n', r"line 1: column 'metadata' holds \[1\], expected an object"),
         ('{"input": "a", "tools": "f"}\n', "column 'tools'"),
+        ('{"input": "a"}\n{"input": ' + "[" * 100_000, "line 2: not JSON"),
+        ('{"input": "a", "label": ' + "9" * 5000 + "}", "line 1: not JSON"),
         ("", "no rows"),
         ("\n\n", "no rows"),
     ],
@@ -91,6 +94,25 @@ def test_bytes_that_are_no_text_name_the_line(tmp_path: Path):
     path.write_bytes(b'{"input": "a"}\n\xff\xfe\n')
     with pytest.raises(InvalidFile, match="line 2"):
         read_dataset(str(path), Columns())
+
+
+def test_a_damaged_parquet_is_named_or_read(tmp_path: Path):
+    path = tmp_path / "p.parquet"
+    rows = [{"input": f"prompt {i} " * 5, "label": str(i)} for i in range(200)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(200):
+        data = bytearray(whole)
+        for place in random.integers(0, len(data), 8):
+            data[place] = random.integers(256)
+        path.write_bytes(data)
+        try:
+            read_dataset(str(path), Columns(label="label"))
+        except InvalidFile as error:
+            refused += str(path) in str(error)
+    assert refused > 100
 
 
 def test_a_missing_label_names_the_row(write_jsonl):

@@ -83,7 +83,9 @@ def _serve(argv: Sequence[str]) -> int:
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        stop.wait()
+        # The system may deliver a signal to another thread, which does not end a wait of this one.
+        while not stop.wait(0.5):
+            pass
     return 0
 
 

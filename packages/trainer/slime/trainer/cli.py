@@ -124,10 +124,16 @@ def _serve(settings: TrainerSettings, megatron: dict[str, Any], rpc: RpcSettings
         print(f"listening on {service.address}", flush=True)
         if service.token_file is not None:
             print(f"callers need the token in {service.token_file}", flush=True)
-        stop.wait()
+        # The system may deliver a signal to another thread, which does not end a wait of this one.
+        while not stop.wait(0.5):
+            pass
     return 0
 
 
 def _on_stop(action: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: action())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -101,7 +101,7 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise invalid(columns.tools, tools, "a list of tool definitions, or that list as JSON text") from None
         if not isinstance(tools, list):
             raise invalid(columns.tools, tools, "a list of tool definitions")

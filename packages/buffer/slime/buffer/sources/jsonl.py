@@ -17,7 +17,7 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
                 raise InvalidFile(
                     f"{path}, line {number}: not JSON: {error}",
                     field=f"line {number}",

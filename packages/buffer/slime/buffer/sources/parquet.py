@@ -19,5 +19,8 @@ def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"row {number}", row
-    except pyarrow.ArrowException as error:
-        raise InvalidFile(f"{path}: not a parquet file: {error}", value=path, expected="a parquet file") from None
+    # Damaged pages show as errors of Python too, and as text that is none.
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise InvalidFile(
+            f"{path}: not a parquet file, or damaged: {error}", value=path, expected="a parquet file"
+        ) from None
