@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -158,6 +160,25 @@ def test_another_user_of_the_machine_gets_no_answer(running: tuple[subprocess.Po
     assert answers == {"UNAUTHENTICATED": len(addresses), "UNIMPLEMENTED": 2 * len(addresses)}, (
         done.stdout + done.stderr
     )
+
+
+def test_the_engine_of_a_run_answers_nobody_without_its_key(running: tuple[subprocess.Popen[str], Path]) -> None:
+    from slime.types.clients import RolloutClient
+    from slime.types.rpc import RpcSettings
+
+    access = running[1] / "access"
+    address = json.loads((access / "addresses.json").read_text())["rollout"]
+    with RolloutClient(address, settings=RpcSettings(token_file=str(access / "read.token"))) as client:
+        (engine,) = client.status().engines
+    assert not engine.api_key
+    for path, data in (
+        ("/server_info", None),
+        ("/pause_generation", b"{}"),
+        ("/abort_request", b'{"abort_all": true}'),
+    ):
+        request = urllib.request.Request(engine.url + path, data, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=60)
 
 
 def test_the_user_of_a_run_finds_tokens_that_nobody_else_can_read(

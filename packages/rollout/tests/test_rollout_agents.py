@@ -20,7 +20,7 @@ from slime.rollout.agents.results import aws_client
 from slime.rollout.agents.rewards import normalize_episode_rewards
 from slime.rollout.agents.sessions import Turn
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.agents.transport import extract_reward, parse_result
+from slime.rollout.agents.transport import extract_reward, parse_result, result_place
 from slime.types import Sample
 from slime.types.errors import ConfigError, InvalidField, InvalidSetting, NotAvailable, RemoteError
 
@@ -237,3 +237,20 @@ def test_without_boto3_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(NotAvailable, match=r"slime-rollout\[agents\]"):
         aws_client("s3", AgentSettings(agent_runtime_arn=URL))
+
+
+def test_an_agent_names_no_bucket_but_that_of_the_run_and_no_key_of_another_experiment():
+    payload = {"_rollout": {"exp_id": "run", "input_id": "i"}}
+    assert result_place({}, "mine", payload, "s") == ("mine", "run/i/s.json")
+    own = {"s3_bucket": "mine", "result_key": "run/other.json"}
+    assert result_place(own, "mine", payload, "s") == ("mine", "run/other.json")
+    for answer, field in (
+        ({"s3_bucket": "secrets"}, "s3_bucket"),
+        ({"result_key": "keys.json"}, "result_key"),
+        ({"result_key": "runs/x.json"}, "result_key"),
+        ({"result_key": 7}, "result_key"),
+    ):
+        with pytest.raises(InvalidField, match=field):
+            result_place(answer, "mine", payload, "s")
+    with pytest.raises(InvalidField, match="s3_bucket: got secrets, .*none is set"):
+        result_place({"s3_bucket": "secrets"}, None, payload, "s")

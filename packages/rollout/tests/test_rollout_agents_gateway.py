@@ -19,7 +19,7 @@ from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.generate.state import GenerateState
 from slime.types import Sample
-from slime.types.errors import PortInUse
+from slime.types.errors import InvalidSetting, PortInUse
 
 END = 3
 TEMPLATE_START, TEMPLATE_END = "<|im_start|>", "<|im_end|>"
@@ -75,10 +75,11 @@ class Client:
     def __init__(self, gateway: Gateway, session: Session, base_url: str) -> None:
         self.gateway, self.session, self.base_url = gateway, session, base_url
 
-    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
+    def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and body; the body as it is where it is no JSON."""
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
+        sent = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        request = urllib.request.Request(self.base_url + path, data, sent)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 status, content = answer.status, answer.read()
@@ -301,3 +302,70 @@ def test_a_port_in_use_is_said(connect):
     port = int(taken.url.rsplit(":", 1)[1])
     with pytest.raises(PortInUse, match=str(port)):
         connect(gateway_port=port)
+
+
+def test_web_pages_and_other_hosts_are_refused_and_a_deep_body_is_a_bad_request(speaker, connect):
+    client = connect(gateway_url="https://tunnel.example/x")
+    client.base_url = client.base_url.replace("https://tunnel.example/x", client.gateway.local_url)
+    path, body = "/chat/completions", {"messages": [USER]}
+    assert client.call(path, body, Origin="http://evil.example")[0] == 403
+    assert client.call(path, body, Host="evil.example")[0] == 403
+    assert client.call(path, body, Content_Type="text/plain")[0] == 415
+    assert client.call(path, b"[" * 900 + b"]" * 900)[0] == 400
+    assert client.call(path, b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}")[0] == 400
+    assert not speaker.requests
+    speaker.lines = ["ok"]
+    assert client.call(path, body, Host="tunnel.example")[0] == 200
+
+
+def test_a_gateway_with_a_key_answers_those_who_have_it(speaker, connect, tmp_path):
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text("the-key\n")
+    client = connect(gateway_api_key_file=str(file), gateway_host="0.0.0.0", gateway_url="http://127.0.0.1:1")
+    client.base_url = client.base_url.replace(
+        "http://127.0.0.1:1", client.gateway.local_url.replace("0.0.0.0", "127.0.0.1")
+    )
+    for key in ("", "Bearer other"):
+        status, answer = client.call("/chat/completions", {"messages": [USER]}, Authorization=key)
+        assert status == 401 and "the-key" not in str(answer)
+    speaker.lines = ["ok"]
+    assert client.call("/chat/completions", {"messages": [USER]}, Authorization="Bearer the-key")[0] == 200
+    with pytest.raises(InvalidSetting, match="gateway_host 0.0.0.0: listening beyond loopback requires"):
+        connect(gateway_host="0.0.0.0")
+
+
+def test_arguments_that_nest_without_end_stay_text(speaker, connect):
+    client = connect(sglang_tool_call_parser="qwen")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    deep = '<tool_call>{"name": "f", "arguments": ' + "[" * 2000 + "]" * 2000 + "}</tool_call>"
+    client.gateway.state.context_len = 20_000
+    client.session.sampling_params["max_new_tokens"] = 9000
+    speaker.lines = [deep]
+    message = client.chat([USER], tools=tools)["choices"][0]["message"]
+    assert message["content"] == deep and "tool_calls" not in message and len(client.session.turns) == 1
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}
+    speaker.lines = ["ok"]
+    assert client.chat([USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER])
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"tool_choice": "auto", "response_format": {"type": "text"}, "top_logprobs": 0, "temperature": 0.3}, 200),
+        ({"frequency_penalty": 0.0, "stream_options": None, "user": "me", "seed": 4, "top_k": 3}, 200),
+        ({"tool_choice": "required"}, 400),
+        ({"response_format": {"type": "json_schema"}}, 400),
+        ({"logit_bias": {"5": 100}}, 400),
+        ({"frequency_penalty": 0.5}, 400),
+        ({"top_logprobs": 3}, 400),
+        ({"max_token": 3}, 400),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(speaker, connect, more, status):
+    client = connect()
+    speaker.lines = ["ok"]
+    found, answer = client.call("/chat/completions", {"messages": [USER]} | more)
+    assert found == status, answer
+    if status == 400:
+        assert answer["error"]["param"] == next(iter(more))

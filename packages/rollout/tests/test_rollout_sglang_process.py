@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -65,6 +66,32 @@ def test_an_engine_starts_on_its_gpus_and_ends_with_its_whole_group() -> None:
         assert len(members) == 2
     gone, alive = psutil.wait_procs(members, timeout=10)
     assert not alive
+
+
+def test_the_key_of_a_server_is_in_no_argument_list_and_its_file_goes(tmp_path: Path) -> None:
+    code = f"""
+import http.server, json, os, pathlib, sys
+file = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+seen = [str(file), file.read_text(), file.stat().st_mode & 0o777, os.environ.get("SLIME_ENGINE_API_KEY")]
+pathlib.Path({str(tmp_path / "seen")!r}).write_text(json.dumps(seen))
+key = file.read_text().split('"')[1]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer " + key else 401); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+    with start_sglang(script(code), api_key="abc-_1") as process:
+        assert process.wait_ready(60).api_key == "abc-_1"
+        file, content, mode, variable = json.loads((tmp_path / "seen").read_text())
+        assert content == 'api-key: "abc-_1"\n' and mode == 0o600 and variable is None
+        members = group(process)
+        assert len(members) == 2 and not any("abc-_1" in word for each in members for word in each.cmdline())
+        assert not os.path.exists(file)
+
+
+def test_a_server_without_a_key_is_not_for_others() -> None:
+    with pytest.raises(InvalidSetting, match="--rollout-engine-host 0.0.0.0: listening beyond loopback requires"):
+        start_sglang(options(args={"host": "0.0.0.0"}))
 
 
 def test_a_server_that_ignores_sigterm_is_killed_with_its_children() -> None:

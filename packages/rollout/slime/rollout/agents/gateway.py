@@ -67,7 +67,8 @@ class Gateway:
         self._access = Access(settings.gateway_host, api_key=self.api_key, names=[tunnel] if tunnel else [])
         self._bodies = Bodies()
         self._workers = Workers("gateway")
-        self.url = ""
+        # Where it listens, and how agents reach it.
+        self.local_url = self.url = ""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
 
@@ -91,7 +92,8 @@ class Gateway:
         await self._runner.setup()
         await connections.serve(self._runner, listener)
         shown = f"[{host}]" if ":" in host else host
-        self.url = (self.settings.gateway_url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
+        self.local_url = f"http://{shown}:{listener.getsockname()[1]}"
+        self.url = (self.settings.gateway_url or self.local_url).rstrip("/")
         log.info("agents reach the engines at %s", self.url)
         if self.settings.region is not None and is_loopback(urlsplit(self.url).hostname or ""):
             log.warning("agents on AWS cannot reach %s: give gateway_host, or gateway_url of a tunnel to it", self.url)

@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A signal to the group reaches the server without us; one to us alone is passed on.
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
-        if serves(server, ANY_ADDRESS.get(options.host, options.host), port, api_key):
-            os.write(options.announce_fd, (json.dumps({"port": port}) + "\n").encode())
+        ready = serves(server, ANY_ADDRESS.get(options.host, options.host), port, api_key)
+    if ready:
+        os.write(options.announce_fd, (json.dumps({"port": port}) + "\n").encode())
     os.close(options.announce_fd)
     code = server.wait()
     return code if code >= 0 else 128 - code
