@@ -124,6 +124,23 @@ def test_evaluation_is_the_same_each_time(pair):
     assert first == second
 
 
+def test_code_that_a_client_of_the_buffer_names_is_not_run(pair, tmp_path):
+    marker = tmp_path / "ran"
+    file = tmp_path / "evil.py"
+    file.write_text(
+        f"open({str(marker)!r}, 'w')\nasync def generate(args, sample, sampling_params):\n    return sample\n"
+    )
+    (lease,) = pair.buffer.lease_groups(1, ttl_seconds=30, wait_seconds=5, worker_id="evil")
+    samples = lease.group.samples
+    for sample in samples:
+        sample.generate_function_path = f"{file}:generate"
+    pair.buffer.return_group(lease.token, samples)
+    assert pair.rollout.generate(2, 2, timeout=60).metrics["rollout/raw_reward"] >= 0
+    assert not marker.exists()
+    (stored,) = pair.buffer.read_groups(group_indexes=[lease.group.group_index])
+    assert (stored.state, stored.reject_reason) == ("rejected", "unknown generate_function_path")
+
+
 def test_new_weights_serve_after_the_commit(pair, checkpoint):
     from slime.rollout.engines.client import EngineClient
 
