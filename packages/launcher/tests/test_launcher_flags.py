@@ -284,3 +284,12 @@ def test_a_flag_that_turns_something_off_says_what_it_does(capsys: pytest.Captur
     build_parser(declared()).print_help()
     told = " ".join(capsys.readouterr().out.split())
     assert "--disable-rewards-normalization Keep rewards as they are" in told
+
+
+def test_training_on_a_nucleus_is_refused_and_evaluating_on_one_is_not(base: list[str]) -> None:
+    nucleus = [*base, "--rollout-top-p", "0.8"]
+    for check in (True, False):
+        with pytest.raises(NotAvailable, match="--rollout-top-p 0.8 is not supported for training: .*whole vocabulary"):
+            flags.parse(nucleus, check=check)
+    flags.parse([*nucleus, "--debug-rollout-only"])
+    assert flags.parse([*base, "--eval-top-p", "0.8"]).rollout.eval_top_p == 0.8

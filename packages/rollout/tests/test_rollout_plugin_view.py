@@ -18,7 +18,7 @@ from slime.rollout.generate.prompts import unrendered
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.types import Sample, SampleGroup
-from slime.types.errors import InvalidField, Unavailable
+from slime.types.errors import EngineError, InvalidField, Unavailable
 from slime.utils.http_utils import post
 
 SEEN: dict[str, Any] = {}
@@ -253,6 +253,51 @@ def test_a_stop_token_of_the_settings_is_cut_and_only_at_the_end(make_state):
         state = make_state(engine, rollout_batch_size=1, rollout_stop_token_ids=[5], rm_type="random")
         run(state, buffer := FakeBuffer(prompt_groups(1, 1)))
         assert buffer.completed[0][0].response == "13" and buffer.completed[0][0].tokens[-3:] == [3, 5, 5]
+    finally:
+        engine.stop()
+
+
+async def scores_groups(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    SEEN.setdefault("groups", []).append([sample.index for sample in samples])
+    return [float(len({sample.group_index for sample in samples})) for _ in samples]
+
+
+@pytest.mark.parametrize("custom", [None, f"{__name__}.tokenizes_the_prompt"])
+def test_a_function_for_groups_scores_the_groups_of_an_evaluation(engine, make_state, custom):
+    path = f"{__name__}.scores_groups"
+    state = make_state(
+        engine, group_rm=True, custom_rm_path=path, rm_type=None, custom_generate_function_path=custom,
+        n_samples_per_eval_prompt=2,
+    )  # fmt: skip
+    source = EvaluationSource(FakeBuffer([], evaluation={"set": prompt_groups(3, 2)}))
+    data = state.loop.run(eval_rollout(state.args, 0, source), timeout=30).data
+    assert data["set"]["rewards"] == [1.0] * 6 and sorted(SEEN["groups"]) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_file_with_a_function_for_one_sample_scores_an_evaluation_one_by_one(engine, make_state, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "async def reward_func(args, sample):\n    return 0.25\n"
+        "async def batched_custom_rm(args, samples):\n    return [0.5 for _ in samples]\n"
+    )
+    state = make_state(engine, group_rm=True, custom_rm_path=str(file), rm_type=None)
+    source = EvaluationSource(FakeBuffer([], evaluation={"set": prompt_groups(2, 1)}))
+    assert state.loop.run(eval_rollout(state.args, 0, source), timeout=30).data["set"]["rewards"] == [0.25] * 2
+
+
+def test_a_finish_reason_that_is_not_known_ends_a_rollout(make_state, monkeypatch):
+    engine = FakeEngine()
+    answer = engine._output
+    monkeypatch.setattr(
+        engine,
+        "_output",
+        lambda *args, **kwargs: (
+            (out := answer(*args, **kwargs)) | {"meta_info": out["meta_info"] | {"finish_reason": {"type": "odd"}}}
+        ),
+    )
+    try:
+        with pytest.raises(EngineError, match="finish_reason .*odd.*expected stop, length or abort"):
+            run(make_state(engine, rollout_batch_size=1), FakeBuffer(prompt_groups(1, 1)))
     finally:
         engine.stop()
 

@@ -196,6 +196,13 @@ def test_appending_keeps_everything_aligned() -> None:
     assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
 
 
+@pytest.mark.parametrize("reason", [{"type": "odd"}, "odd", None, {}, 3, ["stop"]])
+def test_a_finish_reason_that_is_not_known_leaves_the_status(reason: Any) -> None:
+    sample = Sample(tokens=[1], status=Sample.Status.TRUNCATED)
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info={"finish_reason": reason})
+    assert sample.status is Sample.Status.TRUNCATED and sample.tokens == [1, 2]
+
+
 def test_a_missing_mask_is_filled_with_ones_and_continued_spans_merge() -> None:
     sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[0.0, 0.0])
     for token in (7, 8):
@@ -242,7 +249,6 @@ def test_nucleus_and_experts_grow_with_the_tokens() -> None:
         (dict(tokens=[1], log_probs=[0, 0]), "log_probs"),
         (dict(tokens=[1], log_probs=[0], trainable=False), "log_probs"),
         (dict(tokens=[1], log_probs=[0]), "rollout_log_probs"),
-        (dict(tokens=[1], trainable=False, meta_info={"finish_reason": {"type": "odd"}}), "meta_info.finish_reason"),
         (dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1]}), "meta_info.top_p_token_offsets"),
         (
             dict(tokens=[1], trainable=False, meta_info={"top_p_token_ids": [1], "top_p_token_offsets": [0]}),

@@ -17,7 +17,7 @@ from slime.rollout.generate.group import (
     needs_single_calls,
 )
 from slime.rollout.generate.state import GenerateState, eval_sampling_params
-from slime.rollout.rewards.score import check, reward_key
+from slime.rollout.rewards.score import check, reward_key, scores_by_group
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
 
@@ -85,6 +85,8 @@ async def evaluate_groups(state: GenerateState, groups: list[list[Sample]], para
                 for i in range(0, len(samples), REQUEST_SAMPLES)
             )
         )
+        if scores_by_group(state.args, True):
+            await asyncio.gather(*(finish_group(state, group, evaluation=True) for group in groups))
     return sorted(samples, key=lambda sample: sample.index or 0)
 
 
@@ -96,7 +98,8 @@ async def _evaluate_group(state: GenerateState, group: list[Sample], params: dic
 
 async def _evaluate_chunk(state: GenerateState, samples: list[Sample], params: dict[str, Any]) -> None:
     await generate_batch(state, samples, params, evaluation=True)
-    await finish_group(state, samples, evaluation=True)
+    if not scores_by_group(state.args, True):
+        await finish_group(state, samples, evaluation=True)
     _advance(len(samples))
 
 

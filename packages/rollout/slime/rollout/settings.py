@@ -70,7 +70,13 @@ class RolloutSettings:
 
     # Sampling.
     rollout_temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by it", above=0)
-    rollout_top_p: float = setting(1.0, "nucleus p", above=0, maximum=1)
+    rollout_top_p: float = setting(
+        1.0,
+        "Nucleus of tokens to sample from; training refuses other than 1, as its log-probs are over the whole "
+        "vocabulary",
+        above=0,
+        maximum=1,
+    )
     rollout_top_k: int = setting(-1, "top-k; -1 is off", minimum=-1)
     rollout_max_response_len: int = setting(1024, "new tokens a sample at most", minimum=1)
     rollout_max_prompt_len: int | None = setting(
@@ -94,7 +100,11 @@ class RolloutSettings:
     # Rewards.
     rm_type: str | None = setting(None, "built-in reward; metadata.rm_type of a sample wins")
     reward_key: str | None = setting(None, "key of a dict reward that is trained on")
-    group_rm: bool = setting(False, "score a whole group at once (not in evaluation)")
+    group_rm: bool = setting(
+        False,
+        "Score the samples of a group in one call; in evaluation only where the --custom-rm-path file has no "
+        "function for one sample",
+    )
     rm_url: str | None = setting(None, "URL of remote_rm")
     custom_rm_path: str | None = setting(None, "custom reward function")
 
@@ -103,7 +113,9 @@ class RolloutSettings:
     eval_reward_key: str | None = setting(None, "key of a dict reward in evaluation; default reward_key")
     n_samples_per_eval_prompt: int = setting(1, "responses an evaluation prompt", minimum=1)
     eval_temperature: float | None = setting(None, "0 is greedy", minimum=0)
-    eval_top_p: float | None = setting(None, "nucleus p", above=0, maximum=1)
+    eval_top_p: float | None = setting(
+        None, "Nucleus of tokens to sample from in evaluation (default: --rollout-top-p)", above=0, maximum=1
+    )
     eval_top_k: int | None = setting(None, "top-k; -1 is off", minimum=-1)
     eval_max_response_len: int | None = setting(None, "new tokens a sample at most", minimum=1)
     eval_max_prompt_len: int | None = setting(None, "leave longer evaluation prompts out (tokens)", minimum=1)

@@ -57,7 +57,6 @@ def append_response_tokens(
     if meta_info is not None:
         changes |= _experts(sample, args, meta_info, len(sample.array("tokens")) + count)
     _check_lengths(sample, changes)
-    _check_finish_reason(meta_info, update_terminal_info)
 
     for name, value in changes.items():
         setattr(sample, name, value)
@@ -77,19 +76,10 @@ def apply_request_info(sample: Sample, args: Any, meta_info: Mapping[str, Any], 
     if meta_info.get("weight_version") is not None:
         sample.weight_versions.append(str(meta_info["weight_version"]))
     if update_terminal_info:
-        status = _check_finish_reason(meta_info, True)
-        if status is not None:
-            sample.status = status
-
-
-def _check_finish_reason(meta_info: Mapping[str, Any] | None, wanted: bool) -> SampleStatus | None:
-    reason = meta_info.get("finish_reason") if meta_info and wanted else None
-    if reason is None:
-        return None
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    if kind not in _FINISHED:
-        raise InvalidField("meta_info.finish_reason", kind, "one of " + ", ".join(_FINISHED))
-    return _FINISHED[kind]
+        reason = meta_info.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        # Engines add reasons; one that is not known here leaves the status as it is.
+        sample.status = _FINISHED.get(kind, sample.status) if isinstance(kind, str) else sample.status
 
 
 def _log_probs(sample: Sample, log_probs: Any, count: int, trainable: bool) -> np.ndarray | None:

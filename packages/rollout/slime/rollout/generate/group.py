@@ -14,7 +14,7 @@ from slime.rollout.generate.sample import FINISHED, Request, generate, make_requ
 from slime.rollout.generate.seeds import seeds_of
 from slime.rollout.generate.state import GenerateState
 from slime.rollout.plugins import CustomGenerate, accepted, load_generate, maybe_await
-from slime.rollout.rewards import score_group, score_sample
+from slime.rollout.rewards import score_group, score_sample, scores_by_group
 from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 
@@ -34,7 +34,7 @@ async def generate_and_rm(
         async with state.semaphore:
             generated = await _generate_one(state, sample, sampling_params, evaluation)
         await run_hooks(state, flatten([generated]), evaluation)
-    if not args.group_rm or evaluation:
+    if not scores_by_group(args, evaluation):
         await _score(args, generated, evaluation)
     return generated
 
@@ -51,8 +51,8 @@ async def generate_and_rm_group(
         generated = list(
             await asyncio.gather(*(generate_and_rm(args, s, dict(sampling_params), evaluation) for s in group))
         )
-        if args.group_rm and not evaluation:
-            await score_whole_group(args, flatten(generated))
+        if scores_by_group(args, evaluation):
+            await score_whole_group(args, flatten(generated), evaluation)
         return generated
     await generate_batch(state, group, sampling_params, evaluation)
     await finish_group(state, group, evaluation)
@@ -91,8 +91,8 @@ async def finish_group(state: GenerateState, group: Sequence[Sample], evaluation
     if any(sample.status is Sample.Status.ABORTED for sample in group):
         return
     await run_hooks(state, group, evaluation)
-    if state.args.group_rm and not evaluation:
-        await score_whole_group(state.args, list(group))
+    if scores_by_group(state.args, evaluation):
+        await score_whole_group(state.args, list(group), evaluation)
     else:
         await asyncio.gather(*(_score(state.args, sample, evaluation) for sample in group))
 
@@ -169,10 +169,10 @@ async def _score(args: Any, generated: Generated, evaluation: bool) -> None:
     _count_reward_time(started)
 
 
-async def score_whole_group(args: Any, samples: list[Sample]) -> None:
+async def score_whole_group(args: Any, samples: list[Sample], evaluation: bool = False) -> None:
     started = time.monotonic()
     if not any(sample.status is Sample.Status.ABORTED for sample in samples):
-        await score_group(args, samples)
+        await score_group(args, samples, evaluation=evaluation)
     _count_reward_time(started)
 
 

@@ -154,6 +154,12 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
         meta_info=meta,
         text=output.get("text", ""),
     )
+    if sample.status is Sample.Status.PENDING:
+        reason = meta.get("finish_reason")
+        raise EngineError(
+            f"an engine ended a request with the finish_reason {reason!r}, expected stop, length or abort",
+            field="finish_reason", value=reason, expected="stop, length or abort",
+        )  # fmt: skip
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

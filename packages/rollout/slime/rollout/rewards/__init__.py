@@ -4,6 +4,6 @@ The user's function wins (`sample.custom_rm_path`, `--custom-rm-path`), then `me
 """
 
 from slime.rollout.rewards.registry import BUILT_IN, reward_function
-from slime.rollout.rewards.score import score_group, score_sample
+from slime.rollout.rewards.score import score_group, score_sample, scores_by_group
 
-__all__ = ["BUILT_IN", "reward_function", "score_group", "score_sample"]
+__all__ = ["BUILT_IN", "reward_function", "score_group", "score_sample", "scores_by_group"]

@@ -56,6 +56,18 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
         sample.reward = check(reward, sample, name, reward_key(args, evaluation))
 
 
+def scores_by_group(args: Any, evaluation: bool) -> bool:
+    """Whether the samples of a group are scored in one call: with `--group-rm`, and in evaluation where the user's
+    function is one for several samples alone."""
+    if not args.group_rm or not evaluation:
+        return bool(args.group_rm)
+    if not args.custom_rm_path:
+        return False
+    several, one = _load(args.custom_rm_path, BATCHED), _load(args.custom_rm_path)
+    # A file is loaded anew for each: its functions are told apart by their names.
+    return several is one or getattr(several, "__qualname__", "several") == getattr(one, "__qualname__", "one")
+
+
 def reward_key(args: Any, evaluation: bool) -> str | None:
     return (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
 
