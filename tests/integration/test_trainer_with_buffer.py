@@ -15,6 +15,7 @@ from slime.trainer.service import serve as serve_trainer
 from slime.trainer.settings import TrainerSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient, TrainerClient
+from slime.types.errors import DataLoss, InvalidField
 from slime.types.rpc import RpcSettings
 
 VOCAB = 32
@@ -89,6 +90,30 @@ def test_steps_checkpoint_and_resume(model: str, buffer: BufferClient, tmp_path:
     assert {k: v for k, v in again.items() if k.startswith("train/")} == {
         k: v for k, v in expected.items() if k.startswith("train/")
     }
+
+
+def test_a_group_that_cannot_be_trained_or_read_leaves_its_step(model: str, buffer: BufferClient, tmp_path: Path):
+    (poison,) = buffer.lease_groups(1)
+    for sample in poison.group.samples:
+        sample.tokens, sample.response_length = [2, 3, VOCAB], 1
+        sample.reward, sample.status = float(sample.index or 0), Sample.Status.COMPLETED
+    buffer.complete_group(poison.token, poison.group.samples)
+    complete(buffer, GROUPS + 1)
+    with start(model, buffer) as service, TrainerClient(service.address, buffer.writer) as trainer:
+        with pytest.raises(InvalidField, match=rf"expected ids in \[0, {VOCAB}\)"):
+            trainer.train_step(0, GROUPS, timeout=120)
+        assert buffer.drop_groups([poison.group.group_index], "not of this vocabulary") == [0]
+        buffer.seal_step(0, GROUPS)
+        path = next((tmp_path / "buffer" / "payloads").glob("*/0000000001-*"))
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(DataLoss, match="is not what was stored"):
+            trainer.train_step(0, GROUPS, timeout=120)
+        assert trainer.train_step(0, GROUPS, timeout=120)["train/grad_norm"] > 0
+    assert {g.group_index: g.state for g in buffer.list_groups(limit=4)} == {
+        0: "rejected", 1: "quarantined", 2: "acknowledged", 3: "acknowledged",
+    }  # fmt: skip
 
 
 def test_the_command_line_trains_in_two_processes(model: str, buffer: BufferClient, tmp_path: Path):

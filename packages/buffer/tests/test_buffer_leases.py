@@ -207,8 +207,8 @@ class Leasing(RuleBasedStateMachine):
         self.expires: dict[int, float] = {}
         self.completed: set[int] = set()
         self.rejected: set[int] = set()
-        self.sealed: list[int] = []
-        self.step = 0
+        self.quarantined: set[int] = set()
+        self.sealed: list[list[int]] = []
 
     def teardown(self) -> None:
         self.client.close()
@@ -229,7 +229,7 @@ class Leasing(RuleBasedStateMachine):
     @rule(target=leases, ttl=st.sampled_from([1, 5]))
     def lease(self, ttl):
         self._release()
-        gone = self.completed | self.rejected | set(self.sealed) | self.holder.keys()
+        gone = self.completed | self.rejected | self.quarantined | set(sum(self.sealed, [])) | self.holder.keys()
         waiting = [g for g in range(self.prompts) if g not in gone]
         leased = self.client.lease_groups(1, ttl_seconds=ttl)
         assert [lease.group.group_index for lease in leased] == waiting[:1]
@@ -279,16 +279,35 @@ class Leasing(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def seal(self, count):
-        expected = sorted(self.completed)[:count]
+        step, expected = len(self.sealed), sorted(self.completed)[:count]
         if len(expected) < count:
             with pytest.raises(DeadlineExceeded):
-                self.client.seal_step(self.step, count)
+                self.client.seal_step(step, count)
             return
-        summaries = self.client.seal_step(self.step, count)
+        summaries = self.client.seal_step(step, count)
         assert sorted({s.group_index for s in summaries}) == expected and len(summaries) == 2 * count
-        self.step += 1
-        self.sealed += expected
+        self.sealed.append(expected)
         self.completed -= set(expected)
+
+    @rule(data=st.data(), quarantine=st.booleans())
+    def drop(self, data, quarantine):
+        """Of any group: a sealed one unseals its step and the later ones."""
+        self._release()
+        if not self.prompts:
+            return
+        group = data.draw(st.integers(0, self.prompts - 1))
+        first = next((step for step, groups in enumerate(self.sealed) if group in groups), len(self.sealed))
+        unsealed = list(range(first, len(self.sealed)))
+        assert self.client.drop_groups([group], quarantine=quarantine) == unsealed
+        for step in unsealed:
+            self.completed.update(self.sealed[step])
+        del self.sealed[first:]
+        self.completed.discard(group)
+        self.holder.pop(group, None)
+        self.expires.pop(group, None)
+        self.rejected.discard(group)
+        self.quarantined.discard(group)
+        (self.quarantined if quarantine else self.rejected).add(group)
 
     @rule()
     def open_again(self):
@@ -301,11 +320,13 @@ class Leasing(RuleBasedStateMachine):
         self._release()
         counts = self.client.stats().groups
         assert sum(counts.values()) == self.prompts
-        assert len(self.sealed) == len(set(self.sealed)) == counts["sealed"]
-        assert (counts["leased"], counts["completed"], counts["rejected"]) == (
+        sealed = sum(self.sealed, [])
+        assert len(sealed) == len(set(sealed)) == counts["sealed"]
+        assert (counts["leased"], counts["completed"], counts["rejected"], counts["quarantined"]) == (
             len(self.holder),
             len(self.completed),
             len(self.rejected),
+            len(self.quarantined),
         )
 
 

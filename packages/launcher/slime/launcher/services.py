@@ -257,7 +257,7 @@ class Services:
             self.rollout.writer = writer
         # What an earlier start of this run left behind (--buffer-dir) is trained on before anything new is generated.
         stats = self.buffer.stats()
-        self._sealed_steps = {stored.step for stored in self.buffer.read_groups(states=["sealed"])}
+        self._sealed_steps = {group.step for group in self.buffer.list_groups(states=["sealed"])}
         self._spare_groups = stats.groups.get("completed", 0)
 
     @property
