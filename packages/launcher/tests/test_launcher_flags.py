@@ -238,7 +238,7 @@ def test_when_the_loop_saves_and_evaluates(base: list[str], files: dict[str, Pat
 def test_a_run_is_named_by_no_path(base: list[str], tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="--run-name a/../../b: names a directory below runs, expected no path"):
         flags.parse([*base, "--run-name", "a/../../b"])
-    assert flags.parse([*base, "--run-name", "a/b", "--output-dir", str(tmp_path)]).output_dir == tmp_path
+    assert flags.parse([*base, "--run-name", "a/b", "--output-dir", str(tmp_path / "o")]).output_dir == tmp_path / "o"
 
 
 def test_help_is_light() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +16,7 @@ from slime.launcher.metrics import files
 from slime.launcher.metrics.report import Report, evaluation_scores
 from slime.types import Sample
 from slime.types.errors import OutOfSpace
+from slime.types.files import write_whole
 
 
 def report(directory: Path, num_steps: int = 2) -> tuple[Report, io.StringIO]:
@@ -84,14 +87,14 @@ def test_a_resumed_run_writes_its_steps_anew(tmp_path: Path) -> None:
 
 def test_a_full_disk_has_a_name_and_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "eval.json"
-    files.write_atomically(path, "old")
+    write_whole(path, "old")
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OutOfSpace, match="eval.json"):
-        files.write_atomically(path, "new")
+        write_whole(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -114,6 +117,61 @@ def test_an_evaluation_that_no_step_follows_has_a_row_of_its_own(tmp_path: Path)
         shown.evaluation(0, {"eval/sums": 0.25, "eval/sums-pass@2": 0.5}, [])
         shown.finished()
     assert files.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "eval/sums": 0.25, "eval/sums-pass@2": 0.5}]
+
+
+def trained(directory: Path, first: int, stop: int, *, evaluate: bool = True) -> str:
+    """What a start of a run from `first` to `stop` prints; its rewards are the steps' numbers."""
+    shown, text = report(directory, num_steps=stop)
+    with shown:
+        shown.started(76_032, first)
+        if evaluate:
+            shown.evaluation(first, {"eval/sums": first / 10, **TIME}, [sample(f"after {first}", 0.0)])
+        for step in range(first, stop):
+            shown.step(step, {"rollout/raw_reward": float(step), "perf/step_time": 1.0}, [])
+        shown.evaluation(stop, {"eval/sums": stop / 10, **TIME}, [sample(f"after {stop}", 1.0)])
+        shown.finished()
+    return text.getvalue()
+
+
+def test_a_resumed_run_ends_with_the_rewards_and_samples_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plotted: list[Any] = []
+    monkeypatch.setattr("slime.launcher.metrics.report.plot_reward", lambda path, *drawn: plotted.append(drawn))
+    trained(tmp_path, 0, 4)
+    # Killed after step 3, the newest checkpoint is that of step 2.
+    told = trained(tmp_path, 3, 6)
+    steps, rewards, evaluations = plotted[-1]
+    assert list(steps) == list(rewards) == [0, 1, 2, 3, 4, 5]
+    assert evaluations == {"sums": [(0, 0.0), (3, 0.3), (6, 0.6)]}
+    assert "'after 0'" in told and "'after 6'" in told
+    assert "1.000" in told and "4.000" in told, "means of the first and the last three rewards"
+    evaluation = json.loads((tmp_path / "eval.json").read_text())
+    assert (evaluation["before"], evaluation["after"]) == (0.0, 0.6)
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained(tmp_path, 0, 4)
+    trained(tmp_path, 2, 6)
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert [(e.step, e.value) for e in shown.Scalars("rollout/raw_reward")] == [(s, s) for s in range(6)]
+    assert [e.step for e in shown.Scalars("eval/sums")] == [0, 2, 6]
+
+
+def test_an_evaluation_alone_adds_to_what_an_earlier_run_left(tmp_path: Path) -> None:
+    trained(tmp_path, 0, 4)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    shown, _ = report(tmp_path, num_steps=0)
+    with shown:
+        shown.started(76_032, 4, 0)
+        shown.evaluation(4, {"eval/sums": 0.9, **TIME}, [])
+        shown.finished()
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(before)
+    history = json.loads((tmp_path / "eval.json").read_text())["sets"]["sums"]["history"]
+    assert history == [{"step": 0, "score": 0.0}, {"step": 4, "score": 0.9}]
 
 
 def test_evaluations_before_and_after_the_first_step_are_both_kept(tmp_path: Path) -> None:

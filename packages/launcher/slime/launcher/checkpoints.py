@@ -7,17 +7,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from slime.types.errors import MissingFile
+from slime.types.directories import remove_directory
+from slime.types.errors import InvalidSetting, MissingFile
+
+log = logging.getLogger(__name__)
 
 PLACE_FILE = "data_place.jsonl"  # the place in the data, as the buffer describes it
 STATE_FILE = "trainer.json"  # the trainer writes it into every checkpoint; a directory appears complete or not at all
 NAME = re.compile(r"(?:step|iter)_(\d+)")
+TRACKER = "latest_checkpointed_iteration.txt"
 # Of weights without a run around them, which training can begin with: a Hugging Face model, a converted torch_dist one.
-MODEL_FILES = ("config.json", ".metadata", "latest_checkpointed_iteration.txt")
+MODEL_FILES = ("config.json", ".metadata", TRACKER)
 
 
 def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
@@ -26,16 +32,36 @@ def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
 
 def steps(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory, by step in ascending order."""
-    if not directory.is_dir():
-        return {}
-    named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    found = {int(match[1]): path for match, path in named if match and (path / STATE_FILE).is_file()}
-    return dict(sorted(found.items()))
+    return dict(sorted((step, path) for step, path in named(directory) if (path / STATE_FILE).is_file()))
+
+
+def named(directory: Path) -> Iterator[tuple[int, Path]]:
+    """What has the name of a checkpoint, whatever it is."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if match := NAME.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+def step_after(directory: Path, load: str | None) -> int:
+    """The first step of a run that begins with `load` and saves to `directory`; 0 where `load` is not in there."""
+    path = Path(load or "").resolve()
+    match = NAME.fullmatch(path.name)
+    return int(match[1]) + 1 if load and match and path.parent == directory.resolve() else 0
 
 
 def has_checkpoint(path: str) -> bool:
     """Whether a run's checkpoint is at `path` or in it."""
     return (Path(path) / STATE_FILE).is_file() or bool(steps(Path(path)))
+
+
+def nothing_saved_yet(values: Mapping[str, Any], load: Path) -> bool:
+    """Whether --load names where this run saves, and nothing is there. values: settings by name."""
+    output_dir = values.get("output_dir")
+    save = values.get("save") or (Path(output_dir) / "checkpoints" if isinstance(output_dir, str) else None)
+    if not isinstance(save, (str, Path)) or values.get("ckpt_step") is not None or load.is_file():
+        return False
+    empty = not load.is_dir() or all(path.name.startswith(".") for path in load.iterdir())
+    return empty and Path(save).resolve() == load.resolve()
 
 
 def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None) -> str:
@@ -93,16 +119,19 @@ def _of_step(directory: Path, flag: str, step: int) -> str:
 def prune(directory: Path, *, keep: int | None, retain_interval: int | None) -> list[Path]:
     """Deletes complete checkpoints but the last `keep` and every `retain_interval`-th; returns what it deleted.
 
-    Both None: keeps all. keep None: only the newest, beside those of the interval.
+    Both None: keeps all. keep None: only the newest, beside those of the interval. One that holds more than what slime
+    wrote is kept, with a warning.
     """
     if keep is None and retain_interval is None:
         return []
     found = steps(directory)
     old = list(found)[: -(keep or 1)]
-    gone = [found[step] for step in old if retain_interval is None or (step + 1) % retain_interval]
-    for path in gone:
-        # Out of sight at once: a kill on the way must not leave half of one under its name.
-        hidden = path.with_name(f".deleting-{path.name}")
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+    gone = []
+    for path in (found[step] for step in old if retain_interval is None or (step + 1) % retain_interval):
+        try:
+            remove_directory(path, field="--save-keep")
+        except InvalidSetting as error:
+            log.warning("not deleted: %s", error)
+        else:
+            gone.append(path)
     return gone

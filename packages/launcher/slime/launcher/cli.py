@@ -57,18 +57,25 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
                     log.warning(warning)
             if _planned(config, asynchronous):
                 return 0
+            from slime.launcher.earlier_run import check_unused, overwrite, resumes
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
-            from slime.launcher.output_lock import sole_writer
-            from slime.launcher.run_record import write_record
+            from slime.launcher.output_lock import run_directory, sole_writer
+            from slime.launcher.run_record import SETTINGS, write_record
             from slime.launcher.train import train
             from slime.launcher.train_async import train_async
 
             settings = config.launcher
             output_dir = config.output_dir.resolve()
-            output_dir.mkdir(parents=True, exist_ok=True)
-            with sole_writer(output_dir):
-                write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
+            check_unused(config)
+            with run_directory(output_dir), sole_writer(output_dir):
+                check_unused(config)
+                if settings.overwrite and not resumes(config):
+                    overwrite(config)
+                if config.flat["load_root"] is not None and config.trainer.load is None:
+                    print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts anew")
+                if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
+                    write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
                 sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
                 with Report(
                     output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks
@@ -98,8 +105,13 @@ def _planned(config: RunConfig, asynchronous: bool) -> bool:
             raise InvalidSetting(f"{flag} {value:g} needs --dry-run", field=flag, value=value, expected="--dry-run")
     if settings.dry_run:
         from slime.launcher.dry_run import dry_run
+        from slime.launcher.earlier_run import check_unused
 
         print(dry_run(config, asynchronous=asynchronous), end="")
+        try:
+            check_unused(config)
+        except InvalidSetting as error:
+            print(f"\n`slime train` refuses this: {error}")
     return settings.dry_run
 
 

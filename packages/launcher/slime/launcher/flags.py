@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import defaults, given
-from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
+from slime.launcher.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.checks import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
 from slime.launcher.declared import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.eval_config import apply_eval_config
@@ -160,6 +160,8 @@ def _find_weights(values: dict[str, Any]) -> None:
     load, initial = values.get("load"), values.get("initial_megatron_checkpoint")
     if isinstance(initial, str) and not (isinstance(load, str) and has_checkpoint(load)):
         values["load"] = find_checkpoint(initial, flag="--initial-megatron-checkpoint")
+    elif isinstance(load, str) and nothing_saved_yet(values, Path(load)):
+        del values["load"]
     elif isinstance(load, str):
         values["load"] = find_checkpoint(load, step=values.get("ckpt_step"))
     if isinstance(values.get("ref_load"), str) and values.get("ref_ckpt_step") is not None:

@@ -5,10 +5,25 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidSetting
+
+
+@contextmanager
+def run_directory(directory: Path) -> Iterator[None]:
+    """Makes `directory`; it goes again where nothing was written into it."""
+    made = not directory.exists()
+    with path_errors(directory, "--output-dir"):
+        directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if made:
+            with suppress(OSError):
+                directory.rmdir()
 
 
 @contextmanager

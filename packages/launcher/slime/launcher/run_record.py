@@ -16,18 +16,18 @@ import yaml
 
 from slime.launcher.declared import FAMILIES, declared
 from slime.launcher.flags import RunConfig
-from slime.launcher.metrics.files import write_atomically
+from slime.types.files import write_whole
 
 SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
 # They name the one run that has this file; another needs its own.
-OWN = ("output_dir", "run_name")
+OWN = ("output_dir", "run_name", "overwrite")
 GIT_SECONDS = 5.0
 
 
 def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> None:
     """Describes this start of the run; the commands of earlier ones stay. command: as it was typed."""
-    write_atomically(directory / SETTINGS, settings_text(config))
-    write_atomically(directory / VERSIONS, json.dumps(versions(), indent=2) + "\n")
+    write_whole(directory / SETTINGS, settings_text(config))
+    write_whole(directory / VERSIONS, json.dumps(versions(), indent=2) + "\n")
     with (directory / COMMAND).open("a", encoding="utf-8") as file:
         file.write(f"# {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, in {Path.cwd()}\n{shlex.join(command)}\n")
 

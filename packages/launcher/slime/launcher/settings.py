@@ -37,7 +37,10 @@ class LauncherSettings(LoopSettings, WandbSettings):
         None, "of older checkpoints keep every N-th rollout's, and delete the others (default: all)", minimum=1
     )
     save_hf: str | None = setting(
-        None, "also export Hugging Face weights at each checkpoint; {rollout_id} in the path is replaced", metavar="DIR"
+        None,
+        "also export Hugging Face weights at each checkpoint; {rollout_id} in the path is replaced, without it each "
+        "export takes the place of the one before",
+        metavar="DIR",
     )
 
     ckpt_step: int | None = setting(
@@ -114,6 +117,11 @@ class LauncherSettings(LoopSettings, WandbSettings):
         2,
         "Groups of each step of which up to 4 samples are written to samples.jsonl below --output-dir; 0 for none",
         minimum=0,
+    )
+    overwrite: bool = setting(
+        False,
+        "Replace the metrics, plots, events, checkpoints and the model that an earlier run left in --output-dir and "
+        "--save. Without it a directory that holds any is refused, unless --load resumes it.",
     )
     run_name: str | None = setting(None, "name of the run (default: that of --output-dir, else the time of its start)")
     use_tensorboard: bool | None = setting(None, "write TensorBoard events (default: on)")

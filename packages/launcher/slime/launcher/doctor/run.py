@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.converters.megatron_flags import given
-from slime.launcher.checkpoints import find_checkpoint, has_checkpoint
+from slime.launcher.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.checks import check_files, check_learning
-from slime.launcher.doctor.finding import Finding, Subject, fail, ok
+from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.earlier_run import check_unused
 from slime.launcher.megatron import check_model
 from slime.types.errors import ConfigError
 
@@ -20,7 +21,7 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config is None:
         return
-    findings = [*_learning(subject), *_checkpoint(subject), *_files(subject), *_model(subject)]
+    findings = [*_learning(subject), *_checkpoint(subject), *_files(subject), *_model(subject), *_earlier_run(subject)]
     yield from findings or [ok("the flags fit together, and to the model")]
 
 
@@ -36,6 +37,8 @@ def _checkpoint(subject: Subject) -> Iterator[Finding]:
     load = subject.flag("load")
     if not load or (settings.initial_megatron_checkpoint and not has_checkpoint(load)):
         return
+    if nothing_saved_yet(subject.config.flat, Path(str(load))):
+        return
     try:
         find_checkpoint(str(load), step=settings.ckpt_step)
     except ConfigError as error:
@@ -49,6 +52,13 @@ def _files(subject: Subject) -> Iterator[Finding]:
     except ConfigError as error:
         if not error.field.startswith(SAID):
             yield fail(str(error), "mend what the message names")
+
+
+def _earlier_run(subject: Subject) -> Iterator[Finding]:
+    try:
+        check_unused(subject.config)
+    except ConfigError as error:
+        yield warn(str(error), "a run would be refused: say whether it resumes the earlier one or overwrites it")
 
 
 def _model(subject: Subject) -> Iterator[Finding]:

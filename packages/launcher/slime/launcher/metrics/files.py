@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.types.errors import OutOfSpace
+from slime.types.directories import path_errors
+from slime.types.files import write_whole
 
 Metrics = dict[str, float]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces `path` as a whole, or leaves it as it was and raises OutOfSpace."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise out_of_space(path, error) from error
-
-
-def out_of_space(path: Path, error: OSError) -> Exception:
-    """OutOfSpace where `error` is a full disk, otherwise `error` itself."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return OutOfSpace(f"{path}: {error.strerror}", field=str(path), expected="free space on its disk")
-    return error
-
-
 class MetricsLog:
     """metrics.jsonl: one JSON object a step, numbered from 0, and one of each evaluation, whose number is that of the
-    steps before it. What happened from `first_step` on is written anew."""
+    steps before it. What happened from `first_step` on is written anew; where it is None, all that is there stays.
+    """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int | None) -> None:
         self.path = path
         self._first_step = first_step
         self._held = path.with_name(f".{path.name}.held")
+        if first_step is None:
+            return
         if path.exists():
             self._keep(lambda row: row["step"] < first_step + is_evaluation(row))
         self._restore()
 
     def hold(self, step: int, metrics: Metrics) -> None:
         """Keeps the row of a step whose checkpoint is about to be written, in case the run ends before `append`."""
-        write_atomically(self._held, _line(step, metrics))
+        write_whole(self._held, _line(step, metrics))
 
     def _restore(self) -> None:
         """Appends the row that was held, where the checkpoint that the run goes on from is of its step."""
@@ -57,9 +41,13 @@ class MetricsLog:
         line = self._held.read_text()
         step = json.loads(line)["step"]
         rows = read_metrics(self.path) if self.path.exists() else []
-        if step == self._first_step - 1 and not any(row["step"] == step and not is_evaluation(row) for row in rows):
+        if step + 1 == self._first_step and not any(row["step"] == step and not is_evaluation(row) for row in rows):
             self._append(line)
         self._held.unlink()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What earlier starts of the run have left."""
+        return read_metrics(self.path) if self.path.exists() else []
 
     def append_evaluation(self, step: int, metrics: Metrics) -> None:
         """In place of that of the same weights, made before the run was resumed."""
@@ -69,17 +57,14 @@ class MetricsLog:
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         lines = [line for line in self.path.read_text().splitlines() if wanted(json.loads(line))]
-        write_atomically(self.path, "".join(line + "\n" for line in lines))
+        write_whole(self.path, "".join(line + "\n" for line in lines))
 
     def append(self, step: int, metrics: Metrics) -> None:
         self._append(_line(step, metrics))
 
     def _append(self, line: str) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(line)
-        except OSError as error:
-            raise out_of_space(self.path, error) from error
+        with path_errors(self.path), self.path.open("a") as file:
+            file.write(line)
 
 
 def _line(step: int, metrics: Metrics) -> str:
@@ -101,21 +86,34 @@ class TensorBoard:
     """Scalars as TensorBoard events; without a directory it writes nothing."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._writer = None
-        if directory is not None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._directory = directory
+        self._writer: Any = None
 
-            directory.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(directory))
+    def start(self, step: int) -> None:
+        """Has TensorBoard forget what an earlier start of the run wrote of `step` and later ones."""
+        if self._directory is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        log = SessionLog(status=SessionLog.START)
+        self._add(self._directory, Event(wall_time=time.time(), step=step, session_log=log))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        if self._writer is None:
+        if self._directory is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._add(self._directory, Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _add(self, directory: Path, event: Any) -> None:
+        if self._writer is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventFileWriter(str(directory))
+        self._writer.add_event(event)
         self._writer.flush()
 
     def close(self) -> None:

@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, plot_reward, write_atomically
+from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, is_evaluation, plot_reward
 from slime.launcher.metrics.samples import FILE as SAMPLES_FILE
 from slime.launcher.metrics.samples import SamplesLog, SilenceWatch
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
+from slime.types.files import write_whole
 
 COLUMNS = (
     # heading, key, format
@@ -33,6 +34,9 @@ COLUMNS = (
     ("step s", "perf/step_time", "{:.2f}"),
 )
 SHOWN_EXAMPLES = 3
+REWARD = "rollout/raw_reward"
+# The first evaluation's samples.
+EXAMPLES = "eval_samples.json"
 # Of what else is told of an evaluation set.
 DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long|accuracy|n_samples|failed)$")
 
@@ -67,7 +71,8 @@ class Report:
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks = [TensorBoard(tensorboard_dir), *sinks]
+        self._tensorboard = TensorBoard(tensorboard_dir)
+        self._sinks = [self._tensorboard, *sinks]
         self._log: MetricsLog | None = None
         self._samples: SamplesLog | None = None
         self.watch = SilenceWatch()
@@ -100,16 +105,42 @@ class Report:
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
         self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
-        self._log = MetricsLog(self.output_dir / "metrics.jsonl", first_step)
-        self._samples = SamplesLog(self.output_dir / SAMPLES_FILE, first_step)
+        # A run that only evaluates adds to what is there.
+        written_from = first_step if self._num_steps > 0 else None
+        self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)
+        self._samples = SamplesLog(self.output_dir / SAMPLES_FILE, written_from)
+        if written_from is not None:
+            self._tensorboard.start(written_from)
+        self._read_back(self._log.rows(), first_step)
         self._first = True
+
+    def _read_back(self, rows: list[dict[str, Any]], first_step: int) -> None:
+        """What earlier starts of the run have measured, and their first samples."""
+        for row in rows:
+            if is_evaluation(row):
+                self._note_scores(row["step"], row)
+            elif row.get(REWARD) is not None:
+                self._rewards[row["step"]] = row[REWARD]
+        path = self.output_dir / EXAMPLES
+        if rows and path.exists():
+            first = json.loads(path.read_text())
+            if first["step"] <= first_step:
+                self._examples = [(first["step"], [Sample(**fields) for fields in first["samples"]])]
+
+    def _note_scores(self, step: int, metrics: Metrics) -> dict[str, float]:
+        scores = evaluation_scores(metrics)
+        for name, score in scores.items():
+            points = self._evaluations.setdefault(name, [])
+            points[:] = sorted([*(point for point in points if point[0] != step), (step, score)])
+        return scores
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         """Held-out scores after `step` steps; that of the last of them is reported first."""
         assert self._log is not None, "started() comes first"
-        for name, score in evaluation_scores(metrics).items():
-            self._evaluations.setdefault(name, []).append((step, score))
+        for name, score in self._note_scores(step, metrics).items():
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
+        if not self._examples:
+            self._write_examples(step, examples)
         self._examples = [*self._examples[:1], (step, examples)]
         self._log.append_evaluation(step, metrics)
         self._write(step, metrics)
@@ -130,8 +161,8 @@ class Report:
         if self.log_samples:
             self._samples.append(step, samples)
         self._write(step, metrics)
-        if "rollout/raw_reward" in metrics:  # not where the groups of an earlier start are trained on again
-            self._rewards[step] = metrics["rollout/raw_reward"]
+        if REWARD in metrics:  # not where the groups of an earlier start are trained on again
+            self._rewards[step] = metrics[REWARD]
         if self._first:
             self._print("  ".join(f"{heading:>10}" for heading, _, _ in COLUMNS))
             self._first = False
@@ -183,6 +214,12 @@ class Report:
             self._print(f"  after step {last:<4} reward {_reward(new)}  {new.response!r}")
         self._print("")
 
+    def _write_examples(self, step: int, examples: list[Sample]) -> None:
+        """The samples before training, for the end of the run, which may be that of a later start."""
+        names = ("prompt", "response", "label", "reward")
+        samples = [{name: getattr(sample, name) for name in names} for sample in examples[:SHOWN_EXAMPLES]]
+        write_whole(self.output_dir / EXAMPLES, json.dumps({"step": step, "samples": samples}, default=str) + "\n")
+
     def _write_evaluations(self) -> None:
         sets: dict[str, dict[str, Any]] = {
             name: {
@@ -194,7 +231,7 @@ class Report:
         }
         if sets:
             mean = {when: sum(s[when] for s in sets.values()) / len(sets) for when in ("before", "after")}
-            write_atomically(self.output_dir / "eval.json", json.dumps(mean | {"sets": sets}, indent=2) + "\n")
+            write_whole(self.output_dir / "eval.json", json.dumps(mean | {"sets": sets}, indent=2) + "\n")
 
     def _print(self, text: str) -> None:
         self.console.print(escape(text), soft_wrap=True)

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.launcher.metrics.files import Metrics, out_of_space, write_atomically
+from slime.launcher.metrics.files import Metrics
 from slime.types import Sample
+from slime.types.directories import path_errors
+from slime.types.files import write_whole
 
 FILE = "samples.jsonl"
 LONGEST_TEXT = 4000
@@ -26,24 +28,24 @@ SILENT_STEPS = 2
 
 
 class SamplesLog:
-    """samples.jsonl of a run; what is of `first_step` or later, from before the run was resumed, is written anew."""
+    """samples.jsonl of a run; what is of `first_step` or later, from before the run was resumed, is written anew.
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    first_step: None where nothing of it is.
+    """
+
+    def __init__(self, path: Path, first_step: int | None) -> None:
         self.path = path
-        if path.exists():
+        if path.exists() and first_step is not None:
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if json.loads(line)["step"] < first_step]
             if len(kept) < len(lines):
-                write_atomically(path, "".join(line + "\n" for line in kept))
+                write_whole(path, "".join(line + "\n" for line in kept))
 
     def append(self, step: int, samples: Sequence[Sample]) -> None:
         if not samples:
             return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(_row(step, sample), default=str) + "\n" for sample in samples)
-        except OSError as error:
-            raise out_of_space(self.path, error) from error
+        with path_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(_row(step, sample), default=str) + "\n" for sample in samples)
 
 
 def _row(step: int, sample: Sample) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
+
+from slime.launcher.quickstart.rows import write_rows
 
 HELD_OUT = 64
 DRAWS = 6000  # reasoning-gym samples with replacement; this many show each of the 200 expressions
@@ -30,9 +31,8 @@ def split(seed: int) -> tuple[list[dict], list[dict]]:
 def write(directory: Path, seed: int) -> tuple[Path, Path]:
     """Writes train.jsonl and held_out.jsonl; returns their paths."""
     paths = directory / "train.jsonl", directory / "held_out.jsonl"
-    directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, split(seed), strict=True):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     return paths
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 from pathlib import Path
 
+from slime.launcher.quickstart.rows import write_rows
 from slime.types import Sample
+from slime.types.directories import whole_directory
 
 DIGITS = 3
 HELD_OUT = 64
@@ -19,10 +20,9 @@ def write_data(directory: Path, seed: int) -> tuple[Path, Path]:
     """Writes train.jsonl and held_out.jsonl, disjoint, shuffled by `seed`; returns their paths."""
     numbers = ["".join(digits) for digits in itertools.product("0123456789", repeat=DIGITS)]
     random.Random(seed).shuffle(numbers)
-    directory.mkdir(parents=True, exist_ok=True)
     paths = directory / "train.jsonl", directory / "held_out.jsonl"
     for path, part in zip(paths, (numbers[HELD_OUT:], numbers[:HELD_OUT]), strict=True):
-        path.write_text("".join(json.dumps({"prompt": f"{n}>", "label": n[::-1]}) + "\n" for n in part))
+        write_rows(path, ({"prompt": f"{n}>", "label": n[::-1]} for n in part))
     return paths
 
 
@@ -40,7 +40,6 @@ def write_model(directory: Path, seed: int) -> Path:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
         tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(directory)
     core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
     core.decoder = decoders.Fuse()
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -51,7 +50,9 @@ def write_model(directory: Path, seed: int) -> Path:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.save_pretrained(directory)
+    with whole_directory(directory, "slime-quickstart", field="--output-dir") as partial:
+        Qwen3ForCausalLM(config).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     return directory
 
 

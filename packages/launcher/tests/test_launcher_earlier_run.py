@@ -1,0 +1,206 @@
+"""A run does not write over what another one, or somebody else, has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.launcher import checkpoints, cli, flags
+from slime.launcher.doctor import run as doctor_run
+from slime.launcher.doctor.finding import Subject
+from slime.launcher.earlier_run import check_unused, overwrite, resumes
+from slime.launcher.output_lock import run_directory
+from slime.launcher.quickstart import reverse
+from slime.types.directories import whole_directory
+from slime.types.errors import InvalidSetting, MissingFile
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    model = tmp_path / "hf"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (tmp_path / "p.jsonl").write_text('{"input": "1 + 1"}\n')
+    return ["--hf-checkpoint", str(model), "--prompt-data", str(tmp_path / "p.jsonl"), "--num-rollout", "4",
+            "--n-samples-per-prompt", "2", "--save-interval", "2", "--output-dir", str(tmp_path / "out")]  # fmt: skip
+
+
+def model_at(path: Path, state: bool = False) -> Path:
+    with whole_directory(path, "test") as partial:
+        (partial / "config.json").write_text("{}")
+        if state:
+            (partial / "trainer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """An output directory as a run leaves it, with a file of the user's."""
+    out = tmp_path / "out"
+    model_at(out / "model")
+    for step in (1, 3):
+        model_at(out / "checkpoints" / f"step_{step:06d}", state=True)
+    (out / "metrics.jsonl").write_text('{"step": 0}\n')
+    (out / "tensorboard").mkdir()
+    (out / "tensorboard" / "events.out.tfevents.1").touch()
+    (out / "notes.txt").write_text("precious")
+    return out
+
+
+def test_a_used_directory_is_refused_with_the_ways_on(words: list[str], used: Path) -> None:
+    config = flags.parse(words)
+    with pytest.raises(InvalidSetting) as told:
+        check_unused(config)
+    message = str(told.value)
+    for part in (f"--output-dir {used}", "metrics.jsonl", "model", f"--load {used}/checkpoints", "--overwrite"):
+        assert part in message
+    # What failed before its first step has left nothing that could be lost.
+    for path in (used / "metrics.jsonl", *checkpoints.steps(used / "checkpoints").values(), used / "model"):
+        path.rename(used.parent / f"moved-{path.name}")
+    check_unused(config)
+
+
+def test_train_refuses_it_before_anything_starts_and_says_nothing_else(
+    words: list[str], used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(used.rglob("*"))
+    assert cli.main(["train", *words]) == 2
+    assert "an earlier run left" in capsys.readouterr().err
+    assert sorted(used.rglob("*")) == before
+
+
+@pytest.mark.parametrize("load", ["checkpoints", "checkpoints/step_000001", ""])
+def test_a_run_that_resumes_its_own_checkpoint_goes_on(words: list[str], used: Path, load: str) -> None:
+    (used / "trainer.json").write_text("{}")
+    config = flags.parse([*words, "--load", str(used / load)])
+    assert resumes(config)
+    check_unused(config)
+
+
+def test_a_run_from_elsewhere_is_no_resumption(words: list[str], used: Path, tmp_path: Path) -> None:
+    other = model_at(tmp_path / "other" / "step_000009", state=True)
+    config = flags.parse([*words, "--load", str(other)])
+    with pytest.raises(InvalidSetting, match="an earlier run left"):
+        check_unused(config)
+
+
+def test_checkpoints_exports_and_dumps_elsewhere_are_results_too(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "7.rollout").write_text("recorded")
+    cases = {
+        model_at(tmp_path / "save" / "step_000001", state=True): ["--save", str(tmp_path / "save")],
+        model_at(tmp_path / "hf-3"): ["--save-hf", str(tmp_path / "hf-{rollout_id}")],
+        model_at(tmp_path / "latest"): ["--save-hf", str(tmp_path / "latest")],
+        tmp_path / "rollouts" / "7.rollout": [
+            "--save-debug-rollout-data",
+            f"{tmp_path}/rollouts/{{rollout_id}}.rollout",
+        ],
+    }
+    for path, more in cases.items():
+        with pytest.raises(InvalidSetting, match=f"an earlier run left .*{path}"):
+            check_unused(flags.parse([*words, *more]))
+        check_unused(flags.parse([*words, *more, "--overwrite"]))
+    check_unused(flags.parse(words))
+
+
+def test_overwrite_removes_what_the_run_wrote_and_no_more(words: list[str], used: Path) -> None:
+    config = flags.parse([*words, "--overwrite"])
+    check_unused(config)
+    overwrite(config)
+    left = sorted(path.relative_to(used).as_posix() for path in used.rglob("*"))
+    assert left == ["checkpoints", "notes.txt", "tensorboard"]
+
+
+def test_overwrite_stops_at_what_somebody_added(words: list[str], used: Path) -> None:
+    (used / "model" / "results.csv").write_text("precious")
+    with pytest.raises(InvalidSetting, match="--output-dir: .*model holds what slime did not write .results.csv"):
+        flags.parse([*words, "--overwrite"])
+
+
+def test_an_evaluation_alone_and_a_dry_run_work_on_a_used_directory(
+    words: list[str], used: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = ["--eval-prompt-data", "held", words[3]]
+    check_unused(flags.parse([*words, "--num-rollout", "0", *held]))
+    monkeypatch.setattr("slime.launcher.dry_run.dry_run", lambda *_, **__: "the plan\n")
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    assert "refuses this: --output-dir" in capsys.readouterr().out
+
+
+def test_the_doctor_warns_of_it(words: list[str], used: Path) -> None:
+    config = flags.parse(words, check=False)
+    findings = list(doctor_run._earlier_run(Subject(config.flat, frozenset(), config)))
+    assert [finding.status for finding in findings] == ["warn"] and "an earlier run left" in findings[0].what
+
+
+@pytest.mark.parametrize("flag", ["--save-hf", "--output-dir", "--save"])
+def test_what_somebody_else_has_there_is_refused_by_name(words: list[str], tmp_path: Path, flag: str) -> None:
+    paths = {
+        "--save-hf": tmp_path / "mine-1", "--output-dir": tmp_path / "out" / "model",
+        "--save": tmp_path / "save" / "step_000001",
+    }  # fmt: skip
+    more = ["--save-hf", str(tmp_path / "mine-{rollout_id}"), "--save", str(tmp_path / "save")]
+    flags.parse([*words, *more])
+    path = paths[flag]
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path)
+    with pytest.raises(InvalidSetting, match=f"{flag}: {path} is a symbolic link"):
+        flags.parse([*words, *more])
+    path.unlink()
+    path.mkdir()
+    flags.parse([*words, *more])
+    (path / "notes.txt").write_text("precious")
+    with pytest.raises(InvalidSetting, match=rf"{flag}: {path} holds what slime did not write \(notes.txt\)") as told:
+        flags.parse([*words, *more])
+    assert told.value.field == flag
+
+
+def test_what_a_resumed_run_does_not_reach_may_be_anything(words: list[str], used: Path) -> None:
+    (used / "checkpoints" / "step_000001" / "notes.txt").write_text("precious")
+    flags.parse([*words, "--load", str(used / "checkpoints")])
+    with pytest.raises(InvalidSetting, match="step_000001 holds"):
+        flags.parse([*words, "--overwrite"])
+
+
+def test_pruning_leaves_a_checkpoint_with_somebodys_files(used: Path) -> None:
+    (used / "checkpoints" / "step_000001" / "notes.txt").write_text("precious")
+    model_at(used / "checkpoints" / "step_000005", state=True)
+    gone = checkpoints.prune(used / "checkpoints", keep=1, retain_interval=None)
+    assert [path.name for path in gone] == ["step_000003"]
+    assert sorted(path.name for path in (used / "checkpoints").iterdir()) == ["step_000001", "step_000005"]
+
+
+def test_loading_what_was_not_saved_yet_starts_anew(words: list[str], tmp_path: Path) -> None:
+    for more in (["--load", str(tmp_path / "save"), "--save", str(tmp_path / "save")],
+                 ["--load", str(tmp_path / "out" / "checkpoints")]):  # fmt: skip
+        config = flags.parse([*words, *more])
+        assert config.trainer.load is None and config.flat["load_root"] == more[1]
+        # A run that was killed before its first checkpoint is begun again.
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 0}\n')
+        check_unused(config)
+        model_at(tmp_path / "out" / "model")
+        with pytest.raises(InvalidSetting, match="an earlier run left"):
+            check_unused(config)
+        (tmp_path / "out" / "model").rename(tmp_path / f"moved{len(more)}")
+    (tmp_path / "save").write_text("")
+    with pytest.raises(MissingFile, match="--load"):
+        flags.parse([*words, "--load", str(tmp_path / "save"), "--save", str(tmp_path / "save")])
+
+
+def test_a_quickstart_keeps_the_prompts_that_it_finds(tmp_path: Path) -> None:
+    reverse.write_data(tmp_path, 0)
+    reverse.write_data(tmp_path, 0)
+    with pytest.raises(InvalidSetting, match="train.jsonl holds other prompts"):
+        reverse.write_data(tmp_path, 1)
+
+
+def test_the_directory_of_a_failed_start_goes_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), run_directory(tmp_path / "out"):
+        raise KeyError
+    assert not (tmp_path / "out").exists()
+    with run_directory(tmp_path / "out"):
+        (tmp_path / "out" / "log").touch()
+    assert (tmp_path / "out" / "log").exists()
