@@ -40,8 +40,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (model / "config.json").write_text(json.dumps(CONFIG))
     (model / "tokenizer.json").write_text("{}")
     return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "5",
-            "--rm-type", "math", "--output-dir", str(tmp_path / "out"), "--dry-run",
-            "--disable-rewards-normalization"]  # fmt: skip
+            "--rm-type", "math", "--output-dir", str(tmp_path / "out"), "--disable-rewards-normalization",
+            "--dry-run"]  # fmt: skip
 
 
 def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
