@@ -175,6 +175,28 @@ def test_a_directory_of_tokens_that_others_can_read_is_refused(runtime: Path) ->
         serve()
 
 
+def test_what_somebody_else_may_have_put_there_is_not_sent(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    token_files.write_private(runtime / "127.0.0.1:1", "s3cret")
+    assert token_files.find("127.0.0.1:1") == token_files.find("localhost:1") == "s3cret"
+    assert token_files.find("192.0.2.7:1") is None
+    runtime.chmod(0o755)
+    assert token_files.find("127.0.0.1:1") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_directories_of_other_users_are_not_used(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    token_files.write_private(runtime / "127.0.0.1:1", "s3cret")
+    os.chown(runtime, 65534, 65534)
+    assert token_files.find("127.0.0.1:1") is None
+    runtime.rename(runtime.with_name("other"))
+    os.chown(runtime.parent, 65534, 65534)
+    with serve() as service:
+        assert service.token_file is not None and runtime not in service.token_file.parents
+    os.chown(runtime.parent, 0, 0)
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
 def test_a_token_that_everybody_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "run.token"

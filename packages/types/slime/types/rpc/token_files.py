@@ -31,14 +31,21 @@ def private_directory(path: Path) -> Path:
 
     Raises InvalidFile where somebody else owns it, or may look into it, as on file systems that keep no modes.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidFile(f"cannot keep a token in {path}: {error.strerror}", field="token", value=str(path)) from None
+    if not _is_private(path):
         raise InvalidFile(
             f"{path} is not a directory that only this user can read: remove it, or `chmod 700` it",
             field="token", value=str(path), expected="a directory of this user with mode 0700",
         )  # fmt: skip
     return path
+
+
+def _is_private(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def write_private(path: Path, text: str) -> None:
@@ -61,11 +68,10 @@ def find(address: str) -> str | None:
     if not is_loopback(address.rpartition(":")[0]):
         return None
     for directory in _directories():
-        path = directory / _name(address)
         try:
-            # What others can write could be theirs.
-            if path.lstat().st_uid == os.geteuid() and not directory.lstat().st_mode & 0o022:
-                return path.read_text().strip()
+            # In a directory of somebody else a file may be a link to one of this user, which would be sent as a token.
+            if _is_private(directory):
+                return (directory / _name(address)).read_text().strip()
         except OSError:
             continue
     return None
@@ -81,8 +87,9 @@ def retract(path: Path, token: str) -> None:
 
 
 def _directories() -> list[Path]:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    own = [Path(runtime, "slime")] if runtime and os.path.isdir(runtime) else []
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    # After `sudo` or `su` the variable may still name that of another user.
+    own = [Path(runtime, "slime")] if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.geteuid() else []
     return [*own, Path(f"/tmp/slime-{os.geteuid()}")]
 
 
