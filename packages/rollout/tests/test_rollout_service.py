@@ -170,6 +170,14 @@ def test_segments_of_an_evaluation_are_scored_by_its_own_key(engine, serve, tmp_
     assert client.evaluate(0, timeout=20).metrics["eval/own"] == 0.25
 
 
+def test_only_a_weight_update_tells_the_key_of_an_engine(engine, serve):
+    engine.api_key = "secret"
+    client = serve(FakeBuffer([]), engine)
+    assert [found.api_key for found in client.status().engines] == [""]
+    (found,) = client.begin_weight_update(1)
+    assert found.api_key == "secret" and "secret" not in repr(found)
+
+
 def test_a_weight_update_is_a_transaction(engine, serve):
     client = serve(FakeBuffer(prompt_groups(4, 1)), engine)
     (member,) = client.begin_weight_update(1)
