@@ -154,6 +154,7 @@ def test_messages_of_other_clients_are_read(engine: EngineProcess) -> None:
         ({"tool_choice": "auto", "response_format": {"type": "text"}, "service_tier": "auto", "logit_bias": {}}, 200),
         ({"frequency_penalty": 0, "presence_penalty": 0.0, "top_logprobs": 0, "store": False, "user": "me"}, 200),
         ({"parallel_tool_calls": False}, 200),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
         ({"tool_choice": "required"}, 400),
         ({"response_format": {"type": "json_schema"}}, 400),
         ({"top_logprobs": 5}, 400),

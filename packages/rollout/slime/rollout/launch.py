@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from slime.rollout.chat_answers import TOOL_CALL_PARSERS
 from slime.rollout.engines.base import Engine, RemoteEngine
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -180,9 +181,11 @@ def embedded_starts(
     settings: RolloutSettings, gpus: Sequence[str], first: int = 0
 ) -> list[Callable[[], EngineProcess]]:
     """How each embedded engine is started; they take the GPUs, if any, in turn."""
+    parser = settings.sglang_args.get("tool_call_parser")
     options = EmbeddedOptions(
         model_path=settings.hf_checkpoint,
         host=settings.rollout_engine_host,
+        tool_call_parser=parser if parser in TOOL_CALL_PARSERS else None,
         device=settings.rollout_engine_device,
         dtype=settings.rollout_engine_dtype,
         threads=settings.rollout_engine_threads,

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from slime.rollout.agents import openai_format
-from slime.rollout.agents.parse import parse_answer
 from slime.rollout.agents.render import Renderer
 from slime.rollout.agents.sessions import JSON, Session, Turn
 from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.chat_answers import parse_answer
 from slime.rollout.chat_messages import clean
 from slime.rollout.chat_template import check_arguments, encode
 from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, listen

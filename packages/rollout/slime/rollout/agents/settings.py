@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.rollout.chat_answers import TOOL_CALL_PARSERS
 from slime.types.errors import InvalidSetting, NotAvailable
 
 RENDERERS = ("auto", "qwen")
 STRATEGIES = ("grpo", "identity")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Parsers of SGLang whose format is `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
-TOOL_CALL_PARSERS = ("qwen", "qwen25", "hermes")
 # Those whose format is `<think>...</think>` before the answer.
 REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1")
 ARN = re.compile(r"arn:[\w-]+:bedrock-agentcore:([a-z0-9-]+):\d*:runtime/\S+")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from slime.rollout.chat_answers import parse_answer
 from slime.rollout.chat_messages import clean
 from slime.rollout.chat_template import check_arguments, check_text, encode, render
 from slime.rollout.engines.embedded.decode import Response
@@ -39,8 +40,12 @@ async def chat(server: EngineServer, request: web.Request, body: Mapping[str, An
     messages = clean(body.get("messages"))
     arguments = check_arguments(tokenizer, body.get("chat_template_kwargs"))
 
+    tools = body.get("tools")
+    if tools and server.options.tool_call_parser is None:
+        raise InvalidField("tools", "given", "none: the engine was started without --tool-call-parser")
+
     def tokens() -> list[int]:
-        return encode(tokenizer, render(tokenizer, messages, body.get("tools"), arguments), "messages")
+        return encode(tokenizer, render(tokenizer, messages, tools, arguments), "messages")
 
     return await _answer(server, request, body, await server.workers.run("messages", tokens), chat=True)
 
@@ -64,6 +69,7 @@ async def _answer(
     if not isinstance(count, int) or not 1 <= count <= 128:
         raise InvalidField("n", count, "a whole number from 1 to 128")
     params = [_params(server, body, prompt, i) for i in range(count)]
+    tools = chat and bool(body.get("tools"))
     model = body.get("model")
     head = {
         "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -80,13 +86,15 @@ async def _answer(
             raise InvalidField("n", count, "1 with stream")
         from slime.rollout.engines.embedded.server import send_events
 
-        options = {"chat": chat, "usage": include_usage(body), "log_probs": log_probs}
+        options = {"chat": chat, "usage": include_usage(body), "log_probs": log_probs, "tools": tools}
         return await send_events(request, _chunks(server, responses[0], head, **options))
     await server.finish(responses)
     return web.json_response(
         head
         | {
-            "choices": [_choice(server, r, i, chat=chat, log_probs=log_probs) for i, r in enumerate(responses)],
+            "choices": [
+                _choice(server, r, i, chat=chat, log_probs=log_probs, tools=tools) for i, r in enumerate(responses)
+            ],
             "usage": _usage(responses),
             "metadata": {"weight_version": responses[0].weight_version},
         }
@@ -113,10 +121,16 @@ def _params(server: EngineServer, body: Mapping[str, Any], prompt: list[int], nu
     return parse_sampling_params(given, "request")
 
 
-def _choice(server: EngineServer, response: Response, index: int, *, chat: bool, log_probs: bool) -> dict[str, Any]:
+def _choice(
+    server: EngineServer, response: Response, index: int, *, chat: bool, log_probs: bool, tools: bool
+) -> dict[str, Any]:
     text = response_text(server.loaded, response)
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(response), "logprobs": None}
-    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    if chat:
+        message = parse_answer(text, tools=tools, reasoning=False)
+        choice |= {"message": message, "finish_reason": _finish_reason(response, message)}
+    else:
+        choice["text"] = text
     if log_probs:
         choice["logprobs"] = _log_probs(server, response, chat=chat)
     return choice
@@ -138,7 +152,14 @@ def _log_probs(server: EngineServer, response: Response, *, chat: bool, first: i
 
 
 async def _chunks(
-    server: EngineServer, response: Response, head: dict[str, Any], *, chat: bool, usage: bool, log_probs: bool
+    server: EngineServer,
+    response: Response,
+    head: dict[str, Any],
+    *,
+    chat: bool,
+    usage: bool,
+    log_probs: bool,
+    tools: bool,
 ) -> AsyncGenerator[Any, None]:
     head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
     sent, first, told = "", True, 0
@@ -148,10 +169,15 @@ async def _chunks(
             text = response_text(server.loaded, response)
             if not done:
                 text = _settled(text, response.params.stop)
-            if not done and len(text) <= len(sent):
+            # Whether a text is a tool call shows at its end.
+            if not done and (tools or len(text) <= len(sent)):
                 continue
-            delta = {"content": text[len(sent) :]} | ({"role": "assistant"} if first else {})
-            choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(response) if done else None}
+            delta: dict[str, Any] = {"content": text[len(sent) :]} | ({"role": "assistant"} if first else {})
+            if tools:
+                delta = parse_answer(text, tools=True, reasoning=False)
+                if "tool_calls" in delta:
+                    delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta["tool_calls"])]
+            choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(response, delta) if done else None}
             if log_probs:
                 # Those of text that is held back come with it.
                 choice["logprobs"] = _log_probs(server, response, chat=chat, first=told)
@@ -169,5 +195,6 @@ def _settled(text: str, stops: tuple[str, ...]) -> str:
     return text[: min(starts, default=len(text))]
 
 
-def _finish_reason(response: Response) -> str:
-    return (response.finish_reason or {}).get("type", "stop")
+def _finish_reason(response: Response, message: Mapping[str, Any] | None = None) -> str:
+    reason = str((response.finish_reason or {}).get("type", "stop"))
+    return "tool_calls" if reason == "stop" and message and message.get("tool_calls") else reason

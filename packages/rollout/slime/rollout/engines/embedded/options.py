@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.rollout.chat_answers import TOOL_CALL_PARSERS
 from slime.types.settings import REQUIRED, setting
 
 
@@ -23,6 +24,12 @@ class EmbeddedOptions:
     )
     port: int = setting(0, "port to listen on; 0 lets the system choose", minimum=0, maximum=65535)
     served_model_name: str | None = setting(None, "name in /v1/models; the directory's name by default")
+    tool_call_parser: str | None = setting(
+        None,
+        "syntax of the model's tool calls, which become `tool_calls` of chat completions; without it requests with "
+        "tools are refused",
+        choices=TOOL_CALL_PARSERS,
+    )
     device: str = setting("auto", "where the model lives; auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
         "auto", "type of the weights; auto: that of config.json", choices=("auto", "float32", "bfloat16", "float16")

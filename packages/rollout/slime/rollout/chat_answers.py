@@ -7,6 +7,8 @@ import re
 import uuid
 from typing import Any
 
+# Parsers of SGLang whose format is `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+TOOL_CALL_PARSERS = ("qwen", "qwen25", "hermes")
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 
