@@ -58,9 +58,13 @@ def write_model(directory: Path, config: dict[str, Any] = CONFIG, shard_bytes: i
     (directory / "config.json").write_text(json.dumps(config))
     shapes = {b.name: b.shape for p in find_family(config).parameters(config) for b in p.blocks}
     write(directory, ((name, torch.zeros(shape)) for name, shape in shapes.items()), shard_bytes=shard_bytes)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return directory
 
 
 def write_rows(path: Path, count: int = 3) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_machines import CONFIG, GIB, write_rows
+from launcher_machines import CONFIG, GIB, write_rows, write_tokenizer
 
 from slime.converters.model_scripts import model_config
 from slime.launcher import cli
@@ -38,15 +38,15 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    (model / "tokenizer.json").write_text("{}")
+    write_tokenizer(model)
     return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "5",
             "--rm-type", "math", "--output-dir", str(tmp_path / "out"), "--disable-rewards-normalization",
             "--dry-run"]  # fmt: skip
 
 
-def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[str]:
     capsys.readouterr()
-    assert cli.main(["train", *words, *more]) == 0, capsys.readouterr().err
+    assert cli.main(["train", *words, *more]) == code, capsys.readouterr().err
     return capsys.readouterr().out.splitlines()
 
 
@@ -141,7 +141,7 @@ def test_memory_is_held_against_the_gpu(words: list[str], capsys: pytest.Capture
     fitting = plan(words, *machine, "80", "--sglang-mem-fraction-static", "0.5", capsys=capsys)
     assert any(line.startswith("generating: 41.00 GiB of 80.00 GiB: fits") for line in fitting)
     assert any("--sglang-mem-fraction-static 0.5 x 80.00 GiB = 40.00 GiB" in line for line in fitting)
-    large = plan(words, *machine, "1", "--rollout-max-context-len", "60", capsys=capsys)
+    large = plan(words, *machine, "1", "--rollout-max-context-len", "60", capsys=capsys, code=3)
     assert sum("DOES NOT FIT" in line for line in large) == 2
 
 

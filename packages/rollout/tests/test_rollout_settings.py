@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ from rollout_fakes import VOCABULARY, FakeEngine
 from slime.rollout.cli import main
 from slime.rollout.generate.offline import read_prompts
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
+from slime.rollout.launch import embedded_starts
 from slime.rollout.metrics import pass_rates
 from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.settings import build
 
 
@@ -141,3 +143,10 @@ def test_import_is_light():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env
     )
     assert shown.stdout.strip() == "set()"
+
+
+def test_the_embedded_engine_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    with pytest.raises(NotAvailable, match=r'needs torch: pip install "slime-rollout\[embedded\]"'):
+        embedded_starts(RolloutSettings(hf_checkpoint="none"), [])

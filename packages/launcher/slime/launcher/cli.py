@@ -25,8 +25,13 @@ commands:
 """
 
 
+# The exit code of a dry run whose GPUs are too small.
+DOES_NOT_FIT = 3
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
+    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 3 a dry run that does not fit, 130 Ctrl-C,
+    143 SIGTERM, 129 SIGHUP."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -44,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
     from slime.launcher import flags
     from slime.launcher.loop_checks import check_asynchronous, check_synchronous
+    from slime.launcher.preflight import check_start
     from slime.launcher.supervise import Terminated, terminate_as_interrupt
     from slime.trainer.advice import advice
 
@@ -55,8 +61,10 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             if not config.launcher.debug_rollout_only:
                 for warning in advice(config.trainer, asynchronous=asynchronous):
                     log.warning(warning)
-            if _planned(config, asynchronous):
-                return 0
+            planned = _planned(config, asynchronous)
+            if planned is not None:
+                return planned
+            check_start(config)
             from slime.launcher.earlier_run import check_unused, overwrite, resumes
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
@@ -97,8 +105,9 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
         return 1
 
 
-def _planned(config: RunConfig, asynchronous: bool) -> bool:
-    """Prints the plan of a run that is not to be started. Raises InvalidSetting for its flags without --dry-run."""
+def _planned(config: RunConfig, asynchronous: bool) -> int | None:
+    """Prints the plan of a run that is not to be started; the exit code then. Raises InvalidSetting for its flags
+    without --dry-run."""
     settings = config.launcher
     for flag, value in (("--dry-run-gpus", settings.dry_run_gpus), ("--dry-run-gpu-gib", settings.dry_run_gpu_gib)):
         if value is not None and not settings.dry_run:
@@ -106,13 +115,17 @@ def _planned(config: RunConfig, asynchronous: bool) -> bool:
     if settings.dry_run:
         from slime.launcher.dry_run import dry_run
         from slime.launcher.earlier_run import check_unused
+        from slime.launcher.preflight import check_start
 
-        print(dry_run(config, asynchronous=asynchronous), end="")
+        text, fits = dry_run(config, asynchronous=asynchronous)
+        check_start(config)
+        print(text, end="")
         try:
             check_unused(config)
         except InvalidSetting as error:
             print(f"\n`slime train` refuses this: {error}")
-    return settings.dry_run
+        return 0 if fits else DOES_NOT_FIT
+    return None
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ from slime.launcher.memory_estimate import GIB, checkpoint_bytes, gib, peak
 from slime.launcher.run_plan import Hardware, Plan, make_plan
 
 
-def dry_run(config: RunConfig, *, asynchronous: bool = False) -> str:
-    """What the run would be, as text. Raises what the run would raise before it starts anything, and InvalidFile."""
+def dry_run(config: RunConfig, *, asynchronous: bool = False) -> tuple[str, bool]:
+    """(what the run would be, as text; whether it fits into the memory of its GPUs, as far as that is known).
+
+    Raises what the run would raise before it starts anything, and InvalidFile.
+    """
     plan = make_plan(config, hardware_of(config), asynchronous=asynchronous)
     sections = (_model, _placement, _batches, _memory)
-    return "\n\n".join("\n".join(section(plan)) for section in sections) + "\n"
+    text = "\n\n".join("\n".join(section(plan)) for section in sections) + "\n"
+    return text, all(needed <= there for needed, there in plan.phases().values())
 
 
 def hardware_of(config: RunConfig) -> Hardware:

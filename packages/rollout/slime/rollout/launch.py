@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -177,10 +178,22 @@ def sglang_starts(settings: RolloutSettings, gpus: Sequence[str], first: int = 0
     ]
 
 
+def check_embedded() -> None:
+    """Raises NotAvailable where the packages of the extra `embedded` are not installed."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotAvailable(
+            f'the embedded engine needs {" and ".join(missing)}: pip install "slime-rollout[embedded]", or name '
+            "engines that run already with --rollout-external-engine-addrs",
+            field="--rollout-engine", value="embedded", expected="slime-rollout[embedded]",
+        )  # fmt: skip
+
+
 def embedded_starts(
     settings: RolloutSettings, gpus: Sequence[str], first: int = 0
 ) -> list[Callable[[], EngineProcess]]:
     """How each embedded engine is started; they take the GPUs, if any, in turn."""
+    check_embedded()
     parser = settings.sglang_args.get("tool_call_parser")
     options = EmbeddedOptions(
         model_path=settings.hf_checkpoint,

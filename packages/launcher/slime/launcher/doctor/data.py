@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,9 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.types.errors import ConfigError, SlimeError
 from slime.types.vision import IMAGE
 
-# Rows of a file that are read; a run reads all of them.
+# Rows of a file that are read however long it takes, and how long more of them are read; a run reads all.
 ROWS = 2000
+SECONDS = 5.0
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
@@ -63,8 +65,12 @@ def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
     count = unlabelled = 0
+    whole, deadline = True, time.monotonic() + SECONDS
     try:
-        for where, row in islice(read(path), first, min(first + ROWS, last or first + ROWS)):
+        for where, row in islice(read(path), first, last):
+            if count >= ROWS and time.monotonic() > deadline:
+                whole = False
+                break
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
             unlabelled += columns.label is not None and prompt.label is None
@@ -79,7 +85,7 @@ def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
             f"{flag} {path}: {unlabelled} of {count} labels are null",
             "rewards that compare with labels will not like it",
         )
-    more = "the first " if count == ROWS else ""
+    more = "" if whole else "the first "
     label = "" if columns.label is None else f" and {columns.label!r}"
     yield ok(f"{flag} {path}: {more}{count} rows read, each with {columns.input!r}{label}")
 

@@ -41,10 +41,10 @@ def _directory(flag: str, directory: Path, *, tokenizer: bool) -> Iterator[Findi
     if config is not None:
         yield from _family(flag, config)
     if tokenizer:
-        yield from _tokenizer(flag, directory)
+        yield from check_tokenizer(flag, directory)
     tensors: dict[str, TensorInfo] = {}
     problems = False
-    for finding in _weights(flag, directory, tensors):
+    for finding in check_weights(flag, directory, tensors):
         problems |= finding.status != "ok"
         yield finding
     if tensors and config is not None and not problems:
@@ -64,7 +64,8 @@ def _family(flag: str, config: dict[str, Any]) -> Iterator[Finding]:
         yield ok(f"{flag}: a {family.name} ({kind})")
 
 
-def _tokenizer(flag: str, directory: Path) -> Iterator[Finding]:
+def check_tokenizer(flag: str, directory: Path) -> Iterator[Finding]:
+    """Whether it is there, and loads."""
     there = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not there:
         yield fail(
@@ -85,8 +86,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _weights(flag: str, directory: Path, tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
-    """Fills `tensors` from the headers of the files that are whole."""
+def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | None = None) -> Iterator[Finding]:
+    """Whether the files are there and whole. Fills `tensors` from the headers of those that are."""
+    tensors = {} if tensors is None else tensors
     index = directory / INDEX
     weight_map: dict[str, str] = {}
     if index.is_file():

@@ -1,0 +1,85 @@
+"""What is wrong with data, rewards or the model ends a run, or its dry run, before Ray is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launcher_machines import write_model, write_rows
+
+from slime.launcher import session
+from slime.launcher.cli import main
+from slime.launcher.doctor import probes
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(probes, "gpus", lambda: [])
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "p.jsonl")
+    return [
+        "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(tmp_path / "p.jsonl"), "--label-key", "label",
+        "--num-rollout", "3", "--n-samples-per-prompt", "2", "--output-dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+
+
+def no_rewards(directory: Path) -> str:
+    return "--rm-type or --custom-rm-path is required: nothing would score the samples"
+
+
+def bad_row(directory: Path) -> str:
+    rows = [json.dumps({"input": "x", "label": "y"})] * 5000 + ["{"]
+    (directory / "p.jsonl").write_text("\n".join(rows) + "\n")
+    return "line 5001"
+
+
+def wrong_column(directory: Path) -> str:
+    (directory / "p.jsonl").write_text('{"question": "x", "label": "y"}\n')
+    return "no column 'input'; it has 'question', 'label'"
+
+
+def empty_file(directory: Path) -> str:
+    (directory / "p.jsonl").write_text("")
+    return "no rows"
+
+
+def broken_tokenizer(directory: Path) -> str:
+    (directory / "model" / "tokenizer.json").write_text("{}")
+    return "its tokenizer does not load: tokenizer.json"
+
+
+def truncated_weights(directory: Path) -> str:
+    shard = max((directory / "model").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-8])
+    return "--hf-checkpoint"
+
+
+def missing_shard(directory: Path) -> str:
+    max((directory / "model").glob("*.safetensors")).unlink()
+    return "shards missing"
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize(
+    "spoil", [no_rewards, bad_row, wrong_column, empty_file, broken_tokenizer, truncated_weights, missing_shard]
+)
+def test_it_is_said_before_ray(
+    words: list[str], tmp_path: Path, spoil, dry: bool, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(session, "ray_cluster", started)
+    rewards = [] if spoil is no_rewards else ["--rm-type", "math"]
+    message = spoil(tmp_path)
+    assert main(["train", *words, *rewards, *(["--dry-run"] if dry else [])]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("slime: error: --") and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_may_name_their_own_reward(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"input": "x", "label": "y", "metadata": {"rm_type": "math"}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr().err
