@@ -37,6 +37,7 @@ import aiohttp
 
 from slime.rollout.collector import spare_long_lived
 from slime.rollout.engines.gpus import visible_gpus
+from slime.rollout.engines.keys import engine_headers
 from slime.rollout.engines.process import stop_all
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.launch import close_state, open_state, start_engines
@@ -44,6 +45,7 @@ from slime.rollout.service import RolloutService
 from slime.rollout.settings import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient
 from slime.types.rpc import RpcSettings, Server
+from slime.types.rpc.token_files import write_private
 from slime.types.settings import Parser
 from slime.v1 import rollout_pb2_grpc
 
@@ -75,6 +77,8 @@ def main() -> None:
             engines = start_engines(settings)
             stack.callback(stop_all, engines)
             url, engine = engines[0].url, engines[0].kind
+            options.api_key_file = str(directory / "key")
+            write_private(Path(options.api_key_file), engines[0].api_key or "")
         rows = [measure(options, url, directory, in_flight) for in_flight in options.in_flight]
     report = {
         "benchmark": "rollout_throughput",
@@ -97,6 +101,7 @@ def read_options() -> tuple[argparse.Namespace, RolloutSettings]:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--hf-checkpoint", required=True, help="tokenizer, and the model where an engine is started")
     parser.add_argument("--engine-url", default="", help="an engine that runs already")
+    parser.add_argument("--api-key-file", help="file with the key of that engine")
     parser.add_argument("--canned", action="store_true", help="against an engine that answers at once")
     parser.add_argument("--canned-delay-ms", type=float, default=0.0, help="how long it waits with each answer")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
@@ -151,6 +156,7 @@ def measure(options: argparse.Namespace, url: str, directory: Path, in_flight: i
     settings = RolloutSettings(
         hf_checkpoint=options.hf_checkpoint,
         rollout_external_engine_addrs=[address],
+        rollout_engine_api_key_file=options.api_key_file,
         rollout_max_response_len=options.new_tokens,
         n_samples_per_prompt=options.group,
         rollout_batch_size=groups,
@@ -222,7 +228,7 @@ async def _by_hand(url: str, prompts: list[list[int]], params: dict[str, Any], i
     gate = asyncio.Semaphore(in_flight)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=DEADLINE)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=engine_headers(url)) as session:
 
         async def one(prompt: list[int]) -> int:
             body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}

@@ -71,7 +71,7 @@ class Access:
         except ValueError:
             name = ""
         own = request.transport.get_extra_info("sockname") if request.transport is not None else None
-        known = self._names | {"localhost"} | ({own[0]} if own else set())
+        known = self._names | {"localhost"} | ({own[0].removeprefix("::ffff:")} if own else set())
         if name not in known and not is_loopback(name):
             raise Refused(
                 403, "Host", given, "the address that this server listens on, or a name that it was started with"
