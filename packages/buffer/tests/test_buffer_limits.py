@@ -13,6 +13,7 @@ import pytest
 from buffer_samples import complete
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slime.buffer import service as service_module
 from slime.buffer.buffer import WAITING_CALLS
 from slime.buffer.service import INCOMING_STREAMS
 from slime.types.clients import BufferClient
@@ -151,10 +152,9 @@ def test_a_write_wakes_no_more_calls_than_it_has_something_for(client, stubs):
 
 
 def test_streams_that_stay_open_leave_the_others_answered(client, stubs):
-    begun, end = threading.Semaphore(0), threading.Event()
+    end = threading.Event()
 
     def slow():
-        begun.release()
         yield buffer_pb2.AddPromptsRequest(key="k")
         end.wait(60)
 
@@ -172,7 +172,26 @@ def test_streams_that_stay_open_leave_the_others_answered(client, stubs):
                 other.add_prompts(["p"], key="other")
     finally:
         end.set()
+    for call in calls:
+        call.exception(timeout=60)
     client.add_prompts(["p"], key="later")
+
+
+def test_a_stream_that_stays_open_too_long_is_ended(serving, monkeypatch):
+    monkeypatch.setattr(service_module, "STREAM_SECONDS", 0.2)
+    end = threading.Event()
+
+    def slow():
+        yield buffer_pb2.AddPromptsRequest(key="k")
+        end.wait(60)
+
+    with grpc.insecure_channel(serving().address) as channel:
+        try:
+            with pytest.raises(grpc.RpcError) as error:
+                buffer_pb2_grpc.BufferServiceStub(channel).AddPrompts(slow(), timeout=60)
+            assert error.value.code() is grpc.StatusCode.CANCELLED
+        finally:
+            end.set()
 
 
 def test_a_call_of_many_prompts_is_bounded(connected):

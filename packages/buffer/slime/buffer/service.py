@@ -25,6 +25,7 @@ SERVICE_NAME = "slime.v1.BufferService"
 # A stream holds a thread for as long as its client likes, as a call that waits does; what is left answers the rest.
 INCOMING_STREAMS = 128
 OUTGOING_STREAMS = 128
+STREAM_SECONDS = 3600.0
 # What a prompt takes in memory besides its bytes.
 PROMPT_BYTES = 256
 STATES = {state: getattr(buffer_pb2, f"GROUP_STATE_{state.name}") for state in State}
@@ -36,8 +37,8 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self.buffer = buffer
         settings = buffer.settings
         held = 2 * max(settings.max_group_mb, settings.max_prompts_mb) << 20
-        self._intake = Streams(INCOMING_STREAMS, held)
-        self._streams = Streams(OUTGOING_STREAMS)
+        self._intake = Streams(INCOMING_STREAMS, STREAM_SECONDS, held)
+        self._streams = Streams(OUTGOING_STREAMS, STREAM_SECONDS)
 
     def OpenRun(self, request: buffer_pb2.OpenRunRequest, context: Any) -> buffer_pb2.OpenRunResponse:
         writer, next_step = self.buffer.open_run(request.run_id, request.last_committed_step)
@@ -52,7 +53,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         key = dataset = ""
         templates: list[bytes] = []
         size, limit = 0, self.buffer.settings.max_prompts_mb << 20
-        with self._intake.open() as taken:
+        with self._intake.open(context) as taken:
             for number, request in enumerate(requests):
                 if number == 0:
                     key, dataset = request.key, request.dataset
@@ -104,14 +105,14 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReturnGroup(
         self, requests: Iterator[buffer_pb2.ReturnGroupRequest], context: Any
     ) -> buffer_pb2.ReturnGroupResponse:
-        with self._intake.open() as taken:
+        with self._intake.open(context) as taken:
             self.buffer.give_back(*self._handed_in(requests, taken))
         return buffer_pb2.ReturnGroupResponse()
 
     def CompleteGroup(
         self, requests: Iterator[buffer_pb2.CompleteGroupRequest], context: Any
     ) -> buffer_pb2.CompleteGroupResponse:
-        with self._intake.open() as taken:
+        with self._intake.open(context) as taken:
             duplicate = self.buffer.complete(*self._handed_in(requests, taken))
         return buffer_pb2.CompleteGroupResponse(duplicate=duplicate)
 
@@ -166,7 +167,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return buffer_pb2.GetPlanResponse(plan_json=plan)
 
     def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[buffer_pb2.ReadStepResponse]:
-        with self._streams.open():
+        with self._streams.open(context):
             for chunk in self.buffer.read_step(request.step, request.positions, request.blob_store):
                 yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
 
@@ -183,7 +184,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReadGroups(
         self, request: buffer_pb2.ReadGroupsRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadGroupsResponse]:
-        with self._streams.open():
+        with self._streams.open(context):
             for group in self._asked_for(request):
                 group, samples = self.buffer.samples(group)
                 yield buffer_pb2.ReadGroupsResponse(
@@ -196,7 +197,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ListGroups(
         self, request: buffer_pb2.ListGroupsRequest, context: Any
     ) -> Iterator[buffer_pb2.ListGroupsResponse]:
-        with self._streams.open():
+        with self._streams.open(context):
             for group in self._asked_for(request):
                 yield buffer_pb2.ListGroupsResponse(
                     group_index=group.group_index,
@@ -227,12 +228,12 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReadEvaluationSet(
         self, request: buffer_pb2.ReadEvaluationSetRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadEvaluationSetResponse]:
-        with self._streams.open():
+        with self._streams.open(context):
             for group in self.buffer.evaluation.read(request.name):
                 yield buffer_pb2.ReadEvaluationSetResponse(group=group)
 
     def ReadPlace(self, request: buffer_pb2.ReadPlaceRequest, context: Any) -> Iterator[buffer_pb2.ReadPlaceResponse]:
-        with self._streams.open():
+        with self._streams.open(context):
             for part in self.buffer.place(request.step):
                 yield buffer_pb2.ReadPlaceResponse(part=part)
 

@@ -1,36 +1,49 @@
-"""Limits of the streams that are open at a time: in number, for each holds a thread, and in bytes that they hold."""
+"""Limits of the streams that are open at a time: in number, for each holds a thread, in time, and in bytes held."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from slime.types.errors import Busy
 
 
-class Streams:
-    """Thread-safe. max_bytes: of all open streams together; None for no limit."""
+class Cancellable(Protocol):
+    def cancel(self) -> object: ...
 
-    def __init__(self, max_streams: int, max_bytes: int | None = None) -> None:
+
+class Streams:
+    """Thread-safe. max_seconds: of one stream, which is cancelled then. max_bytes: of all open streams together; None
+    for no limit."""
+
+    def __init__(self, max_streams: int, max_seconds: float, max_bytes: int | None = None) -> None:
         self.max_streams = max_streams
+        self.max_seconds = max_seconds
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._open = 0
+        # In the order in which they were opened, with the time at which each ends.
+        self._open: dict[int, tuple[float, Cancellable]] = {}
+        self._watcher: threading.Thread | None = None
         self._bytes = 0
 
     @contextmanager
-    def open(self) -> Iterator[Callable[[int], None]]:
+    def open(self, call: Cancellable) -> Iterator[Callable[[int], None]]:
         """Around a stream; what it gives is called with the bytes of each message. Raises Busy, as that does."""
         with self._lock:
-            if self._open >= self.max_streams:
+            if len(self._open) >= self.max_streams:
                 raise Busy(
-                    f"{self._open} streams are open already: call again later",
+                    f"{len(self._open)} streams are open already: call again later",
                     field="stream",
-                    value=self._open,
+                    value=len(self._open),
                     expected=f"fewer than {self.max_streams} streams at a time",
                 )
-            self._open += 1
+            self._open[id(call)] = (time.monotonic() + self.max_seconds, call)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="streams", daemon=True)
+                self._watcher.start()
         held = 0
 
         def take(size: int) -> None:
@@ -50,5 +63,18 @@ class Streams:
             yield take
         finally:
             with self._lock:
-                self._open -= 1
+                self._open.pop(id(call), None)
                 self._bytes -= held
+
+    def _watch(self) -> None:
+        """Runs while streams are open: one thread for all of them."""
+        while True:
+            with self._lock:
+                if not self._open:
+                    self._watcher = None
+                    return
+                now = time.monotonic()
+                over = [call for end, call in self._open.values() if end <= now]
+            for call in over:
+                call.cancel()
+            time.sleep(min(1.0, self.max_seconds))
