@@ -10,12 +10,15 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ray_cluster import RayCluster
 from slime.converters.cli import main as convert
 from slime.launcher.quickstart import reverse
 from slime.rollout.recordings import read_rollout
+from slime.types.clients import TrainerClient
+from slime.types.rpc import RpcSettings
 from tiny_runs import DEADLINE, command_line, gone, metrics, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
@@ -127,12 +130,25 @@ def test_stopping_a_job_ends_all_that_it_started(cluster: RayCluster, inputs: Pa
     wait_for(lambda: gone(workers), 30, "every process of the job has ended")
 
 
+def assert_spoken_to_through_tls_only(access: Path) -> None:
+    addresses = json.loads((access / "addresses.json").read_text())
+    assert addresses["trainer-1"].startswith(f"{SECOND}:")
+    secure = RpcSettings(token_file=str(access / "read.token"), tls_ca=str(access / "ca.pem"))
+    with TrainerClient(addresses["trainer-1"], settings=secure) as client:
+        assert client.info().rank == 1
+    for address in addresses.values():
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, address
+
+
 def test_a_lost_node_ends_the_run_with_the_name_of_what_was_on_it(
     cluster: RayCluster, inputs: Path, tmp_path: Path
 ) -> None:
     nodes = ["--actor-num-nodes", "2"]
     submit(cluster, "lost", "train.py", "--hf-checkpoint", f"{inputs}/model", *nodes, *flags(inputs, tmp_path, 1000))
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
+    assert_spoken_to_through_tls_only(tmp_path / "access")
     workers = cluster.workers()
     cluster.ensure(SECOND).lose()
     output = cluster.ended("lost", DEADLINE)
