@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -63,6 +64,14 @@ def test_a_ray_of_this_run_listens_on_the_loopback_and_asks_for_its_token(monkey
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(CHECKED_CALL)(b"", timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        from ray._private.worker import _global_node
+
+        session = Path(_global_node.get_session_dir_path())
+        assert _global_node.get_temp_dir_path() in map(str, session.parents)
+        # Ray's own directories are open to everybody; nobody else gets through the one above.
+        closed = session.parents[1]
+        assert closed.stat().st_mode & 0o777 == 0o700
+    assert not closed.exists()
     assert {name: os.environ.get(name) for name in before if name.startswith("RAY_AUTH")} == {AUTH_MODE: "disabled"}
 
 

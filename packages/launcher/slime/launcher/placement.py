@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from slime.launcher.node_choice import (
     divide_embedded,
     does_not_fit,
 )
-from slime.launcher.ray_access import check_that_ray_asks_for_its_token, own_cluster
+from slime.launcher.ray_access import check_that_ray_asks_for_its_token, own_cluster, private_directory
 from slime.launcher.settings import LauncherSettings
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 from slime.rollout.settings import RolloutSettings
@@ -117,13 +117,22 @@ def ray_cluster(
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    stack = ExitStack()
     try:
         if address:
             _join(address, options)
         else:
             local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=object_store_bytes)
+            directory = stack.enter_context(private_directory())
             with own_cluster():
-                ray.init(address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), **local, **options)
+                ray.init(
+                    _temp_dir=str(directory),
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=len(visible_gpus()),
+                    **local,
+                    **options,
+                )
         check_that_ray_asks_for_its_token()
         if threading.current_thread() is threading.main_thread():
             # Ray puts a handler of its own in place, which aborts the process.
@@ -131,6 +140,7 @@ def ray_cluster(
         yield
     finally:
         ray.shutdown()
+        stack.close()
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,6 +33,21 @@ def _own_token() -> str:
 def loopback_variables() -> dict[str, str]:
     """The environment of a Ray that only this machine can reach, and only with the token."""
     return {AUTH_MODE: "token", SEVERAL_NODES: "0"}
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory for Ray to keep its sockets, ports and logs in, which ends with the context.
+
+    Ray opens what it makes to every user of the machine, who could put other sockets and files in place: here nobody
+    else gets as far as that. Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
+    try:
+        (directory / "ray").mkdir()
+        yield directory / "ray"
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -206,6 +206,8 @@ class RayHead:
             raise in_use(self.dashboard_port)
         # Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
         self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
+        # Ray opens its own to every user of the machine: this one's stays closed.
+        (self._directory / "ray").mkdir()
         command = self._command()
         variables = environment(self._inherited | self.variables)
         variables.pop("RAY_ADDRESS", None)
@@ -230,6 +232,7 @@ class RayHead:
                 self._directory = None
 
     def _command(self) -> list[str]:
+        assert self._directory is not None
         with ExitStack() as held:
             # All are held until all are known, so that they differ.
             gcs, dashboard, agent, client = (_bind(held) for _ in range(4))
@@ -240,7 +243,7 @@ class RayHead:
             "--node-ip-address", self.host, "--port", str(gcs),
             "--dashboard-host", LOOPBACK, "--dashboard-port", str(self.dashboard_port),
             "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
-            "--temp-dir", str(self._directory),
+            "--temp-dir", str(self._directory / "ray"),
         ]  # fmt: skip
 
     def _wait(self, deadline: float, seconds: float) -> None:
