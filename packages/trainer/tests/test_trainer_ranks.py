@@ -53,6 +53,11 @@ def test_two_ranks_equal_one(two_ranks: Path, model: str, reference_model: str, 
         assert ((weights[name] - weight).abs() > 1e-5).float().mean() < 0.01, name
 
 
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: Path):
+    metrics = json.loads((two_ranks / "skipping.json").read_text())
+    assert (metrics["train/nonfinite_updates"], metrics["train/step"]) == (1, 1)
+
+
 def test_one_rank_resumes_what_two_saved(two_ranks: Path, model: str, reference_model: str):
     straight = Runner(make_settings(model, **CASES["grpo"]))
     straight.run(0)

@@ -28,6 +28,8 @@ CASES = {
     },
     # Seven samples.
     "dynamic": {"use_dynamic_global_batch_size": True},
+    # A log-prob that is not a number, on one rank, in the first of two updates.
+    "skipping": {"num_steps_per_rollout": 2, "use_rollout_logprobs": True, "skip_nonfinite_updates": True},
     "moving": {"use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True, "reset_optimizer_states": True},
 }  # fmt: skip
 
@@ -41,6 +43,10 @@ def drive(name: str, runner: Runner) -> dict[str, float]:
         return runner.run(0, samples)
     if name == "dynamic":
         return runner.run(0, make_samples()[:7])
+    if name == "skipping":
+        samples = make_samples()
+        samples[1].rollout_log_probs = [float("nan")] * samples[1].response_length
+        return runner.run(0, samples)
     if name != "moving":
         return runner.run(0)
     # Between rollouts all memory is away, the reference becomes the policy, and old tokens come from the first weights.
