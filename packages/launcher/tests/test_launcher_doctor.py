@@ -18,6 +18,7 @@ from launcher_machines import GIB, make_well, write_model, write_rows
 from slime.launcher import cli
 from slime.launcher.doctor import command, finding
 from slime.launcher.doctor.finding import Finding, Subject, ok, run_checks
+from slime.launcher.runner_flags import AGENT_ROLLOUT
 
 LINE = re.compile(r"(ok|warn|FAIL) +\S.*?(  -> \S.*)?")
 
@@ -186,3 +187,18 @@ def test_every_check_has_a_name_and_looks_at_this_very_machine(tmp_path: Path) -
     assert said["ok"] is (done.returncode == 0) and {f["check"] for f in said["findings"]} <= set(command.CHECKS)
     assert not any("the check itself broke" in f["todo"] for f in said["findings"])
     assert not list(tmp_path.iterdir())
+
+
+def test_an_agent_command_line_that_is_right_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    monkeypatch.delenv("ACR_AGENT_RUNTIME_ARN", raising=False)
+    (tmp_path / "toolkit.yaml").write_text("agent_runtime_arn: http://127.0.0.1:8080/invocations\n")
+    words = [
+        "--hf-checkpoint", str(write_model(tmp_path / "model")), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")),
+        "--num-rollout", "3", "--n-samples-per-prompt", "4", "--rollout-function-path", AGENT_ROLLOUT,
+        "--custom-config-path", str(tmp_path / "toolkit.yaml"),
+    ]  # fmt: skip
+    code, text = examine(*words, capsys=capsys)
+    assert code == 0, text

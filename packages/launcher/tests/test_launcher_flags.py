@@ -213,6 +213,15 @@ def test_the_settings_of_agents_are_read_first(
         toolkit.write_text(text)
         with pytest.raises(InvalidSetting, match=f"agent_runtime_arn.*{named}|{named}"):
             flags.parse(words)
+    # What only the rollout service would meet, minutes later.
+    toolkit.write_text("agent_runtime_arn: http://127.0.0.1:8080/invocations\n")
+    with pytest.raises(ConfigError, match="tool.call.parser"):
+        flags.parse([*words, "--sglang-tool-call-parser", "no-such-syntax"])
+    assert flags.parse([*words, "--sglang-tool-call-parser", "qwen25"])
+    toolkit.write_text("agent_runtime_arn: arn:aws:bedrock-agentcore:us-west-2:111122223333:runtime/a\ns3_bucket: b\n")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(NotAvailable, match=r"slime-rollout\[agents\]"):
+        flags.parse(words)
 
 
 def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:

@@ -313,4 +313,16 @@ def check_plugins(args: Mapping[str, Any]) -> None:
             load_plugin(value, flag="--" + name.replace("_", "-"))
     RolloutPlugins(SimpleNamespace(**args))
     if args["rollout_function_path"] == AGENT_ROLLOUT:
-        AgentSettings.from_args(SimpleNamespace(**args))
+        _check_agents(args)
+
+
+def _check_agents(args: Mapping[str, Any]) -> None:
+    # As the rollout service shows them to plug-ins.
+    of_sglang = {f"sglang_{name}": value for name, value in args["sglang_args"].items()}
+    settings = AgentSettings.from_args(SimpleNamespace(**{**args, **of_sglang}))
+    if settings.region is not None and importlib.util.find_spec("boto3") is None:
+        raise NotAvailable(
+            f"agent_runtime_arn: {settings.agent_runtime_arn} is called through boto3, which is not installed: "
+            'pip install "slime-rollout[agents]", or give http://host:port/invocations',
+            field="agent_runtime_arn", value=settings.agent_runtime_arn, expected="slime-rollout[agents]",
+        )  # fmt: skip

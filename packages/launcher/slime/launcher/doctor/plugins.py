@@ -17,6 +17,9 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
     settings = declared()
     paths = [name for name in settings if name.endswith("_path") and name not in NO_PLUGINS]
     without = {name: flag.default for name, flag in settings.items()}
+    # Keys of --custom-config-path and of --sglang-NAME are what some plug-ins are configured by.
+    own = {name: value for name, value in subject.args.items() if name not in settings}
+    own["sglang_args"] = subject.flag("sglang_args") or {}
     for name in ("rm_type", "eval_overrides", *paths):
         value = subject.flag(name)
         if not value or value == settings[name].default:
@@ -24,7 +27,7 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
         flag = "--eval-config" if name == "eval_overrides" else "--" + name.replace("_", "-")
         try:
             # One at a time: the first that is wrong must not hide the others.
-            check_plugins(without | {name: value})
+            check_plugins(without | own | {name: value})
         except ConfigError as error:
             yield fail(str(error), "mend the path or the function; the message says what is expected")
         else:
