@@ -13,6 +13,7 @@ import pytest
 from buffer_samples import complete
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slime.buffer import leases as leases_module
 from slime.buffer import service as service_module
 from slime.buffer.buffer import WAITING_CALLS
 from slime.buffer.service import INCOMING_STREAMS
@@ -69,6 +70,31 @@ def test_waits_are_bounded(client, stubs, wait):
         with pytest.raises(grpc.RpcError, match="wait_seconds") as error:
             call()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_one_call_draws_a_part_of_the_dataset(connected, write_jsonl, monkeypatch):
+    monkeypatch.setattr(leases_module, "MOST_GROUPS", 20)
+    client = connected(prompt_data=write_jsonl([{"input": "q"}]))
+    leased = client.lease_groups(2**31 - 1)
+    assert len(leased) == 20
+    with pytest.raises(InvalidField, match="tokens: got 21, expected at most 20"):
+        client.renew_leases(["x"] * 21)
+
+
+def test_names_and_reasons_are_short(client):
+    text = "x" * 5000
+    (lease,) = client.lease_groups(1)
+    for field, call in {
+        "worker_id": lambda: client.lease_groups(1, worker_id=text),
+        "run_id": lambda: client.open_run(text),
+        "reason": lambda: client.reject_group(lease.token, text),
+        "key": lambda: client.add_prompts(["p"], key=text),
+        "dataset": lambda: client.add_prompts(["p"], dataset=text),
+    }.items():
+        with pytest.raises(InvalidField, match=f"{field}: got 5000 characters"):
+            call()
+    with pytest.raises(InvalidField, match="reason"):
+        client.drop_groups([0], text)
 
 
 def test_a_longer_wait_is_several_calls(client, monkeypatch):

@@ -246,7 +246,7 @@ def test_removed_samples_have_no_weight_and_absent_log_probs_are_nan():
     ("bad", "field"),
     [
         (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=2), "response_length"),
-        (Sample(index=7, tokens=np.array([1, 99], np.int32), response_length=1), "tokens"),
+        (Sample(index=7, tokens=np.array([1, 99], np.int32), response_length=1), "tokens[1]"),
         (
             Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=1, rollout_log_probs=[0.0, 0.0]),
             "rollout_log_probs",
@@ -259,3 +259,6 @@ def test_a_sample_that_cannot_be_fed_is_named(bad: Sample, field: str):
     assert caught.value.field == field
     with pytest.raises(InvalidField, match="rollout_log_probs"):
         check_sample(sample([1], [2]), 50, needs_log_probs=True)
+    for outside in (-5, 50):
+        with pytest.raises(InvalidField, match=rf"tokens\[1\]: got {outside}, expected ids in \[0, 50\)"):
+            check_sample(sample([1, outside], [2]), 50)

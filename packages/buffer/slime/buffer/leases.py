@@ -26,6 +26,8 @@ from slime.v1 import sample_pb2
 
 # A dead worker's group comes back, sooner or later.
 LONGEST_LEASE = 7 * 86400.0
+# In one call: others wait for it.
+MOST_GROUPS = 16384
 NO_LEASE: dict[str, object] = {"token": None, "expires_at": None, "worker": None}
 
 NO_PAYLOAD: dict[str, object] = {"payload": None, "sizes": [], "checksums": []}
@@ -77,6 +79,8 @@ class Leases:
         if max_groups < 1:
             raise InvalidField("max_groups", max_groups, "at least 1")
         seconds = self.seconds(ttl_seconds)
+        # Without a bound, one call would draw the whole dataset, epoch after epoch.
+        max_groups = min(max_groups, MOST_GROUPS)
         self.expire()
         taken = self._filtered(max_groups) if self.buffer_filter else self._first(max_groups)
         taken += [(group, samples_of(group, self.payloads)) for group in self.prompts.draw(max_groups - len(taken))]
@@ -130,6 +134,8 @@ class Leases:
     def renew(self, tokens: Sequence[str], ttl_seconds: float) -> list[str]:
         """Tokens whose lease has ended. Inside a transaction."""
         seconds = self.seconds(ttl_seconds)
+        if len(tokens) > MOST_GROUPS:
+            raise InvalidField("tokens", len(tokens), f"at most {MOST_GROUPS} in a call")
         self.expire()
         lost = []
         for token in tokens:

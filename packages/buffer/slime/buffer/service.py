@@ -26,6 +26,7 @@ SERVICE_NAME = "slime.v1.BufferService"
 INCOMING_STREAMS = 128
 OUTGOING_STREAMS = 128
 STREAM_SECONDS = 3600.0
+LONGEST_TEXT = 4096
 # What a prompt takes in memory besides its bytes.
 PROMPT_BYTES = 256
 STATES = {state: getattr(buffer_pb2, f"GROUP_STATE_{state.name}") for state in State}
@@ -41,7 +42,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self._streams = Streams(OUTGOING_STREAMS, STREAM_SECONDS)
 
     def OpenRun(self, request: buffer_pb2.OpenRunRequest, context: Any) -> buffer_pb2.OpenRunResponse:
-        writer, next_step = self.buffer.open_run(request.run_id, request.last_committed_step)
+        writer, next_step = self.buffer.open_run(_short("run_id", request.run_id), request.last_committed_step)
         return buffer_pb2.OpenRunResponse(writer=_writer_message(writer), next_step=next_step)
 
     def GetRun(self, request: buffer_pb2.GetRunRequest, context: Any) -> buffer_pb2.GetRunResponse:
@@ -56,7 +57,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         with self._intake.open(context) as taken:
             for number, request in enumerate(requests):
                 if number == 0:
-                    key, dataset = request.key, request.dataset
+                    key, dataset = _short("key", request.key), _short("dataset", request.dataset)
                 elif request.key not in ("", key) or request.dataset not in ("", dataset):
                     raise InvalidField(
                         "key", request.key or request.dataset, "key and dataset in the first message only"
@@ -84,7 +85,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             request.max_groups,
             ttl=request.ttl_seconds,
             wait=request.wait_seconds,
-            worker=request.worker_id,
+            worker=_short("worker_id", request.worker_id),
             caller=self._caller(context),
         ):
             group = leased.group
@@ -142,7 +143,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return writer, token, samples
 
     def RejectGroup(self, request: buffer_pb2.RejectGroupRequest, context: Any) -> buffer_pb2.RejectGroupResponse:
-        self.buffer.reject(_writer(request), request.lease_token, request.reason)
+        self.buffer.reject(_writer(request), request.lease_token, _short("reason", request.reason))
         return buffer_pb2.RejectGroupResponse()
 
     def SealStep(
@@ -222,7 +223,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return self.buffer.groups(states, request.group_indexes, after=after, limit=request.limit)
 
     def DropGroups(self, request: buffer_pb2.DropGroupsRequest, context: Any) -> buffer_pb2.DropGroupsResponse:
-        steps = self.buffer.drop(request.group_indexes, request.reason, keep=request.quarantine)
+        steps = self.buffer.drop(request.group_indexes, _short("reason", request.reason), keep=request.quarantine)
         return buffer_pb2.DropGroupsResponse(unsealed_steps=steps)
 
     def ReadEvaluationSet(
@@ -264,6 +265,13 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         if not context.add_callback(caller.end):
             raise WrongState("the call has ended", field="deadline")
         return caller
+
+
+def _short(field: str, text: str) -> str:
+    """A name or a reason: it is stored, and told in lists and statistics."""
+    if len(text) > LONGEST_TEXT:
+        raise InvalidField(field, f"{len(text)} characters", f"at most {LONGEST_TEXT} characters")
+    return text
 
 
 def _writer(request: Any) -> Writer:

@@ -161,7 +161,7 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LeaseGroups(self, request, context):
-        """Leases up to `max_groups` groups, one message each; waits up to `wait_seconds` for the first.
+        """Leases up to `max_groups` groups (and no more than 16,384), one message each; waits up to `wait_seconds` for the first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

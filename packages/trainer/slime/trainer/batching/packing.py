@@ -79,7 +79,8 @@ def check_sample(
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
     if total and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < vocab_size:
-        raise InvalidField("tokens", int(np.max(tokens)), f"ids in [0, {vocab_size}) (sample {sample.index})")
+        first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise InvalidField(f"tokens[{first}]", int(tokens[first]), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.array("rollout_log_probs")
     if log_probs is None and needs_log_probs:
         raise InvalidField(
