@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tiny_runs import DEADLINE, command_line, descendants, finish, gone, quickstart, trained_a_step, wait_for
+from tiny_runs import (
+    DEADLINE,
+    command,
+    command_line,
+    descendants,
+    finish,
+    gone,
+    processes_with,
+    quickstart,
+    trained_a_step,
+    wait_for,
+    write_inputs,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +43,35 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code:
     assert process.returncode == code, output
     assert "stopped" in output
     wait_for(lambda: gone(children), 20, "every process has ended")
+
+
+# How many moments of a start are tried; more of them by this variable.
+MOMENTS = int(os.environ.get("SLIME_TEST_SIGNAL_MOMENTS", "3"))
+ENDINGS = ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129))
+
+
+def test_a_signal_at_any_moment_of_the_start_leaves_nothing(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs")
+    seconds = 0.0  # that a start takes, from the first of them
+    for moment in range(MOMENTS + 1):
+        number, code = ENDINGS[(moment - 1) % len(ENDINGS)]
+        run = tmp_path / str(moment)
+        marked = {"SLIME_TEST_RUN": str(run)}
+        process = command("train", inputs, run, "--num-rollout", "3", env=os.environ | marked)
+        began = time.monotonic()
+        if moment == 0:
+            wait_for((run / "logs" / "trainer-0.log").exists, DEADLINE, "the start of the services")
+            seconds = time.monotonic() - began
+        else:
+            delay = seconds * (moment - 1 + random.random()) / MOMENTS
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(delay)
+        process.send_signal(number)
+        output = finish(process, 120)
+        where = f"{number.name} after {time.monotonic() - began:.1f} s of {seconds:.1f}: {output}"
+        # Before the command runs at all, the signal does what it does to every process.
+        assert process.returncode == code or (process.returncode == -number and not output), where
+        assert not (left := [p for p in processes_with(marked) if p.status() != psutil.STATUS_ZOMBIE]), (where, left)
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:

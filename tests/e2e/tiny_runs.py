@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -73,6 +74,16 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+def processes_with(variables: Mapping[str, str]) -> list[psutil.Process]:
+    """Those that have inherited these environment variables, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if variables.items() <= process.environ().items():
+                found.append(process)
+    return found
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(alive(p) for p in processes)
 
@@ -94,7 +105,12 @@ def write_inputs(directory: Path) -> Path:
 
 
 def command(
-    name: str, inputs: Path, output_dir: Path, *flags: str, program: Sequence[str] = ("-m", "slime.launcher.cli")
+    name: str,
+    inputs: Path,
+    output_dir: Path,
+    *flags: str,
+    program: Sequence[str] = ("-m", "slime.launcher.cli"),
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """`slime NAME` on them, with as few flags as it takes; rollouts of eight groups of four.
 
@@ -107,7 +123,7 @@ def command(
         "--rollout-engine", "embedded", "--output-dir", output_dir,
     ]  # fmt: skip
     line = [sys.executable, *program, name, *map(str, words), *flags]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def run_command(name: str, inputs: Path, output_dir: Path, *flags: str) -> str:

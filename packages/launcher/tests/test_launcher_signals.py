@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from slime.launcher.supervise import Terminated, terminate_as_interrupt, uninterrupted
+from slime.launcher.signals import Terminated, deferred, terminate_as_interrupt, uninterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -35,3 +35,29 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def test_no_second_signal_ends_the_stopping(number: signal.Signals) -> None:
     with terminate_as_interrupt(), uninterrupted():
         signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_block_must_not_be_interrupted_is_raised_at_its_end(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    reached = []
+    try:
+        with pytest.raises(Terminated) as raised, terminate_as_interrupt(), deferred():
+            # As Ray does when it starts.
+            signal.signal(number, lambda *_: pytest.fail("not this handler"))
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            reached.append(number)
+            raise RuntimeError("a start that failed because of the signal")
+        assert raised.value.signum == number and reached
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_block_that_no_signal_reached_ends_as_it_does() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(KeyError), deferred():
+        raise KeyError
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(KeyboardInterrupt), deferred():
+        signal.raise_signal(signal.SIGINT)

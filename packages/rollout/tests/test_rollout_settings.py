@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rollout_fakes import VOCABULARY, FakeEngine
 
 from slime.rollout.cli import main
-from slime.rollout.generate.offline import read_prompts
+from slime.rollout.generate.offline import check_output, read_prompts, write_samples
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
 from slime.rollout.launch import embedded_starts
 from slime.rollout.metrics import pass_rates
@@ -150,3 +151,16 @@ def test_the_embedded_engine_without_its_packages_names_the_extra(monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
     with pytest.raises(NotAvailable, match=r'needs torch: pip install "slime-rollout\[embedded\]"'):
         embedded_starts(RolloutSettings(hf_checkpoint="none"), [])
+
+
+def test_samples_are_not_written_over_what_somebody_has_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "samples.jsonl"
+    kept.write_text("precious")
+    for path, told in ((kept, "--overwrite"), (tmp_path, "no place"), (tmp_path / "missing" / "x", "no place")):
+        with pytest.raises(InvalidSetting, match=f"--output: {path} .*{told}"):
+            check_output(path, overwrite=False)
+    assert kept.read_text() == "precious"
+    check_output(kept, overwrite=True)
+    check_output(tmp_path / "new", overwrite=False)
+    write_samples(kept, [])
+    assert kept.read_text() == "" and [path.name for path in tmp_path.iterdir()] == [kept.name]

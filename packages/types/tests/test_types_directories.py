@@ -24,6 +24,7 @@ from slime.types.directories import (
     whole_directory,
 )
 from slime.types.errors import InvalidSetting, OutOfSpace
+from slime.types.files import whole_file, write_whole
 
 
 def write(path: Path, text: str = "new", name: str = "weights") -> None:
@@ -265,3 +266,19 @@ def test_files_that_no_mark_lists_are_named(tmp_path: Path) -> None:
     assert foreign_files(tmp_path / "model") == []
     (tmp_path / "model" / MARK).write_text('{"files": 3}')
     assert foreign_files(tmp_path / "model") == ["deep/", MARK]
+
+
+def test_a_file_appears_whole_and_replaces_only_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "notes.txt"
+    write_whole(target, "first")
+    with pytest.raises(KeyError), whole_file(target) as file:
+        file.write("half")
+        raise KeyError
+    write_whole(tmp_path / "second", "x")
+    assert target.read_text() == "first" and stat.S_IMODE(target.stat().st_mode) == 0o644
+    (tmp_path / "link").symlink_to(target)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "missing/below", "n" * 300):
+        with pytest.raises(InvalidSetting, match="path"):
+            write_whole(tmp_path / name, "text", field="--path")
+    assert entries(tmp_path) == ["link", "notes.txt", "pipe", "second"] and target.read_text() == "first"

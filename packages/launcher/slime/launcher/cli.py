@@ -47,15 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
-    from slime.launcher import flags
-    from slime.launcher.loop_checks import check_asynchronous, check_synchronous
-    from slime.launcher.preflight import check_start
-    from slime.launcher.supervise import Terminated, terminate_as_interrupt
-    from slime.trainer.advice import advice
+    # Before anything heavy is imported.
+    from slime.launcher.signals import Terminated, terminate_as_interrupt
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         with terminate_as_interrupt():
+            from slime.launcher import flags
+            from slime.launcher.loop_checks import check_asynchronous, check_synchronous
+            from slime.launcher.preflight import check_start
+            from slime.trainer.advice import advice
+
             config = flags.parse(argv)
             (check_asynchronous if asynchronous else check_synchronous)(config.flat)
             if not config.launcher.debug_rollout_only:

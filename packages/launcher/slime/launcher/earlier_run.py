@@ -24,7 +24,9 @@ def check_unused(config: RunConfig) -> None:
         return
     found = used(config)
     if found:
-        names = ", ".join(str(path) for path in found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
+        own = config.output_dir
+        short = [path.relative_to(own) if path.is_relative_to(own) else path for path in found]
+        names = ", ".join(map(str, short[:SHOWN])) + (", ..." if len(found) > SHOWN else "")
         resume = f"--load {config.checkpoint_dir}, to resume it; "
         expected = f"{resume if checkpoints.steps(config.checkpoint_dir) else ''}another --output-dir; or --overwrite"
         raise InvalidSetting(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from slime.launcher.node_choice import (
     EngineShare,
@@ -31,6 +31,7 @@ from slime.launcher.node_choice import (
 )
 from slime.launcher.ray_access import check_that_ray_asks_for_its_token, own_cluster, private_directory
 from slime.launcher.settings import LauncherSettings
+from slime.launcher.signals import deferred, uninterrupted
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 from slime.rollout.settings import RolloutSettings
 from slime.types.errors import InvalidSetting, NotAvailable, Unavailable
@@ -38,6 +39,7 @@ from slime.types.errors import InvalidSetting, NotAvailable, Unavailable
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
+RAY_STOP_SECONDS = 1.0
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray
 OBJECT_STORE_BYTES = 100 << 20  # where samples travel by gRPC: Ray carries only settings and addresses
 
@@ -116,31 +118,50 @@ def ray_cluster(
 
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    others = set(psutil.Process().children())
     stack = ExitStack()
     try:
-        if address:
-            _join(address, options)
-        else:
-            local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=object_store_bytes)
-            directory = stack.enter_context(private_directory())
-            with own_cluster():
-                ray.init(
-                    _temp_dir=str(directory),
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=len(visible_gpus()),
-                    **local,
-                    **options,
-                )
+        # Ray puts a handler of its own in place, which aborts this process; a start that is interrupted leaves some.
+        with deferred():
+            if address:
+                _join(address, options)
+            else:
+                local: dict[str, Any] = dict(include_dashboard=False, object_store_memory=object_store_bytes)
+                directory = stack.enter_context(private_directory())
+                with own_cluster():
+                    ray.init(
+                        _temp_dir=str(directory),
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=len(visible_gpus()),
+                        **local,
+                        **options,
+                    )
         check_that_ray_asks_for_its_token()
-        if threading.current_thread() is threading.main_thread():
-            # Ray puts a handler of its own in place, which aborts the process.
-            signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
-        ray.shutdown()
-        stack.close()
+        with uninterrupted():
+            started = _descendants(set(psutil.Process().children()) - others)
+            ray.shutdown()
+            _end(started)
+            stack.close()
+
+
+def _descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    """Waits for processes of a Ray that has been stopped; its agents would outlive it by a minute."""
+    _, left = psutil.wait_procs(processes, timeout=RAY_STOP_SECONDS)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=RAY_STOP_SECONDS)
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from slime.launcher.runner_ray import (
     run_attached,
     runtime_env_file,
 )
-from slime.launcher.supervise import terminate_as_interrupt
+from slime.launcher.signals import terminate_as_interrupt
 from slime.types.errors import InvalidSetting
 from slime.types.setting_values import check
 from slime.types.settings import nearest, read_config, setting

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from slime.launcher.ray_access import AUTH_MODE, AUTH_TOKEN, loopback_variables
-from slime.launcher.supervise import uninterrupted
+from slime.launcher.signals import uninterrupted
 from slime.types.errors import NotAvailable, PortInUse, SlimeError, Unavailable
 
 LOOPBACK = "127.0.0.1"

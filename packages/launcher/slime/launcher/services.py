@@ -27,7 +27,8 @@ from slime.launcher.object_store import ObjectStoreReader, ObjectStoreWriter
 from slime.launcher.placement import Placement, Spot, shared_devices, trainer_environment
 from slime.launcher.places import saved_below
 from slime.launcher.replay import Replay
-from slime.launcher.supervise import Process, Supervisor, uninterrupted
+from slime.launcher.signals import uninterrupted
+from slime.launcher.supervise import Process, Supervisor
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.settings import RolloutSettings
 from slime.types import Sample

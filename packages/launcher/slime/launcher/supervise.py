@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from slime.launcher.credentials import Authority
@@ -35,18 +32,6 @@ class ServiceDied(SlimeError):
     """A service process ended while the run needed it; the message ends with the last lines of its log."""
 
     status = "UNAVAILABLE"
-
-
-# Of those that end a process; SIGHUP comes where its terminal closes.
-TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C. signum: which."""
-
-    def __init__(self, signum: int = signal.SIGTERM) -> None:
-        super().__init__()
-        self.signum = signum
 
 
 @dataclass
@@ -262,39 +247,3 @@ class Supervisor:
         where = "" if process.host == Spot.host else f" on {process.host}"
         lines = self.last_lines(process.name) or f": {str(error).strip()}"
         return ServiceDied(f"{process.name} died{where}{lines}", field=process.name)
-
-
-@contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise Terminated in the main thread, so that all take one way out.
-
-    A SIGHUP that is ignored, as `nohup` does, stays ignored.
-    """
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    taken = [number for number in TERMINATING if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in taken}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ignores SIGINT, SIGTERM and SIGHUP while a run is being stopped: a second Ctrl-C leaves nothing behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *TERMINATING)}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)

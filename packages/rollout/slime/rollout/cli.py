@@ -37,6 +37,7 @@ class GenerateSettings:
 
     prompts: str = setting(REQUIRED, "jsonl file of prompts", metavar="FILE")
     output: str = setting(REQUIRED, "jsonl file of samples to write, one a line", metavar="FILE")
+    overwrite: bool = setting(False, "Replace --output where it holds something (default: refuse)")
     input_key: str = setting("input", "key of the prompt: text, or a list of chat messages")
     label_key: str = setting("label", "key of the label")
     metadata_key: str = setting("metadata", "key of the metadata object")
@@ -107,6 +108,7 @@ def _generate(argv: Sequence[str]) -> int:
         input_key=files.input_key,
         label_key=files.label_key,
         metadata_key=files.metadata_key,
+        overwrite=files.overwrite,
     )
     print(json.dumps(metrics, indent=2))
     return 0

@@ -11,7 +11,6 @@ Also reads what `torch.save` wrote of such a rollout (`torch_recordings.py`).
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -26,7 +25,9 @@ from google.protobuf.message import DecodeError
 
 from slime.types import Sample, SampleGroup
 from slime.types.codec import group_from_proto, group_to_proto
-from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, MissingFile, OutOfSpace
+from slime.types.directories import path_errors
+from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, MissingFile
+from slime.types.files import whole_file
 from slime.v1 import sample_pb2
 
 MAGIC = b"slime rollout 1\n"
@@ -66,23 +67,15 @@ def path_of(template: str, rollout_id: int, *, evaluation: bool = False) -> Path
 
 def write_rollout(path: Path, rollout_id: int, groups: Sequence[SampleGroup]) -> None:
     """Makes the file, or replaces it as a whole; makes its directory. Raises InvalidField for a sample that cannot
-    travel, OutOfSpace."""
+    travel, InvalidSetting for a path that takes no file, OutOfSpace."""
     header = json.dumps({"rollout_id": rollout_id, "groups": len(groups)}).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(MAGIC)
-            _write_part(file, header)
-            for group in groups:
-                _write_part(file, group_to_proto(group).SerializeToString())
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutOfSpace(f"{path}: {error.strerror}", field=str(path), expected="free space on its disk") from error
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+    with path_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "wb") as file:
+        file.write(MAGIC)
+        _write_part(file, header)
+        for group in groups:
+            _write_part(file, group_to_proto(group).SerializeToString())
 
 
 def _write_part(file: BinaryIO, content: bytes) -> None:

@@ -12,13 +12,15 @@ that each is in. What was not computed is absent. The file's metadata has format
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from slime.types.directories import path_errors
+from slime.types.files import whole_file
 
 if TYPE_CHECKING:
     from slime.trainer.preparation import Work
@@ -27,8 +29,8 @@ FORMAT = "slime-train-data-1"
 
 
 def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]) -> None:
-    """Writes this rank's part to `template` with {rollout_id} and {rank} replaced; raises OSError."""
-    from safetensors.torch import save_file
+    """Writes this rank's part to `template` with {rollout_id} and {rank} replaced; raises as `whole_file`."""
+    from safetensors.torch import save
 
     parts: dict[str, list[Tensor]] = {}
     for number, work in enumerate(updates):
@@ -59,8 +61,8 @@ def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]
                 if values is not None:
                     parts.setdefault(name, []).append(values.detach().cpu())
     path = Path(template.format(rollout_id=rollout, rank=rank))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     metadata = {"format": FORMAT, "rollout_id": str(rollout), "rank": str(rank)}
-    save_file({name: torch.cat(values) for name, values in parts.items()}, partial, metadata=metadata)
-    os.replace(partial, path)
+    with path_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "wb") as file:
+        file.write(save({name: torch.cat(values) for name, values in parts.items()}, metadata=metadata))

@@ -87,13 +87,17 @@ def smollm2_recipe(options: Options) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     from slime.launcher.cli import run_train
+    from slime.launcher.signals import Terminated, terminate_as_interrupt
 
     try:
-        options, rest = parse(argv)
-        recipe = tiny_recipe(options) if options.tiny else smollm2_recipe(options)
+        with terminate_as_interrupt():
+            options, rest = parse(argv)
+            recipe = tiny_recipe(options) if options.tiny else smollm2_recipe(options)
     except SlimeError as error:
         print(f"quickstart: error: {error}", file=sys.stderr)
         return 2
+    except Terminated as error:
+        return 128 + error.signum
     except KeyboardInterrupt:
         return 130
     seeds = ["--seed", str(options.seed), "--rollout-seed", str(options.seed)]

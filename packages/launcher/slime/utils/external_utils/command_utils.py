@@ -36,7 +36,7 @@ from slime.launcher.runner_ray import (
     runtime_env_file,
     secrets_of,
 )
-from slime.launcher.supervise import terminate_as_interrupt
+from slime.launcher.signals import terminate_as_interrupt
 from slime.types.errors import InvalidSetting
 
 DASHBOARD_PORT = 8265

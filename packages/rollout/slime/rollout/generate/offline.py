@@ -17,7 +17,8 @@ from slime.rollout.settings import RolloutSettings
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import MemorySource
 from slime.types import Sample
-from slime.types.errors import InvalidFile, MissingFile
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.files import whole_file
 
 
 def generate_file(
@@ -28,12 +29,15 @@ def generate_file(
     input_key: str = "input",
     label_key: str = "label",
     metadata_key: str = "metadata",
+    overwrite: bool = False,
 ) -> dict[str, float]:
     """Writes one JSON object a sample, in the order of the prompts; returns the metrics.
 
     Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
-    Raises InvalidFile naming the line of a broken prompt.
+    Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that takes no file or, without
+    `overwrite`, holds something.
     """
+    check_output(output, overwrite)
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
     state = open_state(settings)
     try:
@@ -86,8 +90,23 @@ def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) 
     return rows
 
 
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raises InvalidSetting. A pipe or a terminal is written to as it is."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise InvalidSetting(
+            f"--output: {path} is no place for a file; expected one in an existing directory",
+            field="--output", value=str(path), expected="a file in an existing directory",
+        )  # fmt: skip
+    if path.is_file() and path.stat().st_size and not overwrite:
+        raise InvalidSetting(
+            f"--output: {path} holds something already; expected another file, or --overwrite",
+            field="--output", value=str(path), expected="another file, or --overwrite",
+        )  # fmt: skip
+
+
 def write_samples(path: Path, samples: list[Sample]) -> None:
-    with path.open("w") as file:
+    whole = path.is_file() or not path.exists()
+    with whole_file(path, field="--output") if whole else path.open("w") as file:
         for sample in samples:
             file.write(json.dumps(sample.to_dict(), default=_plain) + "\n")
 
