@@ -167,3 +167,12 @@ def test_a_recorder_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
     settings = make_settings("m", record_memory_history=True, memory_recorder="memray")
     with pytest.raises(NotAvailable, match="pip install memray"):
         MemoryRecord(settings, types.SimpleNamespace(), 0)
+
+
+def test_traces_and_records_of_earlier_starts_stay(tmp_path: Path):
+    from slime.trainer.profiling import unused
+
+    assert unused(tmp_path, "trace", ".json.gz").name == "trace.json.gz"
+    (tmp_path / "trace.json.gz").write_text("precious")
+    (tmp_path / "trace-2.json.gz").symlink_to("nowhere")
+    assert unused(tmp_path, "trace", ".json.gz").name == "trace-3.json.gz"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slime.trainer.profiling import directory_below
+from slime.trainer.profiling import directory_below, unused
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 
@@ -32,9 +32,9 @@ class MemoryRecord:
             return
         directory = directory_below(args, settings.memory_snapshot_dir, "memory")
         if settings.memory_recorder == "memray":
-            self._recorder = _Memray(_unused(directory, f"memory-rank-{rank}", ".memray.bin"))
+            self._recorder = _Memray(unused(directory, f"memory-rank-{rank}", ".memray.bin"))
         else:
-            self._recorder = _Torch(_unused(directory, f"memory-rank-{rank}", ".pickle"))
+            self._recorder = _Torch(unused(directory, f"memory-rank-{rank}", ".pickle"))
 
     def trained(self) -> None:
         """One more rollout."""
@@ -88,12 +88,3 @@ class _Memray:
 
     def stop(self) -> None:
         self._tracker.__exit__(None, None, None)
-
-
-def _unused(directory: Path, stem: str, suffix: str) -> Path:
-    """A resumed run leaves the records of earlier starts alone."""
-    path, number = directory / (stem + suffix), 1
-    while path.exists():
-        number += 1
-        path = directory / f"{stem}-{number}{suffix}"
-    return path

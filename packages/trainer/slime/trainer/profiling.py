@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,9 +44,20 @@ class Profiler:
         finally:
             self._tracing = False
         self._directory.mkdir(parents=True, exist_ok=True)
-        tracer.export_chrome_trace(str(self._directory / f"{target}-rollout-{rollout}-rank-{self._rank}.json.gz"))
+        tracer.export_chrome_trace(
+            str(unused(self._directory, f"{target}-rollout-{rollout}-rank-{self._rank}", ".json.gz"))
+        )
 
 
 def directory_below(args: Any, chosen: str | None, name: str) -> Path:
     """`chosen`, or `name` below the output directory of the run, or of this process where it has none."""
     return Path(chosen) if chosen is not None else Path(getattr(args, "output_dir", None) or ".") / name
+
+
+def unused(directory: Path, stem: str, suffix: str) -> Path:
+    """A path for a new file: what earlier starts and other runs have written stays."""
+    path, number = directory / (stem + suffix), 1
+    while os.path.lexists(path):
+        number += 1
+        path = directory / f"{stem}-{number}{suffix}"
+    return path
