@@ -124,7 +124,8 @@ def test_an_evaluation_alone_and_a_dry_run_work_on_a_used_directory(
 ) -> None:
     held = ["--eval-prompt-data", "held", words[3]]
     check_unused(flags.parse([*words, "--num-rollout", "0", *held]))
-    monkeypatch.setattr("slime.launcher.dry_run.dry_run", lambda *_, **__: "the plan\n")
+    monkeypatch.setattr("slime.launcher.dry_run.dry_run", lambda *_, **__: ("the plan\n", True))
+    monkeypatch.setattr("slime.launcher.preflight.check_start", lambda _: None)
     assert cli.main(["train", *words, "--dry-run"]) == 0
     assert "refuses this: --output-dir" in capsys.readouterr().out
 

@@ -66,8 +66,10 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             planned = _planned(config, asynchronous)
             if planned is not None:
                 return planned
-            check_start(config)
             from slime.launcher.earlier_run import check_unused, overwrite, resumes
+
+            check_unused(config)
+            check_start(config)
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.output_lock import run_directory, sole_writer
@@ -77,7 +79,6 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
 
             settings = config.launcher
             output_dir = config.output_dir.resolve()
-            check_unused(config)
             with run_directory(output_dir), sole_writer(output_dir):
                 check_unused(config)
                 if settings.overwrite and not resumes(config):
