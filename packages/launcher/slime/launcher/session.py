@@ -11,7 +11,7 @@ from slime.launcher.metrics.report import Report
 from slime.launcher.metrics.samples import SilenceWatch
 from slime.launcher.placement import OBJECT_STORE_BYTES, ray_cluster
 from slime.launcher.services import Services
-from slime.trainer.estimators import GROUP_NORMALIZED
+from slime.trainer.contradictions import compares_rewards
 
 
 @contextmanager
@@ -21,8 +21,7 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
     The trained model is exported, where something was to be trained.
     """
     settings = config.launcher
-    compares = config.trainer.advantage_estimator in GROUP_NORMALIZED and config.trainer.loss_type == "policy_loss"
-    report.watch = SilenceWatch(compares=compares and not config.launcher.debug_rollout_only)
+    report.watch = SilenceWatch(compares=compares_rewards(config.trainer) and not settings.debug_rollout_only)
     report.log_samples = config.launcher.log_samples > 0
     report.status("starting Ray")
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES

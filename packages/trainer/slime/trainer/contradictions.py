@@ -96,17 +96,22 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     _check_batch_sizes(settings)
 
 
-def refuse_groups_of_one(settings: TrainerSettings) -> None:
-    """Raises InvalidSetting where every advantage would be 0: a single reward less the mean of its group is nothing.
-
-    Whoever knows that the settings are those of a run that trains calls it; a plug-in may compute something else.
-    """
+def compares_rewards(settings: TrainerSettings) -> bool:
+    """Whether only differences between the rewards of a group can be learned from; a plug-in may do something else."""
     plug_ins = (
         settings.custom_reward_post_process_path, settings.custom_advantage_function_path,
         settings.custom_convert_samples_to_train_data_path, settings.rollout_data_postprocess_path,
     )  # fmt: skip
     centred = settings.advantage_estimator in GROUP_NORMALIZED and settings.rewards_normalization
-    if settings.n_samples_per_prompt > 1 or settings.loss_type != "policy_loss" or not centred or any(plug_ins):
+    return settings.loss_type == "policy_loss" and centred and not any(plug_ins)
+
+
+def refuse_groups_of_one(settings: TrainerSettings) -> None:
+    """Raises InvalidSetting where every advantage would be 0: a single reward less the mean of its group is nothing.
+
+    Whoever knows that the settings are those of a run that trains calls it.
+    """
+    if settings.n_samples_per_prompt > 1 or not compares_rewards(settings):
         return
     raise InvalidSetting(
         f"--n-samples-per-prompt 1 with --advantage-estimator {settings.advantage_estimator}: every advantage would be "
