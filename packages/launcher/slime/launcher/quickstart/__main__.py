@@ -16,7 +16,7 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 
 COMMON = [
     "--rollout-engine", "embedded", "--colocate",
-    "--input-key", "prompt", "--label-key", "label", "--rollout-shuffle",
+    "--input-key", "prompt", "--label-key", "label", "--rollout-shuffle", "--rollout-skip-special-tokens",
     "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--adam-beta2", "0.95", "--weight-decay", "0",
 ]  # fmt: skip
 
