@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from trainer_tiny import Runner, make_samples, make_settings, summarize
 
 from slime.trainer.batching.packing import pack
 from slime.trainer.batching.plan import Planner, assign
-from slime.trainer.batching.schedule import first_fit, regroup, schedule
+from slime.trainer.batching.schedule import fewest_bins, first_fit, regroup, schedule
 from slime.types import Sample
 
 BACKENDS = ("fsdp", "megatron")
@@ -108,6 +111,24 @@ def test_replicas_keep_their_samples_in_other_micro_batches():
     assert regroup([[[0]], [[]]], lengths, 100) == [[[0]], [[]]]
     assert regroup([[], []], lengths, 100) == [[], []]
     assert first_fit([0, 1, 2], lengths, 10) == [[0, 1], [2]]
+
+
+@given(st.lists(st.integers(1, 120), max_size=60))
+def test_bins_hold_every_sample_once_and_are_no_more_than_first_fit_makes(lengths: list[int]):
+    length_of = dict(enumerate(lengths))
+    bins = fewest_bins(range(len(lengths)), length_of, 100)
+    assert sorted(p for b in bins for p in b) == list(range(len(lengths)))
+    assert all(len(b) == 1 or sum(length_of[p] for p in b) <= 100 for b in bins)
+    assert all(b == sorted(b) for b in bins) and bins == sorted(bins)
+    in_order = first_fit(range(len(lengths)), length_of, 100)
+    assert len(bins) < len(in_order) or bins == in_order
+
+
+def test_ragged_samples_fill_rows():
+    random = np.random.default_rng(0)
+    lengths = [int(16 * 64 ** random.random()) for _ in range(1000)]
+    bins = fewest_bins(range(1000), dict(enumerate(lengths)), 8192)
+    assert sum(lengths) / ((len(bins) - 1) * 8192) >= 0.99
 
 
 @pytest.mark.parametrize("share", [True, False])

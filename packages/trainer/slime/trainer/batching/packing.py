@@ -118,10 +118,10 @@ def pack(
     multiple: T is one of it, by a sequence of padding.
     """
     row: list[np.ndarray] = []
-    places: list[np.ndarray] = []
-    owners: list[np.ndarray] = []  # which prompt a token belongs to
-    branches: list[np.ndarray] = []  # 0 in a prompt, else which response
-    rows: list[np.ndarray] = []
+    laid: list[tuple[int, int, int, int]] = []  # length, first position, which prompt, 0 or which response
+    written: list[np.ndarray] = []
+    totals: list[int] = []
+    responses: list[tuple[int, int]] = []  # the last token of the prompt, and where the response starts
     prompts: dict[tuple[bytes | int, str | None], tuple[int, int]] = {}  # which prompt, and where it starts
     images: list[dict[str, Any]] = []
     illustrated: list[int] = []  # prompts that have images
@@ -132,14 +132,12 @@ def pack(
     def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
         nonlocal filled
         row.append(tokens)
-        places.append(np.arange(first_position, first_position + len(tokens)))
-        owners.append(np.full(len(tokens), owner))
-        branches.append(np.full(len(tokens), branch))
+        laid.append((len(tokens), first_position, owner, branch))
         filled += len(tokens)
         return filled - len(tokens)
 
     for branch, sample in enumerate(samples, start=1):
-        tokens = np.asarray(sample.array("tokens"), dtype=np.int64)
+        tokens = sample.array("tokens")
         split = len(tokens) - sample.response_length
         unknown = sample.multimodal_train_inputs and sample.multimodal_train_input_id is None
         shareable = share_prompts and not unknown
@@ -159,19 +157,20 @@ def pack(
             runs[-1] = range(start, filled), range(0)
         elif filled > response_start:
             runs.append((range(response_start, filled), range(start, start + split)))
-        predictors = np.arange(response_start - 1, response_start - 1 + sample.response_length)
-        predictors[:1] = start + split - 1
-        rows.append(predictors)
+        responses.append((start + split - 1, response_start))
+        written.append(tokens[split:])
+        totals.append(len(tokens))
     if filled % multiple:
         padding = lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(prompts), 0)
         runs.append((range(padding, filled), range(0)))
+    held, firsts, owners, branches = np.array(laid, dtype=np.int64).T
+    places = np.arange(filled) - np.repeat(np.cumsum(held) - held - firsts, held)
+    lengths = [s.response_length for s in samples]
+    rows = _predictors(responses, lengths)
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
-    targets = np.concatenate(
-        [np.asarray(s.array("tokens"), dtype=np.int64)[len(s.array("tokens")) - s.response_length :] for s in samples]
-    )
-    lengths = [s.response_length for s in samples]
+    targets = np.concatenate(written)
     told = [s.array("rollout_log_probs") for s in samples]
     known = any(p is not None for p in told)
     log_probs = [np.full(length, np.nan) if p is None else p for p, length in zip(told, lengths, strict=True)]
@@ -180,12 +179,12 @@ def pack(
         return torch.as_tensor(array, dtype=dtype).to(device)
 
     joined = vision.join(images) if vision is not None and images else {}
-    in_prompt = np.isin(np.concatenate(owners), illustrated) & (np.concatenate(branches) == 0)
+    in_prompt = np.repeat(np.isin(owners, illustrated) & (branches == 0), held)
     return PackedBatch(
         tokens=to(np.concatenate(row), torch.int64)[None],
-        position_ids=to(np.concatenate(places), torch.int64)[None],
+        position_ids=to(places, torch.int64)[None],
         runs=_runs(runs, device),
-        rows=to(np.concatenate(rows)[trained], torch.int64),
+        rows=to(rows[trained], torch.int64),
         targets=to(targets[trained], torch.int64),
         trained=to(trained, torch.int64),
         mask=to(mask, torch.float32),
@@ -194,25 +193,33 @@ def pack(
         rewards=to(np.asarray(rewards), torch.float32),
         rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,
         lengths=lengths,
-        total_lengths=[len(s.array("tokens")) for s in samples],
+        total_lengths=totals,
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=torch.from_numpy(in_prompt).to(device)[None] if joined else None,
-        grid_positions=to(_grid_positions(places, owners, branches, counted), torch.int64)[:, None]
+        grid_positions=to(
+            _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), counted), torch.int64
+        )[:, None]
         if counted
         else None,
     )
 
 
+def _predictors(responses: Sequence[tuple[int, int]], lengths: Sequence[int]) -> np.ndarray:
+    """[K]: the token before each response token, which for the first is the prompt's last."""
+    held = np.asarray(lengths, dtype=np.int64)
+    last_of_prompt, start = np.array(responses, dtype=np.int64).T
+    ends = np.cumsum(held)
+    found: np.ndarray = np.arange(held.sum()) - np.repeat(ends - held - start + 1, held)
+    found[(ends - held)[held > 0]] = last_of_prompt[held > 0]
+    return found
+
+
 def _grid_positions(
-    places: Sequence[np.ndarray],
-    owners: Sequence[np.ndarray],
-    branches: Sequence[np.ndarray],
-    counted: dict[int, np.ndarray],
+    places: np.ndarray, owner: np.ndarray, branch: np.ndarray, counted: dict[int, np.ndarray]
 ) -> np.ndarray:
     """[3, T]: those of prompts with images, and of their responses, which go on behind the largest."""
-    found = np.tile(np.concatenate(places), (3, 1))
-    owner, branch = np.concatenate(owners), np.concatenate(branches)
+    found = np.tile(places, (3, 1))
     for prompt, positions in counted.items():
         found[:, (owner == prompt) & (branch == 0)] = positions
         found[:, (owner == prompt) & (branch > 0)] += positions.max() + 1 - positions.shape[1]
