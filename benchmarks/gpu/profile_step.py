@@ -18,16 +18,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings
 from slime.trainer.trainer import pick_device, prepare_process
-from train_step import SHAPES, device_name, make_samples, release, step_of, write_model
+from train_step import SHAPES, device_name, make_samples, release, step_of, version, write_model
 
 # By the first pattern that the kernel's name has, in this order.
 KINDS = {
@@ -50,7 +50,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--row", type=int, default=8192)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=-1)
+    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--output", help="JSON file to write")
     options = parser.parse_args()
     prepare_process(TrainerSettings(hf_checkpoint="-"))
@@ -61,10 +62,10 @@ def main() -> int:
     rows = []
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as directory:
-            write_model(Path(directory), shape)
+            write_model(Path(directory), shape, device)
             samples = make_samples(options, SHAPES[shape][1]["vocab_size"])
             for backend in options.backends:
-                run, _ = step_of(options, backend, directory, samples, device)
+                run, _ = step_of(options, backend, directory, [samples], Ranks(0, 1, "", 10, device.type), device)
                 rows.append({"shape": shape, "backend": backend, **measure(run)})
                 print(table(rows[-1]), flush=True)
                 del run
@@ -72,7 +73,7 @@ def main() -> int:
     if options.output:
         result = {
             "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": device_name(device),
-            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "megatron-core")},
+            "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core")},
             "rows": rows,
         }  # fmt: skip
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")

@@ -1,14 +1,22 @@
 """Tokens a second of a GRPO training step, against transformers' forward and backward pass over the same tokens.
 
     python benchmarks/gpu/train_step.py [--shapes 135m 0.6b] [--backends fsdp megatron] [--output FILE.json]
-    python benchmarks/gpu/train_step.py --shapes tiny --samples 8 --length 64 --dtype float32    # no GPU: does it run
+    python benchmarks/gpu/train_step.py --lengths equal ragged --backends fsdp
+    torchrun --master-addr 127.0.0.1 --nproc-per-node 2 benchmarks/gpu/train_step.py --shapes 0.6b --backends fsdp
+    # Without a GPU, to see that it runs:
+    python benchmarks/gpu/train_step.py --shapes tiny --samples 8 --length 64 --row 256 --dtype float32
 
 step         `TrainStep.run`: samples packed into rows, log-probs, loss, backward pass, clipping, AdamW; weights random
 eager        AutoModelForCausalLM with sdpa, rows of equal length without padding, cross-entropy of every token,
              backward pass; no optimizer
 compiled     the same under torch.compile
 
-All in one process, one rank, in turns, `--repeats` times after warming up. MFU counts 6 x parameters (without the input
+Every step has other samples. Lengths are equal, or ragged: log-uniform from 16 tokens to `--length`, as many samples as
+fill 98.5 % of the same number of rows; only their own tokens are counted. full: tokens of rows that are samples';
+shapes: of rows, and what was compiled in the steps that are measured. reserved: GiB that the process had of the GPU.
+
+All in one process, in turns, `--repeats` times after warming up; with torchrun on several ranks, each with `--samples`.
+MFU counts 6 x parameters (without the input
 embedding) x tokens plus causal attention, over the rate of a large bf16 matrix product measured before.
 """
 
@@ -17,12 +25,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +41,7 @@ import numpy as np
 import torch
 
 from slime.trainer.backends.build import build_backend
-from slime.trainer.batching.plan import Planner
+from slime.trainer.batching.plan import Planner, assign
 from slime.trainer.collective import Ranks
 from slime.trainer.settings import TrainerSettings
 from slime.trainer.step import TrainStep
@@ -40,7 +49,8 @@ from slime.trainer.trainer import pick_device, prepare_process
 from slime.types import Sample
 from slime.types.clients import SampleSummary
 
-# Of SmolLM2-135M and Qwen3-0.6B; `tiny` is for trying the script.
+WARM_UP = 3
+# Of SmolLM2-135M, Qwen3-0.6B, 4B and 8B; `tiny` is for trying the script.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "135m": ("LlamaConfig", dict(
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
@@ -48,6 +58,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6b": ("Qwen3Config", dict(
         hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
         intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)),
+    "4b": ("Qwen3Config", dict(
+        hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)),
+    "8b": ("Qwen3Config", dict(
+        hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False)),
     "tiny": ("Qwen3Config", dict(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=128, vocab_size=500, tie_word_embeddings=True)),
@@ -56,23 +72,39 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main() -> int:
     options = parse()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     settings = TrainerSettings(hf_checkpoint="-")
     prepare_process(settings)
-    device = pick_device(0)
+    device = pick_device(rank)
+    # A port of its own: torchrun listens on its.
+    address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{int(os.environ.get('MASTER_PORT', 29500)) + 1}"
+    ranks = Ranks(rank, world, address, 10, device.type)
     result: dict[str, Any] = {
-        "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": device_name(device),
+        "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": device_name(device), "ranks": world,
         "python": platform.python_version(), "rows": [],
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "megatron-core")},
+        "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core", "transformer-engine")},
     }  # fmt: skip
     result["matmul_flops"] = matmul_rate(device)
     for shape in options.shapes:
-        with tempfile.TemporaryDirectory() as directory:
-            write_model(Path(directory), shape)
-            result["rows"] += measure(options, shape, directory, device, result["matmul_flops"])
-    print(table(result))
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+        with tempfile.TemporaryDirectory() as own:
+            # transformers writes on the first rank alone.
+            directory = ranks.from_first(lambda: own)
+            ranks.on_first(functools.partial(write_model, Path(directory), shape, device))
+            result["rows"] += measure(options, shape, directory, ranks, device, result["matmul_flops"])
+            ranks.gather(None)
+        if rank == 0 and options.output:
+            Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    if rank == 0:
+        print(table(result))
+    ranks.close()
     return 0
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def parse() -> argparse.Namespace:
@@ -80,89 +112,143 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "0.6b"])
     parser.add_argument("--backends", nargs="*", choices=("fsdp", "megatron"), default=["fsdp", "megatron"])
     parser.add_argument("--peers", nargs="*", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--samples", type=int, default=32, help="samples of a step")
+    parser.add_argument("--lengths", nargs="+", choices=("equal", "ragged"), default=["equal"])
+    parser.add_argument("--no-compile", action="store_true", help="the trainer's flag, for fsdp")
+    parser.add_argument("--samples", type=int, default=32, help="samples of a step, of a rank, where they are equal")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sample, three quarters of it response")
     parser.add_argument("--row", type=int, default=8192, help="tokens of a forward pass")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--chunk", type=int, default=2048, help="--log-probs-chunk-size")
+    parser.add_argument("--chunk", type=int, default=-1, help="--log-probs-chunk-size")
     parser.add_argument("--output", help="JSON file to write")
     return parser.parse_args()
 
 
-def write_model(directory: Path, shape: str) -> None:
+def write_model(directory: Path, shape: str, device: torch.device) -> None:
     import transformers
 
     kind, values = SHAPES[shape]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**values, max_position_embeddings=8192)
-    with torch.device("cpu"):
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
+    del model
+    release(device)
 
 
-def make_samples(options: argparse.Namespace, vocabulary: int) -> list[Sample]:
+def make_samples(options: argparse.Namespace, vocabulary: int, kind: str = "equal", seed: int = 0) -> list[Sample]:
     """Groups of 8 with prompts of their own for every sample, so that nothing is shared between rows."""
-    random = np.random.default_rng(0)
-    response = options.length * 3 // 4
+    random = np.random.default_rng(seed)
+    lengths = [options.length] * options.samples
+    if kind == "ragged":
+        left, lengths = int(0.985 * options.samples * options.length), []
+        while left >= 16:
+            lengths.append(min(left, int(16 * (options.length / 16) ** random.random())))
+            left -= lengths[-1]
     return [
         Sample(
-            index=i, group_index=i // 8, tokens=random.integers(3, vocabulary, options.length).astype(np.int32),
-            response_length=response, loss_mask=np.ones(response, np.uint8), reward=float(i % 2),
-            rollout_log_probs=np.full(response, -3.0, np.float32),
+            index=i, group_index=i // 8, tokens=random.integers(3, vocabulary, length).astype(np.int32),
+            response_length=length * 3 // 4, loss_mask=np.ones(length * 3 // 4, np.uint8), reward=float(i % 2),
+            rollout_log_probs=np.full(length * 3 // 4, -3.0, np.float32),
         )
-        for i in range(options.samples)
+        for i, length in enumerate(lengths)
     ]  # fmt: skip
 
 
 def measure(
-    options: argparse.Namespace, shape: str, directory: str, device: torch.device, rate: float
+    options: argparse.Namespace, shape: str, directory: str, ranks: Ranks, device: torch.device, rate: float
 ) -> list[dict[str, Any]]:
     vocabulary = SHAPES[shape][1]["vocab_size"]
-    samples = make_samples(options, vocabulary)
+    number = WARM_UP + options.repeats
+    steps: dict[str, list[list[Sample]]] = {}
+    for kind in {"equal", *options.lengths}:
+        made = [make_samples(options, vocabulary, kind, seed) for seed in range(number * ranks.world_size)]
+        steps[kind] = [sum(made[i::number], []) for i in range(number)]
     rows: list[dict[str, Any]] = []
-    subjects: dict[str, Callable[[], tuple[Callable[[], None], int]]] = {}
+    subjects: dict[str, tuple[str, Callable[[], tuple[Callable[[], None], int]]]] = {}
     for name in options.backends:
-        subjects[f"step, {name}"] = functools.partial(step_of, options, name, directory, samples, device)
-    for name in options.peers:
-        subjects[f"transformers, {name}"] = functools.partial(peer, options, name, directory, samples, device)
-    tokens = options.samples * options.length
-    for name, make in subjects.items():
+        for kind in options.lengths:
+            make_step = functools.partial(step_of, options, name, directory, steps[kind], ranks, device)
+            subjects[f"step, {name}, {kind}"] = kind, make_step
+    for name in options.peers if ranks.world_size == 1 else ():
+        make_peer = functools.partial(peer, options, name, directory, steps["equal"][0], device)
+        subjects[f"transformers, {name}"] = "equal", make_peer
+    for name, (kind, make) in subjects.items():
+        torch._dynamo.utils.counters.clear()
+        started = time.perf_counter()
         run, parameters = make()
-        seconds, peak = timed(run, options.repeats, device)
-        flops = work(SHAPES[shape][1], parameters, options.samples, options.length)
+        lengths = [[len(s.array("tokens")) for s in samples] for samples in steps[kind]][WARM_UP:]
+        seconds, memory, first, compiled = timed(run, options.repeats, device, started)
+        flops = [work(SHAPES[shape][1], parameters, of_step) for of_step in lengths]
+        speeds = [sum(of_step) / s for of_step, s in zip(lengths, seconds, strict=True)]
         rows.append({
-            "shape": shape, "name": name, "parameters": parameters, "tokens": tokens, "seconds": seconds,
-            "tokens_per_second": [tokens / s for s in sorted(seconds, reverse=True)],
-            "mfu": flops / statistics.median(seconds) / rate, "peak_gib": peak / 2**30,
+            "shape": shape, "name": name, "parameters": parameters, "tokens": [sum(of_step) for of_step in lengths],
+            "seconds": seconds, "tokens_per_second": sorted(speeds), "first_seconds": first,
+            "mfu": statistics.median(f / s for f, s in zip(flops, seconds, strict=True)) / rate / ranks.world_size,
+            "compiled_in_measured_steps": compiled, "peak_gib": memory[0] / 2**30, "reserved_gib": memory[1] / 2**30,
+            **getattr(run, "seen", dict)(),
         })  # fmt: skip
-        print(f"{shape} {name}: {tokens / statistics.median(seconds):,.0f} tok/s", file=sys.stderr, flush=True)
+        if ranks.rank == 0:
+            print(f"{shape} {name}: {statistics.median(speeds):,.0f} tok/s {rows[-1]}", file=sys.stderr, flush=True)
         del run
         release(device)
     return rows
 
 
+class Step:
+    """Steps of a trainer, each with its own samples."""
+
+    def __init__(
+        self, settings: TrainerSettings, ranks: Ranks, device: torch.device, steps: Sequence[Sequence[Sample]]
+    ) -> None:
+        self.backend = build_backend(settings, ranks, device)
+        self._step = TrainStep(settings, self.backend, ranks)
+        self._steps = steps
+        self._plans = [Planner(settings).plan(0, [summary(s) for s in samples]) for samples in steps]
+        self._settings = settings
+        self._done = 0
+
+    def __call__(self) -> None:
+        number = self._done % len(self._steps)
+        self._done += 1
+        samples = self._steps[number]
+        self.metrics = self._step.run(self._plans[number], lambda positions: (samples[p] for p in positions))
+
+    def seen(self) -> dict[str, Any]:
+        shares = [share for plan in self._plans for share in assign(
+            plan, 0, self.backend.replicas, self._settings, self.backend.hidden_size, self.backend.micro_batch_multiple
+        )]  # fmt: skip
+        rows = sum(bool(b) for share in shares for b in share)
+        tokens = sum(sum(plan["lengths"]) for plan in self._plans)
+        of_rows = getattr(self.backend, "_rows", None)
+        return {
+            "full": tokens / rows / (self._settings.max_tokens_per_gpu or 1),
+            "row_shapes": getattr(of_rows, "shapes", None), "graphs": getattr(of_rows, "num_graphs", None),
+            "metrics": {name: value for name, value in self.metrics.items() if "time" in name or "norm" in name},
+        }  # fmt: skip
+
+
 def step_of(
-    options: argparse.Namespace, backend: str, directory: str, samples: list[Sample], device: torch.device
-) -> tuple[Callable[[], None], int]:
+    options: argparse.Namespace,
+    backend: str,
+    directory: str,
+    steps: Sequence[Sequence[Sample]],
+    ranks: Ranks,
+    device: torch.device,
+) -> tuple[Step, int]:
     settings = TrainerSettings(
         hf_checkpoint=directory, train_backend=backend, bf16=options.dtype == "bfloat16", lr=1e-6,
         use_dynamic_batch_size=True, max_tokens_per_gpu=options.row, log_probs_chunk_size=options.chunk,
-    )  # fmt: skip
-    ranks = Ranks(0, 1, "", 10, device.type)
-    model = build_backend(settings, ranks, device)
-    step = TrainStep(settings, model, ranks)
-    plan = Planner(settings).plan(0, [summary(sample) for sample in samples])
-
-    def run() -> None:
-        step.run(plan, lambda positions: (samples[p] for p in positions))
-
-    return run, model.num_parameters
+        compile=False if options.no_compile else None,
+    ).on(device.type)  # fmt: skip
+    step = Step(settings, ranks, device, steps)
+    return step, step.backend.num_parameters
 
 
 def summary(sample: Sample) -> SampleSummary:
     known: dict[str, Any] = dict(
-        index=sample.index, group_index=sample.group_index, rollout_id=None, total_length=len(sample.tokens),
+        index=sample.index, group_index=sample.group_index, rollout_id=None, total_length=len(sample.array("tokens")),
         response_length=sample.response_length, loss_mask_sum=sample.response_length, reward=sample.reward,
         remove_sample=False,
     )  # fmt: skip
@@ -181,7 +267,7 @@ def peer(
     model.config.use_cache = False
     parameters = sum(p.numel() for p in model.parameters())
     forward: Any = torch.compile(model) if kind == "compiled" else model
-    rows = torch.tensor(np.stack([sample.tokens for sample in samples]), dtype=torch.int64, device=device)
+    rows = torch.tensor(np.stack([sample.array("tokens") for sample in samples]), dtype=torch.int64, device=device)
     batches = rows.split(max(1, options.row // options.length))
 
     def run() -> None:
@@ -194,21 +280,33 @@ def peer(
     return run, parameters
 
 
-def timed(run: Callable[[], None], repeats: int, device: torch.device) -> tuple[list[float], int]:
-    """(seconds of each repeat, bytes of device memory at the most)."""
-    for _ in range(3):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
+def timed(
+    run: Callable[[], None], repeats: int, device: torch.device, started: float
+) -> tuple[list[float], tuple[int, int], float, int]:
+    """(seconds of each repeat, most bytes allocated and reserved, seconds from `started` until warm, compilations)."""
+
+    def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+    for _ in range(WARM_UP):
+        run()
+    wait()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    first, compiled = time.perf_counter() - started, graphs_compiled()
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        run()
+        wait()
+        seconds.append(time.perf_counter() - begun)
+    memory = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device.type == "cuda" else (0, 0)
+    return seconds, memory, first, graphs_compiled() - compiled
+
+
+def graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def release(device: torch.device) -> None:
@@ -224,13 +322,13 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def work(shape: dict[str, Any], parameters: int, samples: int, length: int) -> float:
-    """Floating-point operations of a forward and backward pass over `samples` x `length` tokens."""
+def work(shape: dict[str, Any], parameters: int, lengths: Sequence[int]) -> float:
+    """Floating-point operations of a forward and backward pass over samples of these lengths."""
     # A tied embedding is the output layer too.
     matrices = parameters if shape["tie_word_embeddings"] else parameters - shape["vocab_size"] * shape["hidden_size"]
     heads = shape["num_attention_heads"] * shape["head_dim"]
-    attention = shape["num_hidden_layers"] * 6 * heads * length * length
-    return samples * (6.0 * matrices * length + attention)
+    attention = shape["num_hidden_layers"] * 6 * heads
+    return sum(6.0 * matrices * length + attention * length * length for length in lengths)
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -254,9 +352,9 @@ def device_name(device: torch.device) -> str:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['device']}, matrix product {result['matmul_flops'] / 1e12:,.0f} TFLOP/s",
-        f"{'':30} {'tok/s min':>11} {'median':>11} {'max':>11} {'MFU':>6} {'GiB':>6}"
-        f" {'of eager':>9} {'of compiled':>12}",
+        f"{result['ranks']} x {result['device']}, matrix product {result['matmul_flops'] / 1e12:,.0f} TFLOP/s",
+        f"{'':32} {'tok/s min':>11} {'median':>11} {'max':>11} {'MFU':>6} {'GiB':>6} {'reserved':>8} {'of eager':>9}"
+        f" {'compiled':>9} {'full':>6} {'shapes':>6} {'graphs':>6} {'compiled later':>14} {'first s':>8}",
     ]
     medians = {(r["shape"], r["name"]): statistics.median(r["tokens_per_second"]) for r in result["rows"]}
     for row in result["rows"]:
@@ -264,9 +362,13 @@ def table(result: dict[str, Any]) -> str:
         median = statistics.median(rates)
         ratios = [medians.get((row["shape"], f"transformers, {kind}")) for kind in ("eager", "compiled")]
         shown = [f"{median / peer:.2f}" if peer else "-" for peer in ratios]
+        full = f"{row['full']:.1%}" if row.get("full") else "-"
+        counts = ["-" if row.get(name) is None else str(row[name]) for name in ("row_shapes", "graphs")]
         lines.append(
-            f"{row['shape'] + ' ' + row['name']:30} {min(rates):>11,.0f} {median:>11,.0f} {max(rates):>11,.0f} "
-            f"{row['mfu']:>6.1%} {row['peak_gib']:>6.1f} {shown[0]:>9} {shown[1]:>12}"
+            f"{row['shape'] + ' ' + row['name']:32} {min(rates):>11,.0f} {median:>11,.0f} {max(rates):>11,.0f} "
+            f"{row['mfu']:>6.1%} {row['peak_gib']:>6.1f} {row['reserved_gib']:>8.1f} {shown[0]:>9} {shown[1]:>9} "
+            f"{full:>6} {counts[0]:>6} {counts[1]:>6} {row['compiled_in_measured_steps']:>14} "
+            f"{row['first_seconds']:>8.0f}"
         )
     return "\n".join(lines)
 

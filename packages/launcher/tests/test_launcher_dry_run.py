@@ -178,7 +178,7 @@ def test_activations_are_about_what_autograd_keeps(bf16: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=False)
     measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
-    settings = TrainerSettings(hf_checkpoint="m", bf16=bf16)
+    settings = TrainerSettings(hf_checkpoint="m", bf16=bf16, compile=False)
     memory = trainer_memory(settings, Shape.of(config.to_dict()), Held(0, 0), Sizes(data=2), tokens)
     (estimate,) = (item.num_bytes for item in memory.items if item.name == "activations")
     assert 0.85 < estimate / measured < 1.15
@@ -193,13 +193,13 @@ SMOLLM2 = {
 @pytest.mark.parametrize(
     "config, parameters, backend, peak",
     [
-        (SMOLLM2, 134_515_008, "fsdp", 15.6),
+        (SMOLLM2, 134_515_008, "fsdp", 7.7),
         (SMOLLM2, 134_515_008, "megatron", 10.0),
-        (model_config("qwen3-0.6B"), 596_049_920, "fsdp", 38.4),
+        (model_config("qwen3-0.6B"), 596_049_920, "fsdp", 23.4),
         (model_config("qwen3-0.6B"), 596_049_920, "megatron", 31.0),
     ],
 )
-def test_a_step_takes_about_what_it_took_on_an_h200(
+def test_a_step_takes_about_what_it_took_on_a_gpu(
     config: dict[str, Any], parameters: int, backend: str, peak: float
 ) -> None:
     """peak: GiB that benchmarks/gpu/train_step.py read; docs/benchmarks has them."""

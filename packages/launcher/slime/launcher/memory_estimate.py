@@ -25,8 +25,8 @@ CONTEXT_BYTES = 1 << 30
 # autograd saved; Megatron's in bfloat16 from the peak on a GPU, where its MLP is fused.
 KEPT = {
     "fsdp float32": (24, 16, 16, 16),
-    "fsdp autocast": (28, 8, 24, 9),
     "fsdp bfloat16": (16, 10, 10, 8),
+    "fsdp compiled": (8, 6, 6, 6),
     "megatron float32": (25, 25, 13, 21),
     "megatron bfloat16": (14, 12, 12, 6),
 }
@@ -119,7 +119,7 @@ def trainer_memory(
     items = _megatron(settings, held, sizes, args) if args is not None else _fsdp(settings, shape, held, sizes)
     items += _activations(settings, shape, sizes, tokens, args, stage, layers)
     if args is None or stage == sizes.pipeline - 1:
-        items.append(_logits(settings, shape, sizes, tokens))
+        items.append(_logits(settings, shape, sizes, tokens, in_place=args is None and _compiles(settings)))
     if settings.keep_old_actor:
         width = 2 if args is not None and settings.bf16 else 4
         share = held.total / (sizes.data if args is None else 1)
@@ -148,7 +148,7 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes) -> 
             Item("gathered weights", gathered, f"{width} x (2Vh + 2 layers), gradients of one layer", lasting=False)
         )
     elif settings.bf16:
-        items.append(Item("bfloat16 copies", 2 * total, f"made by autocast: 2 x {total:,}", lasting=False))
+        items.append(Item("bfloat16 weights", 2 * total, f"what computes and is sent: 2 x {total:,}"))
     return items
 
 
@@ -230,8 +230,12 @@ def _precision(settings: TrainerSettings, sizes: Sizes, args: Mapping[str, Any] 
     """The key of KEPT."""
     if args is not None:
         return f"megatron {'bfloat16' if settings.bf16 else 'float32'}"
-    # Shards are gathered in bfloat16; a model that is whole computes under autocast.
-    return "fsdp float32" if not settings.bf16 else "fsdp bfloat16" if sizes.data > 1 else "fsdp autocast"
+    return "fsdp float32" if not settings.bf16 else "fsdp compiled" if _compiles(settings) else "fsdp bfloat16"
+
+
+def _compiles(settings: TrainerSettings) -> bool:
+    """Whether the layers of fsdp are compiled, which they are by default where bfloat16 is: on GPUs."""
+    return bool(settings.bf16 if settings.compile is None else settings.compile)
 
 
 def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bool:
@@ -247,8 +251,11 @@ def _in_flight(sizes: Sizes, stage: int) -> float:
     return chunks / sizes.virtual
 
 
-def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int) -> Item:
+def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, *, in_place: bool) -> Item:
+    """in_place: their gradient takes their memory, and nothing else of their size is made."""
     rows, width = -(-tokens // sizes.context), 2 if settings.bf16 else 4
+    if in_place:
+        return Item("logits", width * rows * shape.vocab, f"{width} x T x {shape.vocab:,}", lasting=False)
     share = f" / {sizes.tensor}" if sizes.tensor > 1 else ""
     chunk = settings.log_probs_chunk_size
     if 0 < chunk < rows:

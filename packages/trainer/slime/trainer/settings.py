@@ -36,6 +36,11 @@ class TrainerSettings(DebugSettings):
     bf16: bool | None = setting(
         None, "compute in bfloat16; weights and optimizer stay float32 (default: on GPUs, and float32 on a CPU)"
     )
+    compile: bool | None = setting(
+        None,
+        "run the model's layers and log-probs through torch.compile, and rows that come again as CUDA graphs where "
+        "the trainer keeps its memory (fsdp; default: on GPUs, not on a CPU)",
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     recompute_loss_function: bool = setting(
         False, "keep no float32 copy of the logits for the backward pass: make it again there"
@@ -250,7 +255,12 @@ class TrainerSettings(DebugSettings):
 
     def on(self, device_type: str) -> TrainerSettings:
         """What is meant where the trainer's device is "cuda" or "cpu"."""
-        return self if self.bf16 is not None else dataclasses.replace(self, bf16=device_type == "cuda")
+        on_gpu = device_type == "cuda"
+        return dataclasses.replace(
+            self,
+            bf16=on_gpu if self.bf16 is None else self.bf16,
+            compile=on_gpu if self.compile is None else self.compile,
+        )
 
     @property
     def offloads_train(self) -> bool:

@@ -4,7 +4,8 @@
     d  width of a head of queries and keys                           v     of values
 
 On CUDA in bfloat16 that is one call of FlashAttention for the whole row, elsewhere a call of
-scaled_dot_product_attention for each run, which a GPU has little use for: the log says where it comes to that.
+scaled_dot_product_attention for each run, which a GPU has little use for: the log says where it comes to that. That
+part is not compiled: layers would be compiled again for all other lengths.
 """
 
 from __future__ import annotations
@@ -46,8 +47,6 @@ def attend(
         key, value = both.split([width, value.shape[-1]], dim=-1)
     if flash_takes(query):
         return _flash(query, key, value, runs, scale, window)
-    if query.is_cuda:
-        _tell(query.dtype, query.shape[-1])
     return _by_run(query, key, value, runs, scale, window)
 
 
@@ -72,20 +71,26 @@ def _tell(dtype: torch.dtype, width: int) -> None:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
     width, value_width = query.shape[-1], value.shape[-1]
-    # The kernel has one width for all three; zeros behind the values are cut off again.
-    value = F.pad(value, (0, width - value_width))
+    if value_width != width:
+        # The kernel has one width for all three; zeros behind the values are cut off again.
+        value = F.pad(value, (0, width - value_width))
     heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_ABOUT_HEADS else {}
     output = varlen_attn(
         query.contiguous(), key.contiguous(), value.contiguous(),
-        runs.q_limits, runs.k_limits, max(runs.q_lengths), max(runs.k_lengths),
+        runs.q_limits, runs.k_limits, runs.max_q, runs.max_k,
         scale=scale, window_size=(-1 if window is None else window - 1, 0), **heads,
     )  # fmt: skip
     return output[..., :value_width]
 
 
+@torch.compiler.disable
 def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
+    if query.is_cuda:
+        _tell(query.dtype, query.shape[-1])
     outputs = []
-    queries, keys, values = query.split(runs.q_lengths), key.split(runs.k_lengths), value.split(runs.k_lengths)
+    q_lengths = runs.q_lengths or runs.q_limits.diff().tolist()
+    k_lengths = runs.k_lengths or runs.k_limits.diff().tolist()
+    queries, keys, values = query.split(q_lengths), key.split(k_lengths), value.split(k_lengths)
     for q, k, v in zip(queries, keys, values, strict=True):
         mask = _mask(len(q), len(k), window, q.device)
         output = F.scaled_dot_product_attention(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -56,8 +55,6 @@ def packed_attention(
             field="--hf-checkpoint", value=type(module).__name__,
         )  # fmt: skip
     q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
-    if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings leave queries and keys in float32 beside values in the type of matrix products.
-        dtype = torch.get_autocast_dtype(query.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    # Of models whose rotary embeddings are float32 beside weights in bfloat16.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     return attend(q, k, v, runs, scaling, sliding_window)[None], None

@@ -1,8 +1,11 @@
-"""The FSDP2 backend: float32 weights and optimizer, packed rows, logits only where they are trained."""
+"""The FSDP2 backend: packed rows, logits only where they are trained, float32 weights and optimizer.
+
+With bfloat16 the model computes with bfloat16 weights on one rank and on several: on one they are a copy of float32
+ones (master.py), on several FSDP2 gathers its float32 shards as bfloat16.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.backends.base import (
     POLICY,
@@ -24,8 +28,11 @@ from slime.trainer.backends.base import (
     Outputs,
 )
 from slime.trainer.backends.fsdp import model as loading
+from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
+from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
-from slime.trainer.backends.fsdp.optimizer import build_adamw
+from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
+from slime.trainer.backends.fsdp.rows import Rows, gradients_of
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
@@ -34,8 +41,6 @@ from slime.trainer.learning_rate import learning_rate
 from slime.trainer.settings import TrainerSettings
 from slime.types.errors import WrongState
 from slime.types.vision import vision_of
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend(Backend):
@@ -60,44 +65,68 @@ class FsdpBackend(Backend):
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
             loading.enable_recomputation(policy)
+        self._compiler = Compiler() if settings.compile else None
         self.policy = self._place(policy)
+        bf16_copy = settings.bf16 and ranks.world_size == 1
+        self._master = MasterWeights(self.policy) if bf16_copy else None
         self.snapshots = Snapshots([self.policy])
         self.row_multiple = settings.data_pad_size_multiplier
         self.reference: nn.Module | None = None
         if settings.needs_reference:
             reference = loading.load_model(settings.ref_load or settings.hf_checkpoint, flag="--ref-load")
             self.reference = self._place(reference.requires_grad_(False))
-        self.optimizer = build_adamw(self.policy, settings)
+            if bf16_copy:
+                loading.round_parameters(self.reference)
+        self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
+        self._fused: FusedLogProbs | None = None
+        self._rows: Rows | None = None
+        if self._compiler is not None:
+            self._fused = FusedLogProbs(self._compiler.function)
+            self._rows = Rows(self._row_outputs, self._backward, device, self._row_limit, graphs=self._can_replay)
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
+    @property
+    def _row_limit(self) -> int | None:
+        return self.settings.max_tokens_per_gpu if self.settings.use_dynamic_batch_size else None
+
+    @property
+    def _can_replay(self) -> bool:
+        """Whether CUDA graphs may hold addresses of the weights: memory that leaves the GPU comes back elsewhere."""
+        stays = self._master is not None and not self.settings.offloads_train
+        return stays and self.device.type == "cuda" and not self.settings.gradient_checkpointing
+
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
+        if self._compiler is not None:
+            # Before it is sharded, so that FSDP2's hooks stay outside.
+            self._compiler.layers(loading.decoder_layers(model))
         if self.ranks.world_size > 1:
             return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
         return model
 
     def _logits(self, model: nn.Module, batch: PackedBatch) -> Tensor:
         """[J, V] at the tokens that predict trained ones."""
-        kwargs: dict[str, object] = {}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            kwargs["logits_to_keep"] = batch.rows
+        images: dict[str, object] = {}
         if batch.images:
-            images = {name: tensor.to(self.device) for name, tensor in batch.images.items()}
-            kwargs |= {"images": images, "image_places": batch.image_places}
+            images = {
+                "images": {n: self._input(t) for n, t in batch.images.items()},
+                "image_places": batch.image_places,
+            }
         positions = batch.position_ids if batch.grid_positions is None else batch.grid_positions
-        autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self.settings.bf16 and self.ranks.world_size == 1:
-            autocast = torch.autocast(self.device.type, dtype=torch.bfloat16)
-        with autocast:
-            logits = model(
-                input_ids=batch.tokens,
-                position_ids=positions,
-                runs=batch.runs,
-                use_cache=False,
-                **kwargs,
-            ).logits[0]
-        return logits if "logits_to_keep" in kwargs else logits[batch.rows]
+        return _logits(model, batch.tokens, positions, batch.runs, batch.rows, **images)
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        """On the device, in the type of the weights; FSDP2 casts what its modules are given itself."""
+        dtype = torch.bfloat16 if self._master is not None and tensor.is_floating_point() else None
+        return tensor.to(self.device, dtype)
+
+    def _row_outputs(
+        self, model: nn.Module, tokens: Tensor, positions: Tensor, runs: Runs, rows: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self._fused is not None
+        logits = _logits(model, tokens, positions, runs, rows)
+        return self._fused(logits, targets, self.settings.rollout_temperature)
 
     def _idle(self, model: nn.Module) -> Tensor:
         """A forward pass over one token, times zero: the other ranks' collective calls need this rank."""
@@ -126,9 +155,23 @@ class FsdpBackend(Backend):
             if batch is None:
                 self._idle(model)
                 found.append(None)
+            elif self._compiles:
+                log_probs, entropies = self._fused_outputs(model, batch)
+                found.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
             else:
                 found.append(self._outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
         return found
+
+    @property
+    def _compiles(self) -> bool:
+        return self._compiler is not None and not self._compiler.failed
+
+    def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, [J]."""
+        assert self._fused is not None and self._rows is not None
+        if not torch.is_grad_enabled() and Rows.takes(batch):
+            return self._rows.scores(model, batch)
+        return self._fused(self._logits(model, batch), batch.targets, self.settings.rollout_temperature)
 
     def _outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
         temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
@@ -162,43 +205,59 @@ class FsdpBackend(Backend):
         scale = self.ranks.world_size
         if batch is None:
             self._idle(self.policy).backward()
-            return
-        logits = self._logits(self.policy, batch)
-        if self.settings.recompute_loss_function:
-            outputs = checkpoint(self._outputs, batch, logits, entropy, use_reentrant=False)
+        elif not self._compiles:
+            logits = self._logits(self.policy, batch)
+            if self.settings.recompute_loss_function:
+                outputs = checkpoint(self._outputs, batch, logits, entropy, use_reentrant=False)
+            else:
+                outputs = self._outputs(batch, logits, entropy)
+            self._add_gradients([loss(number, batch, outputs) * scale])
+        elif self._rows is not None and Rows.takes(batch):
+            self._rows.forward_backward(self.policy, number, batch, loss, entropy, scale)
         else:
-            outputs = self._outputs(batch, logits, entropy)
-        (loss(number, batch, outputs) * scale).backward()
+            outputs = self._fused_outputs(self.policy, batch)
+            gradients = gradients_of(number, batch, loss, entropy, outputs, scale)
+            self._backward(lambda: self._fused_outputs(self.policy, batch), outputs, gradients)
+
+    def _backward(
+        self, again: Callable[[], tuple[Tensor, ...]], outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """again: makes the outputs once more, where their backward pass cannot be compiled."""
+        pairs = [
+            (output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None
+        ]
+        try:
+            self._add_gradients(*map(list, zip(*pairs, strict=True)))
+        except COMPILE_ERRORS as error:
+            if self._master is None or self._compiler is None or self._compiler.failed:
+                raise
+            self._compiler.give_up(error)
+            self._backward(again, again(), gradients)
+
+    def _add_gradients(self, outputs: list[Tensor], gradients: list[Tensor] | None = None) -> None:
+        if self._master is None:
+            torch.autograd.backward(outputs, gradients)
+        else:
+            self._master.add_gradients(
+                torch.autograd.grad(outputs, self._master.parameters, gradients, allow_unused=True)
+            )
 
     def optimizer_step(self) -> tuple[float, float]:
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        for parameter in parameters:
-            # An update without any gradient still moves weights by its momentum, on every rank alike.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = self._optimizer.gradient_norm()
         if not torch.isfinite(norm):
-            named = ((name, p.grad) for name, p in self.policy.named_parameters() if p.requires_grad)
-            broken = [name for name, gradient in named if not bool(local(gradient).isfinite().all())]
-            self.optimizer.zero_grad(set_to_none=True)
+            broken = [name for name, gradient in self._optimizer.gradients() if not bool(gradient.isfinite().all())]
+            self._optimizer.clear_gradients()
             raise NonFiniteGradient(self.updates, float(norm), broken)
         if self.settings.clip_grad > 0:
-            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_grad, norm)
+            self._optimizer.clip(self.settings.clip_grad, norm)
         lr = learning_rate(self.settings, self.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(lr)
+        self._optimizer.clear_gradients()
         self.updates += 1
         return float(norm), lr
 
     def reset_optimizer(self) -> None:
-        # In place: a fresh state would be the same numbers in other memory.
-        with torch.no_grad():
-            for state in self.optimizer.state.values():
-                for value in state.values():
-                    value.zero_()
+        self._optimizer.reset()
 
     def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
         if part == WEIGHTS:
@@ -206,11 +265,7 @@ class FsdpBackend(Backend):
             yield from ((tensor, True) for tensor in _tensors(self.policy))
             return
         assert part == TRAINING
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                yield local(parameter.grad), True
-        for state in self.optimizer.state.values():
-            yield from ((local(value), True) for value in state.values() if isinstance(value, Tensor))
+        yield from ((tensor, True) for tensor in self._optimizer.device_tensors())
         if self.reference is not None:
             loading.reshard(self.reference)
             yield from ((tensor, True) for tensor in _tensors(self.reference))
@@ -218,6 +273,9 @@ class FsdpBackend(Backend):
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         for name, tensor in self._weights():
             tensor = tensor.detach()
+            master = None if self._master is None else self._master.of(name)
+            if master is not None and tensor.dtype != dtype:
+                tensor = master
             whole = _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
             yield from self._in_files(name, whole)
 
@@ -237,25 +295,22 @@ class FsdpBackend(Backend):
         yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in persistent)
 
     def optimizer_state(self) -> NamedTensors:
-        for name, parameter in self._stepped():
-            for moment in _MOMENTS:
-                yield f"{moment}.{name}", _whole(self.optimizer.state[parameter][moment])
+        return ((name, _whole(moment)) for name, moment in self._optimizer.moments())
 
     def optimizer_sizes(self) -> dict[str, int]:
-        return {f"{moment}.{name}": parameter.numel() for name, parameter in self._stepped() for moment in _MOMENTS}
-
-    def _stepped(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.policy.named_parameters() if self.optimizer.state.get(p))
+        return self._optimizer.sizes()
 
     def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int) -> None:
         self.updates = updates
-        if not updates:
-            return
-        for name, parameter in self.policy.named_parameters():
-            if parameter.requires_grad:
-                moments = {moment: _like(read(f"{moment}.{name}"), parameter) for moment in _MOMENTS}
-                # AdamW counts updates per parameter, in float32 beside it when fused.
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=self.device), **moments}
+        if updates:
+            self._optimizer.load(read, updates)
+
+
+def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, runs: Runs, rows: Tensor, **images: object) -> Tensor:
+    """[J, V] at `rows`."""
+    keeps = {"logits_to_keep": rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits = model(input_ids=tokens, position_ids=positions, runs=runs, use_cache=False, **keeps, **images).logits[0]
+    return logits if keeps else logits[rows]
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -267,11 +322,3 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _like(whole: Tensor, parameter: Tensor) -> Tensor:
-    if not hasattr(parameter, "device_mesh"):
-        return whole.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -98,6 +98,13 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
+def round_parameters(model: nn.Module) -> None:
+    """To bfloat16; buffers (frequencies of rotary embeddings) stay as they are, as they do under FSDP2."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def reshard(model: nn.Module) -> None:
     """Frees parameters that the last forward pass left whole, so that the parts of ranks are what the model has."""
     from torch.distributed.fsdp import FSDPModule

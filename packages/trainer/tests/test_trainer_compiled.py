@@ -1,0 +1,195 @@
+"""Compiled layers, fused log-probs, padded rows and bfloat16 weights against the eager path and float64."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_tiny import Runner, make_samples, make_settings, write_model
+
+from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
+from slime.trainer.backends.base import TRAINING, WEIGHTS
+from slime.trainer.backends.fsdp.compilation import Compiler
+from slime.trainer.backends.fsdp.rows import RowShape, StaticRow
+from slime.trainer.batching.packing import pack
+from slime.types import Sample
+
+METRICS = ("train/loss", "train/grad_norm", "train/entropy_loss", "train/ppo_kl", "train/kl_loss")
+
+
+def test_fused_log_probs_have_the_gradients_of_float64():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(7, 50, generator=generator)
+    targets = torch.randint(0, 50, (7,), generator=generator)
+    of_log_probs, of_entropy = torch.randn(7, generator=generator), torch.randn(7, generator=generator)
+    exact = logits.double().requires_grad_()
+    all_log_probs = (exact / 0.7).log_softmax(-1)
+    log_probs = all_log_probs.gather(-1, targets[:, None])[:, 0]
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    (expected,) = torch.autograd.grad((log_probs * of_log_probs + entropy * of_entropy).sum(), exact)
+    leaf = logits.clone().requires_grad_()
+    got = FusedLogProbs()(leaf * 1, targets, 0.7)
+    (gradient,) = torch.autograd.grad(got, leaf, (of_log_probs, of_entropy))
+    torch.testing.assert_close(got[0].double(), log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got[1].double(), entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch):
+    """torch.compile that hands functions back: what is around them is tested without the minutes that it takes."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+
+
+def run(model: str, **values: Any) -> tuple[list[dict[str, float]], Runner]:
+    runner = Runner(make_settings(model, **values))
+    return [runner.run(step) for step in range(3)], runner
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_tokens_per_gpu": 16, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"use_dynamic_batch_size": False, "micro_batch_size": 1},
+        {"entropy_coef": 0.01, "rollout_temperature": 0.7, "gradient_checkpointing": True},
+        {"bf16": True, "use_dynamic_batch_size": False, "micro_batch_size": 1},
+    ],
+    ids=lambda values: next(iter(values), "plain"),
+)
+def test_padded_rows_and_fused_log_probs_train_as_the_eager_path(model: str, values: dict[str, Any]):
+    (expected, eager), (found, fast) = run(model, lr=1e-4, **values), run(model, lr=1e-4, **values, compile=True)
+    tolerance = 3e-2 if values.get("bf16") else 1e-4
+    for before, after in zip(expected, found, strict=True):
+        for name in [name for name in METRICS if name in before]:
+            assert after[name] == pytest.approx(before[name], rel=tolerance, abs=tolerance / 100), name
+    weights = fast.weights()
+    for name, weight in eager.weights().items():
+        assert ((weights[name] - weight).abs() > 2e-5).float().mean() < (0.2 if values.get("bf16") else 0.01), name
+
+
+def test_compiled_layers_train_as_eager_ones(model: str):
+    def apart(runner: Runner) -> dict[str, float]:
+        samples = [s for i, s in enumerate(make_samples()) if i % 4 == 0]
+        return runner.run(0, [Sample(**{**vars(s), "reward": float(i)}) for i, s in enumerate(samples)])
+
+    values: dict[str, Any] = {"rewards_normalization": False, "max_tokens_per_gpu": 64, "lr": 1e-4}
+    runners = [Runner(make_settings(model, **values, compile=compile)) for compile in (False, True)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, found = (apart(runner) for runner in runners)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not runners[1].backend._compiler.failed and graphs >= 3
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    apart(runners[1])
+    # All layers run what one was compiled to, and the second step what the first was.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(function: Any) -> Any:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise torch._dynamo.exc.TorchDynamoException("no kernel for this")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level(logging.WARNING):
+        (found, _), (expected, _) = run(model, compile=True), run(model)
+    assert [r.getMessage() for r in caplog.records if "torch.compile" in r.getMessage()] == [
+        "the model is trained without torch.compile, which failed: TorchDynamoException: no kernel for this "
+        "(--no-compile does not try)"
+    ]
+    for before, after in zip(expected, found, strict=True):
+        assert after["train/loss"] == pytest.approx(before["train/loss"], rel=1e-3, abs=1e-5)
+
+
+def make_row(lengths: list[int], **rest: Any) -> Any:
+    random = np.random.default_rng(0)
+    samples = [
+        Sample(index=i, group_index=i, tokens=random.integers(2, 32, n).astype(np.int32), response_length=n // 2)
+        for i, n in enumerate(lengths)
+    ]
+    return pack(samples, range(len(lengths)), [0.0] * len(lengths), [1.0] * len(lengths), **rest)
+
+
+def test_rows_of_a_token_limit_have_few_shapes():
+    random = np.random.default_rng(0)
+    shapes: list[RowShape] = []
+    for _ in range(200):
+        lengths: list[int] = []
+        while sum(lengths) < 8192 - 200:
+            lengths.append(int(16 * 64 ** random.random()))
+        while sum(lengths) > 8192:
+            lengths.pop()
+        batch = make_row(lengths)
+        wanted = RowShape.of(batch, 8192)
+        if not any(shape.takes(batch, wanted) for shape in shapes):
+            shapes.append(wanted)
+    assert len(shapes) <= 4 and {shape.tokens for shape in shapes} <= {7168, 8192}
+    for shape in shapes:
+        assert shape.runs * shape.longest <= 16 * shape.tokens
+
+
+@pytest.mark.parametrize("lengths", [[8, 8, 8], [3, 20, 9], [2], [40, 40]])
+def test_a_padded_row_is_the_row_and_sequences_of_padding(lengths: list[int]):
+    batch = make_row(lengths)
+    shape = RowShape.of(batch, 64)
+    row = StaticRow(shape, torch.device("cpu"))
+    for other in (make_row([7] * min(4, len(lengths))), batch):
+        if shape.takes(other, shape):
+            row.fill(other)
+    # A sample's last token is not fed in.
+    limits, total = row.limits.tolist(), sum(lengths) - len(lengths)
+    assert limits[: len(lengths) + 1] == [sum(lengths[:i]) - i for i in range(len(lengths) + 1)]
+    assert limits == sorted(limits) and limits[-1] == shape.tokens
+    assert max(b - a for a, b in zip(limits, limits[1:], strict=False)) <= row.runs.max_q
+    assert row.tokens[0, :total].tolist() == batch.tokens[0].tolist() and not row.tokens[0, total:].any()
+    assert row.rows[: len(batch.rows)].tolist() == batch.rows.tolist()
+    assert row.rows.max() < shape.tokens
+
+
+def test_bfloat16_weights_follow_a_float32_copy(model: str):
+    runner = Runner(make_settings(model, bf16=True, lr=1e-4))
+    before = runner.weights()
+    runner.run(0)
+    policy, after = dict(runner.backend.policy.named_parameters()), runner.weights()
+    sent = {name: tensor.clone() for name, tensor in runner.backend.named_weights(dtype=torch.bfloat16)}
+    moved = 0
+    for name, weight in after.items():
+        assert weight.dtype == torch.float32 and policy[name].dtype == torch.bfloat16
+        assert torch.equal(weight.to(torch.bfloat16), policy[name]) and torch.equal(sent[name], policy[name])
+        moved += int(((weight != before[name]) & (weight.bfloat16() == before[name].bfloat16())).sum())
+    # Steps too small for bfloat16 are not lost.
+    assert moved > 1000
+    whole = {t.untyped_storage().data_ptr() for t, _ in runner.backend.device_tensors(WEIGHTS)}
+    training = {t.untyped_storage().data_ptr() for t, _ in runner.backend.device_tensors(TRAINING)}
+    assert len(whole) <= 2 + sum(1 for _ in runner.backend.policy.buffers()) and len(training) >= 8
+
+
+def test_gradients_of_rows_are_added_up_in_float32(tmp_path: Any):
+    model = write_model(tmp_path / "m")
+    runner = Runner(make_settings(model, bf16=True))
+    master = runner.backend._master
+    ones = [torch.ones_like(p) for p in master.parameters]
+    for _ in range(300):
+        master.add_gradients(ones)
+    # In bfloat16, 256 + 1 is 256.
+    assert all(bool((gradient == 300).all()) for gradient in master.gradients)
+
+
+def test_the_cache_of_compiled_code_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Compiler()
+    import os
+
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "slime" / "torchinductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    Compiler()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
