@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 from slime.buffer.summaries import encode_summaries
 from slime.launcher.metrics.sealed import sealed_metrics
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
 from slime.types.clients.buffer import SealedStep, _summary
 from slime.types.codec import sample_to_proto
 from slime.v1 import buffer_pb2
 
 ARGS = SimpleNamespace(
-    custom_rollout_log_function_path=None, dynamic_sampling_filter_path=None, log_passrate=True, reward_key=None
+    custom_rollout_log_function_path=None,
+    dynamic_sampling_filter_path=None,
+    log_passrate=True,
+    reward_key=None,
+    rollout_function_path="my.own.rollout",
 )
 
 
@@ -71,3 +76,10 @@ def test_what_was_measured_while_the_groups_were_made_is_kept_and_rejections_are
     assert (metrics["rollout/prompt_too_long"], metrics["rollout/dynamic_filter/drop_zero_std"]) == (2.0, 3.0)
     own = SimpleNamespace(**{**vars(ARGS), "custom_rollout_log_function_path": "a.b"})
     assert sealed_metrics(step, own) == step.metrics
+
+
+def test_a_rollout_that_ended_before_it_could_tell_has_the_columns_of_one_that_told() -> None:
+    default = SimpleNamespace(**{**vars(ARGS), "rollout_function_path": RolloutSettings.rollout_function_path})
+    groups = [group(0, [0.0, 1.0], [1, 2], ["0"])]
+    told = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0}
+    assert sealed_metrics(sealed(groups), default) == sealed_metrics(sealed(groups, metrics=told), default)

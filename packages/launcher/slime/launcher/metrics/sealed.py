@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.settings import RolloutSettings
 from slime.rollout.sources.own import RETURNED
 from slime.types import Sample
 from slime.types.clients import SampleSummary
@@ -29,6 +30,9 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     if args.custom_rollout_log_function_path is not None:
         return metrics
     metrics |= rollout_metrics(sealed_groups(sealed), args)
+    if args.rollout_function_path == RolloutSettings.rollout_function_path:
+        # It counts these; where the run ended before it could say so, nothing was given back since.
+        metrics = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0} | metrics
     if "rollout/prompt_too_long" in metrics or "prompt_too_long" in sealed.rejected:
         metrics["rollout/prompt_too_long"] = float(sealed.rejected.get("prompt_too_long", 0))
     if args.dynamic_sampling_filter_path:
