@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -78,7 +78,7 @@ def write_rollout(path: Path, rollout_id: int, groups: Sequence[SampleGroup]) ->
             _write_part(file, group_to_proto(group).SerializeToString())
 
 
-def _write_part(file: BinaryIO, content: bytes) -> None:
+def _write_part(file: IO[bytes], content: bytes) -> None:
     file.write(LENGTH.pack(len(content)))
     file.write(content)
 
