@@ -41,7 +41,7 @@ USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port 
 class TokenSettings:
     """Token."""
 
-    token_file: str = setting(REQUIRED, "file (mode 0600) with the token of the service", metavar="FILE")
+    token_file: str = setting(REQUIRED, "File (mode 0600) with the service's own token", metavar="FILE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ class BufferSettings:
     """Data buffer."""
 
     prompt_data: str | None = setting(
-        None, "jsonl or parquet file of training prompts, `@[a:b]` behind it takes rows a to b", metavar="PATH"
+        None, "jsonl or parquet file of training prompts; PATH@[a:b] takes rows a to b", metavar="PATH"
     )
     rollout_global_dataset: bool = setting(
         True,
@@ -32,52 +32,64 @@ class BufferSettings:
     tool_key: str = setting("tools", 'column of tool definitions; they become metadata["tools"]', metavar="NAME")
     multimodal_keys: dict[str, str] = setting(
         dict,
-        'JSON object, kind of media -> column: {"image": "images"}, of the `<image>` of a prompt',
+        'Columns of media as a JSON object, {"image": "images"}: each `<image>` of a prompt takes the next '
+        "item of that column",
         parse=json_object,
     )
-    rollout_shuffle: bool = setting(False, "shuffle the prompts anew in each epoch")
-    rollout_seed: int = setting(42, "seed of that shuffle: epoch e uses seed + e")
-    n_samples_per_prompt: int = setting(1, "samples in a group", minimum=1)
+    rollout_shuffle: bool = setting(False, "Shuffle the prompts anew in each epoch")
+    rollout_seed: int = setting(42, "Seed of shuffling and sampling: epoch e is shuffled with seed + e")
+    n_samples_per_prompt: int = setting(1, "Samples generated per prompt (the group size)", minimum=1)
 
     eval_prompt_data: list[list[str]] | None = setting(
-        None, "evaluation sets: NAME PATH [NAME PATH ...], may be repeated", metavar="NAME PATH", append=True
+        None,
+        "Evaluation sets, a name and a file each: NAME PATH [NAME PATH ...]; may be repeated",
+        metavar="NAME PATH",
+        append=True,
     )
-    n_samples_per_eval_prompt: int = setting(1, "samples per prompt of an evaluation set", minimum=1)
-    eval_input_key: str | None = setting(None, "as --input-key for evaluation sets, where they differ", metavar="NAME")
-    eval_label_key: str | None = setting(None, "as --label-key for evaluation sets, where they differ", metavar="NAME")
-    eval_tool_key: str | None = setting(None, "as --tool-key for evaluation sets, where they differ", metavar="NAME")
+    n_samples_per_eval_prompt: int = setting(1, "Samples generated per prompt of an evaluation set", minimum=1)
+    eval_input_key: str | None = setting(
+        None, "Column of the prompt in evaluation sets (default: --input-key)", metavar="NAME"
+    )
+    eval_label_key: str | None = setting(
+        None, "Column of the label in evaluation sets (default: --label-key)", metavar="NAME"
+    )
+    eval_tool_key: str | None = setting(
+        None, "Column of tool definitions in evaluation sets (default: --tool-key)", metavar="NAME"
+    )
 
     eval_columns: dict[str, Any] = setting(
         dict, "columns of single evaluation sets, by their names: {NAME: {label_key: answer}}", flag=False
     )
 
     buffer_dir: str | None = setting(
-        None, "where the state lives; without it, in a temporary directory that is removed at the end", metavar="DIR"
+        None, "Directory of the buffer's state (default: a temporary one, removed at the end)", metavar="DIR"
     )
     data_place: str | None = setting(
         None,
-        "Place in the data to begin at, data_place.jsonl of a checkpoint; a --buffer-dir that was used goes on where "
-        "it was (default of `slime train`: that of the checkpoint in --load)",
+        "File with the place in the data to begin at, data_place.jsonl of a checkpoint; ignored by a "
+        "--buffer-dir that was used before (default of `slime train`: the file of the checkpoint in --load)",
         metavar="FILE",
     )
     buffer_durability: str = setting(
         "process",
-        "what a completed group survives: the death of the process, or a power cut too (each write waits for the disk)",
+        "Failure that a completed group survives: process, the death of the buffer; power, a power cut too, "
+        "and each write waits for the disk",
         choices=("process", "power"),
     )
     buffer_filter_path: str | None = setting(
         None, "function that chooses among waiting groups: fn(args, None, groups, n) -> groups", metavar="PATH"
     )
     lease_seconds: float = setting(
-        600.0, "how long a lease lasts where the worker asks for no time", above=0, maximum=604800
+        600.0, "Seconds that a lease lasts unless the worker asks for another time", above=0, maximum=604800
     )
-    max_group_mb: int = setting(1024, "largest group that is accepted, all samples together, in MiB", minimum=1)
-    max_prompts_mb: int = setting(256, "largest call of AddPrompts that is accepted, in MiB", minimum=1)
+    max_group_mb: int = setting(1024, "Largest group that is accepted, all samples together, in MiB", minimum=1)
+    max_prompts_mb: int = setting(256, "Largest AddPrompts call that is accepted, in MiB", minimum=1)
     allow_missing_rewards: bool = setting(
-        False, "Accept finished samples without a reward, as supervised losses and custom rewards of the trainer do"
+        False,
+        "Accept finished samples without a reward, for supervised losses and for rewards that the trainer computes",
     )
     release_committed: bool = setting(
-        False, "delete the samples of committed steps; without it they can be read back after the run"
+        False, "Delete the samples of a step once it is committed; without it they can be read back after the run"
     )
 
     def __post_init__(self) -> None:

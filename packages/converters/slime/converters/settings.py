@@ -49,7 +49,9 @@ class _HfOutputSettings:
     )
     vocab_size: int | None = setting(None, "rows of the embedding (default: the config's)", minimum=1)
     dtype: str | None = setting(None, "type of the weights written (default: the checkpoint's)", choices=DTYPES)
-    max_shard_size: str | None = setting(None, "of a file, as in 5GB (default: files as in the source)", metavar="SIZE")
+    max_shard_size: str | None = setting(
+        None, "Largest size of a file, as in 5GB (default: the files of the source)", metavar="SIZE"
+    )
     num_workers: int = setting(1, "processes that share the work, on each rank of torchrun", minimum=1)
     overwrite: bool = setting(False, "replace another conversion in the directory")
 

@@ -13,43 +13,46 @@ class LoopSettings:
 
     num_rollout: int | None = setting(
         None,
-        "rollouts to run, each followed by training on it (required, but with --num-epoch); 0 only evaluates",
+        "Rollouts to run, each followed by training on it (required unless --num-epoch is given); 0 only evaluates",
         minimum=0,
     )
     num_epoch: int | None = setting(
         None,
-        "passes over --prompt-data to run, in place of --num-rollout: each of as many whole rollouts as it fills; what "
-        "--save-interval and --eval-interval ask for is done at the end of each, too",
+        "Passes over --prompt-data to run, in place of --num-rollout; each has as many whole rollouts as it "
+        "fills. --save-interval and --eval-interval also take effect at the end of each pass",
         minimum=1,
     )
     start_rollout_id: int | None = setting(
-        None, "number of the first rollout (default: the one after the checkpoint's, else 0)", minimum=0
+        None, "Number of the first rollout (default: the one after the checkpoint's, else 0)", minimum=0
     )
     update_weights_interval: int = setting(
-        1, "push the weights to the engines after every N rollouts, and before each evaluation", minimum=1
+        1, "Push the weights to the engines after every N rollouts, and before each evaluation", minimum=1
     )
     async_buffer_size: int | None = setting(
         None,
-        "of `slime train-async`: rollouts that are generated, or being generated, while the trainer has not begun with "
-        "them, at most (default: 1)",
+        "Most rollouts that `slime train-async` generates ahead of the trainer, the one in progress included "
+        "(default: 1)",
         minimum=1,
     )
 
-    debug_rollout_only: bool = setting(False, "only generate and evaluate: no trainer is started")
+    debug_rollout_only: bool = setting(False, "Only generate and evaluate; start no trainer")
     debug_train_only: bool = setting(
-        False, "only train, on the rollouts of --load-debug-rollout-data: no engine is started, nothing is evaluated"
+        False, "Only train, on the rollouts of --load-debug-rollout-data; start no engine and evaluate nothing"
     )
     load_debug_rollout_data: str | None = setting(
         None,
-        "recorded rollouts to train on, {rollout_id} in the path is replaced; turns on --debug-train-only",
+        "Recorded rollouts to train on; {rollout_id} in the path is replaced. Implies --debug-train-only",
         metavar="PATH",
     )
     load_debug_rollout_data_subsample: float | None = setting(
-        None, "share of the groups of each of them to train on, from its beginning and its end", above=0, maximum=1
+        None,
+        "Share of the groups of each recorded rollout to train on, taken from its beginning and its end (default: all)",
+        above=0,
+        maximum=1,
     )
     dump_details: str | None = setting(
         None,
-        "directory of what each rollout generates (rollout_data/) and trains on (train_data/): sets "
-        "--save-debug-rollout-data and --save-debug-train-data",
+        "Directory for everything that each rollout generates (rollout_data/) and trains on (train_data/): "
+        "sets --save-debug-rollout-data and --save-debug-train-data",
         metavar="DIR",
     )

@@ -28,7 +28,7 @@ slime-rollout COMMAND --help lists the flags."""
 class ServeSettings:
     """Service."""
 
-    buffer_address: str = setting(REQUIRED, "where slime-buffer listens", metavar="HOST:PORT")
+    buffer_address: str = setting(REQUIRED, "Address of the buffer service", metavar="HOST:PORT")
 
 
 @dataclass(kw_only=True)
@@ -36,11 +36,11 @@ class GenerateSettings:
     """Files."""
 
     prompts: str = setting(REQUIRED, "jsonl file of prompts", metavar="FILE")
-    output: str = setting(REQUIRED, "jsonl file of samples to write, one a line", metavar="FILE")
-    overwrite: bool = setting(False, "Replace --output where it holds something (default: refuse)")
-    input_key: str = setting("input", "key of the prompt: text, or a list of chat messages")
-    label_key: str = setting("label", "key of the label")
-    metadata_key: str = setting("metadata", "key of the metadata object")
+    output: str = setting(REQUIRED, "jsonl file of samples to write, one per line", metavar="FILE")
+    overwrite: bool = setting(False, "Replace the --output file if it is not empty; without it such a file is refused")
+    input_key: str = setting("input", "Key of the prompt: text, or a list of chat messages")
+    label_key: str = setting("label", "Key of the label")
+    metadata_key: str = setting("metadata", "Key of the metadata object")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

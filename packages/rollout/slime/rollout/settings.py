@@ -19,162 +19,194 @@ class RolloutSettings:
     """Rollout."""
 
     hf_checkpoint: str = setting(
-        REQUIRED, "HF directory: tokenizer, config, initial weights of the engines", metavar="DIR"
+        REQUIRED,
+        "Hugging Face directory of the tokenizer, the config and the first weights",
+        metavar="DIR",
     )
 
     # The rollout loop.
     rollout_function_path: str = setting(
-        DEFAULT_ROLLOUT_FUNCTION, "the rollout function: module.attribute or file.py:function"
+        DEFAULT_ROLLOUT_FUNCTION, "Rollout function, as module.attribute or file.py:function"
     )
-    rollout_batch_size: int = setting(32, "prompt groups a rollout", minimum=1)
-    n_samples_per_prompt: int = setting(1, "responses a prompt", minimum=1)
+    rollout_batch_size: int = setting(32, "Groups (prompts) per rollout", minimum=1)
+    n_samples_per_prompt: int = setting(1, "Samples generated per prompt (the group size)", minimum=1)
     over_sampling_batch_size: int | None = setting(
-        None, "prompt groups fetched at a time; default rollout_batch_size", minimum=1
+        None, "Groups leased at a time (default: --rollout-batch-size)", minimum=1
     )
-    dynamic_sampling_filter_path: str | None = setting(None, "keeps or drops a finished group")
-    partial_rollout: bool = setting(False, "return unfinished groups with what they have, to go on from there later")
-    mask_offpolicy_in_partial_rollout: bool = setting(False, "zero the loss mask of tokens made before the resume")
+    dynamic_sampling_filter_path: str | None = setting(None, "Function that keeps or drops a finished group")
+    partial_rollout: bool = setting(
+        False, "Return unfinished groups with their partial responses, to continue them in a later rollout"
+    )
+    mask_offpolicy_in_partial_rollout: bool = setting(
+        False, "Set the loss mask of tokens generated before the continuation to 0"
+    )
     custom_generate_function_path: str | None = setting(
-        None, "replaces the generation of one sample (or of a group's samples)"
+        None, "Function that generates one sample (or the samples of a group) in place of the default"
     )
     rollout_sample_hook_path: list[str] = setting(
-        list, "hook on a generated sample before its reward; repeatable", append=True
+        list, "Function called on each generated sample before its reward; may be repeated", append=True
     )
-    rollout_sample_filter_path: str | None = setting(None, "sees the chosen groups, sets remove_sample")
-    rollout_all_samples_process_path: str | None = setting(None, "sees all groups, dropped ones included")
+    rollout_sample_filter_path: str | None = setting(
+        None, "Function that sees the chosen groups and sets remove_sample"
+    )
+    rollout_all_samples_process_path: str | None = setting(None, "Function that sees all groups, dropped ones included")
     custom_rollout_log_function_path: str | None = setting(
-        None, "logs a rollout; a true answer skips the default metrics"
+        None, "Function that logs a rollout; returning true skips the default metrics"
     )
     custom_eval_rollout_log_function_path: str | None = setting(
-        None, "logs an evaluation; a true answer skips the default metrics"
+        None, "Function that logs an evaluation; returning true skips the default metrics"
     )
     max_turns: int | None = setting(
-        None, "turns of a conversation at most: `args.max_turns` of the function that leads it", minimum=1
+        None, "Most turns of a conversation: `args.max_turns` of your generate function", minimum=1
     )
     data_source_path: str = setting(
-        DEFAULT_DATA_SOURCE, "class that gives the prompts, in place of the buffer's own: CLASS(args)", metavar="PATH"
+        DEFAULT_DATA_SOURCE, "Class that provides the prompts in place of the buffer's own: CLASS(args)", metavar="PATH"
     )
     load_forge_rollout_data: str | None = setting(
-        None, "samples to take in place of generated ones: a dump, {rollout_id} in it is replaced", metavar="PATH"
+        None, "Dump of samples to take in place of generated ones; {rollout_id} in the path is replaced", metavar="PATH"
     )
     save_debug_rollout_data: str | None = setting(
         None,
-        "file of the samples of each rollout and evaluation; {rollout_id} in the path is replaced, of an evaluation by "
-        "eval_N (python -m slime.rollout.recordings FILE prints it)",
+        "File to record the samples of each rollout and evaluation; {rollout_id} in the path is replaced, by "
+        "eval_N for an evaluation (python -m slime.rollout.recordings FILE prints it)",
         metavar="PATH",
     )
     rollout_prompt_wait_seconds: float = setting(
-        600.0, "how long a rollout waits for prompts when the buffer has none", above=0
+        600.0, "Seconds that a rollout waits for prompts when the buffer has none", above=0
     )
-    rollout_lease_seconds: float = setting(600.0, "how long a lease lasts without renewal", minimum=1)
+    rollout_lease_seconds: float = setting(600.0, "Seconds that a lease lasts without renewal", minimum=1)
 
     # Sampling.
-    rollout_temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by it", above=0)
+    rollout_temperature: float = setting(1.0, "Sampling temperature; the trainer divides logits by it", above=0)
     rollout_top_p: float = setting(
         1.0,
-        "Nucleus of tokens to sample from; training refuses other than 1, as its log-probs are over the whole "
-        "vocabulary",
+        "Top-p (nucleus) sampling; training requires 1, because the trainer's log-probs are over the whole vocabulary",
         above=0,
         maximum=1,
     )
-    rollout_top_k: int = setting(-1, "top-k; -1 is off", minimum=-1)
-    rollout_max_response_len: int = setting(1024, "new tokens a sample at most", minimum=1)
+    rollout_top_k: int = setting(-1, "Top-k sampling; -1 turns it off", minimum=-1)
+    rollout_max_response_len: int = setting(1024, "Most new tokens per sample", minimum=1)
     rollout_max_prompt_len: int | None = setting(
-        None, "reject longer prompts (tokens); default rollout_max_context_len - 1", minimum=1
+        None, "Longest prompt in tokens; longer ones are rejected (default: --rollout-max-context-len - 1)", minimum=1
     )
     rollout_max_context_len: int | None = setting(
-        None, "prompt and response tokens at most; default: the model's", minimum=2
+        None, "Most tokens of prompt and response together (default: the model's)", minimum=2
     )
-    rollout_stop: list[str] | None = setting(None, "stop strings")
-    rollout_stop_token_ids: list[int] | None = setting(None, "stop token ids", minimum=0)
-    rollout_skip_special_tokens: bool = setting(False, "leave special tokens out of the text of a response")
-    rollout_seed: int = setting(42, "seed of shuffling and of sampling")
-    deterministic: bool = setting(False, "fixed batches in index order and keyed sampling: same seed, same result")
+    rollout_stop: list[str] | None = setting(None, "Strings that end a response")
+    rollout_stop_token_ids: list[int] | None = setting(None, "Token ids that end a response", minimum=0)
+    rollout_skip_special_tokens: bool = setting(False, "Leave special tokens out of the text of a response")
+    rollout_seed: int = setting(42, "Seed of shuffling and sampling")
+    deterministic: bool = setting(
+        False, "Generate in index order, in fixed batches, with keyed sampling: the same seed gives the same samples"
+    )
 
     # Prompts to tokens.
     apply_chat_template: bool = setting(
-        False, "render text prompts as one user message; message lists always are rendered"
+        False, "Render text prompts as one user message; lists of messages are always rendered"
     )
-    apply_chat_template_kwargs: dict[str, Any] = setting(dict, "JSON arguments of the template", parse=json_object)
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        dict, "Arguments of the chat template, a JSON object", parse=json_object
+    )
 
     # Rewards.
-    rm_type: str | None = setting(None, "built-in reward; metadata.rm_type of a sample wins")
-    reward_key: str | None = setting(None, "key of a dict reward that is trained on")
+    rm_type: str | None = setting(
+        None,
+        "Built-in reward function (math, integer, remote_rm, ...); metadata.rm_type of a sample overrides it",
+    )
+    reward_key: str | None = setting(None, "Key of the reward to train on where rewards are dicts")
     group_rm: bool = setting(
         False,
-        "Score the samples of a group in one call; in evaluation only where the --custom-rm-path file has no "
-        "function for one sample",
+        "Score the samples of a group in one call; evaluation does so only if the --custom-rm-path file has "
+        "no function for one sample",
     )
-    rm_url: str | None = setting(None, "URL of remote_rm")
-    custom_rm_path: str | None = setting(None, "custom reward function")
+    rm_url: str | None = setting(None, "URL that --rm-type remote_rm posts to")
+    custom_rm_path: str | None = setting(None, "Your reward function, as module.attribute or file.py:function")
 
     # Evaluation; None falls back to the rollout's value.
-    eval_function_path: str | None = setting(None, "evaluation function; default rollout_function_path")
-    eval_reward_key: str | None = setting(None, "key of a dict reward in evaluation; default reward_key")
-    n_samples_per_eval_prompt: int = setting(1, "responses an evaluation prompt", minimum=1)
-    eval_temperature: float | None = setting(None, "0 is greedy", minimum=0)
-    eval_top_p: float | None = setting(
-        None, "Nucleus of tokens to sample from in evaluation (default: --rollout-top-p)", above=0, maximum=1
+    eval_function_path: str | None = setting(None, "Evaluation function (default: --rollout-function-path)")
+    eval_reward_key: str | None = setting(
+        None, "Key of the reward in evaluation where rewards are dicts (default: --reward-key)"
     )
-    eval_top_k: int | None = setting(None, "top-k; -1 is off", minimum=-1)
-    eval_max_response_len: int | None = setting(None, "new tokens a sample at most", minimum=1)
-    eval_max_prompt_len: int | None = setting(None, "leave longer evaluation prompts out (tokens)", minimum=1)
-    eval_max_context_len: int | None = setting(None, "prompt and response tokens at most", minimum=2)
-    eval_min_new_tokens: int | None = setting(None, "no end of sequence before this many tokens", minimum=0)
+    n_samples_per_eval_prompt: int = setting(1, "Samples generated per prompt of an evaluation set", minimum=1)
+    eval_temperature: float | None = setting(
+        None, "Sampling temperature of evaluation; 0 is greedy (default: --rollout-temperature)", minimum=0
+    )
+    eval_top_p: float | None = setting(
+        None, "Top-p (nucleus) sampling of evaluation (default: --rollout-top-p)", above=0, maximum=1
+    )
+    eval_top_k: int | None = setting(
+        None, "Top-k sampling of evaluation; -1 turns it off (default: --rollout-top-k)", minimum=-1
+    )
+    eval_max_response_len: int | None = setting(
+        None, "Most new tokens per sample in evaluation (default: --rollout-max-response-len)", minimum=1
+    )
+    eval_max_prompt_len: int | None = setting(
+        None, "Longest evaluation prompt in tokens; longer ones are left out", minimum=1
+    )
+    eval_max_context_len: int | None = setting(
+        None,
+        "Most tokens of prompt and response together in evaluation (default: --rollout-max-context-len)",
+        minimum=2,
+    )
+    eval_min_new_tokens: int | None = setting(
+        None, "Fewest new tokens per sample in evaluation: the response cannot end before", minimum=0
+    )
     eval_overrides: dict[str, Any] = setting(
         dict, "what single evaluation sets do otherwise, by their names: {NAME: {temperature: 0}}", flag=False
     )
-    log_passrate: bool = setting(False, "log pass@k for k = 1, 2, 4, ... in rollout and evaluation")
+    log_passrate: bool = setting(False, "Log pass@k for k = 1, 2, 4, ... in rollouts and evaluation")
 
     # Engines.
     rollout_external_engine_addrs: list[str] | None = setting(
-        None, "host:port of engines that run already", metavar="HOST:PORT"
+        None, "Addresses of engines that already run, as HOST:PORT", metavar="HOST:PORT"
     )
     rollout_engine_api_key_file: str | None = setting(
-        None, "file with the API key of the engines at --rollout-external-engine-addrs", metavar="FILE"
+        None, "File with the API key of the engines at --rollout-external-engine-addrs", metavar="FILE"
     )
     rollout_engine: str = setting(
         "auto",
-        "what generates: sglang, or embedded (transformers, also on a CPU); auto: sglang where there is a GPU for it",
+        "Engine to start: sglang, embedded (transformers, also on a CPU), or auto: sglang where there is a GPU for it",
         choices=("auto", "sglang", "embedded"),
     )
     rollout_engine_host: str = setting(
-        "127.0.0.1", "address that the engines listen on (default: on a cluster of several nodes, that of their node)"
+        "127.0.0.1",
+        "Address that the engines listen on; on a cluster of several nodes, that of their node unless given",
     )
     rollout_num_gpus: int | None = setting(
-        None, "GPUs for generation (default: all that are visible); 0: the engines are somewhere else", minimum=0
+        None,
+        "GPUs for generation (default: all visible; of `slime train`: one, or with --colocate the trainer's); 0: "
+        "engines run elsewhere, see --rollout-external-engine-addrs",
+        minimum=0,
     )
-    rollout_num_gpus_per_engine: int = setting(
-        1, "GPUs that one SGLang engine is spread over", minimum=1, aliases=("sglang-tp-size",)
-    )
+    rollout_num_gpus_per_engine: int = setting(1, "GPUs per SGLang engine", minimum=1, aliases=("sglang-tp-size",))
     sglang_args: dict[str, Any] = setting(dict, "flags of SGLang's server by name", flag=False)
-    colocate: bool = setting(False, "trainer and engines share GPUs; changes nothing where there is no GPU")
+    colocate: bool = setting(False, "Let trainer and engines share GPUs; has no effect without GPUs")
     offload_rollout: bool | None = setting(
-        None, "engines give their GPU memory back while the trainer works (default: with --colocate)"
+        None, "Free the engines' GPU memory while the trainer works (default: on with --colocate)"
     )
-    rollout_num_engines: int = setting(1, "embedded engines to start where no external address is given", minimum=1)
+    rollout_num_engines: int = setting(1, "Number of embedded engines to start", minimum=1)
     rollout_engine_dtype: str = setting(
         "auto",
-        "weights of an embedded engine; auto: as in config.json",
+        "Data type of an embedded engine's weights; auto: as in config.json",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     rollout_engine_device: str = setting(
-        "auto", "where an embedded engine runs; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+        "auto", "Device of an embedded engine; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
     rollout_engine_threads: int | None = setting(
-        None, "CPU threads of an embedded engine; default: all cores", minimum=1
+        None, "CPU threads of an embedded engine (default: all cores)", minimum=1
     )
     rollout_engine_max_running_requests: int = setting(
-        256, "sequences that an embedded engine decodes together", minimum=1
+        256, "Most sequences that an embedded engine decodes together", minimum=1
     )
-    rollout_engine_start_seconds: float = setting(300.0, "how long the engines may take to start", above=0)
-    sglang_server_concurrency: int = setting(512, "samples in flight an engine", minimum=1)
-    sglang_router_request_timeout_secs: int = setting(14400, "how long one generation request may take", minimum=1)
-    rollout_health_check_interval: float = setting(30.0, "seconds between health probes of an engine", above=0)
-    rollout_health_check_timeout: float = setting(30.0, "seconds before a probe counts as failed", above=0)
-    rollout_health_check_first_wait: float = setting(0.0, "seconds before the first probe", minimum=0)
+    rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
+    sglang_server_concurrency: int = setting(512, "Most samples in flight per engine", minimum=1)
+    sglang_router_request_timeout_secs: int = setting(14400, "Seconds that one generation request may take", minimum=1)
+    rollout_health_check_interval: float = setting(30.0, "Seconds between health probes of an engine", above=0)
+    rollout_health_check_timeout: float = setting(30.0, "Seconds until a health probe counts as failed", above=0)
+    rollout_health_check_first_wait: float = setting(0.0, "Seconds before the first health probe", minimum=0)
     rollout_weight_update_wait_seconds: float = setting(
-        600.0, "how long a weight update waits for running requests", above=0
+        600.0, "Seconds that a weight update waits for running requests", above=0
     )
 
     def __post_init__(self) -> None:

@@ -15,35 +15,36 @@ class DebugSettings:
     """Debugging of the trainer."""
 
     use_pytorch_profiler: bool = setting(
-        False, "trace some rollouts' training with torch's profiler; see --profile-target", aliases=("profile",)
+        False, "Trace the training of some rollouts with torch's profiler; see --profile-target", aliases=("profile",)
     )
     profile_target: list[str] = setting(
         lambda: ["train_overall"],
-        "what is traced, one or several: a rollout's whole training, its updates, its log-probs; a file of each",
+        "Parts to trace, one file each: a rollout's whole training, its updates, its log-probs",
         choices=PROFILE_TARGETS,
     )
-    profile_step_start: int = setting(0, "first rollout that is traced, counted from 0", minimum=0)
+    profile_step_start: int = setting(0, "First rollout that is traced, counted from 0", minimum=0)
     profile_step_end: int | None = setting(
-        None, "rollout before which tracing ends (default: the one after --profile-step-start)", minimum=1
+        None, "Rollout before which tracing ends (default: the one after --profile-step-start)", minimum=1
     )
     profile_dir: str | None = setting(
-        None, "directory of the traces (default: profiles below --output-dir)", metavar="DIR"
+        None, "Directory of the traces (default: profiles below --output-dir)", metavar="DIR"
     )
-    record_memory_history: bool = setting(False, "record where memory is allocated; see --memory-recorder")
+    record_memory_history: bool = setting(False, "Record memory allocations; see --memory-recorder")
     memory_recorder: str = setting(
         "torch",
-        "what records: torch, the GPU memory, for pytorch.org/memory_viz; memray, the process memory (needs memray)",
+        "Recorder of memory: torch records GPU memory, for pytorch.org/memory_viz; memray records process "
+        "memory (requires memray)",
         choices=("torch", "memray"),
     )
     memory_snapshot_dir: str | None = setting(
-        None, "directory of memory records (default: memory below --output-dir)", metavar="DIR"
+        None, "Directory of memory records (default: memory below --output-dir)", metavar="DIR"
     )
     memory_snapshot_num_steps: int | None = setting(
-        None, "rollouts after which the record is written and ends (default: when the trainer stops)", minimum=1
+        None, "Rollouts after which the memory record is written and ends (default: when the trainer stops)", minimum=1
     )
     save_debug_train_data: str | None = setting(
         None,
-        "file of what each rollout trains on, safetensors; {rollout_id} and {rank} in the path are replaced",
+        "safetensors file for what each rollout trains on; {rollout_id} and {rank} in the path are replaced",
         metavar="PATH",
     )
 

@@ -24,21 +24,25 @@ UNTOLD = ("train_env_vars",)
 class WandbSettings:
     """Weights & Biases."""
 
-    use_wandb: bool = setting(False, "send metrics to Weights & Biases (needs the package wandb)")
+    use_wandb: bool = setting(False, "Send metrics to Weights & Biases (requires the package wandb)")
     wandb_mode: str | None = setting(
-        None, "whether they are sent (default: online)", choices=("online", "offline", "disabled")
+        None,
+        "Mode of Weights & Biases: send metrics, keep them in files, or do nothing (default: online)",
+        choices=("online", "offline", "disabled"),
     )
-    wandb_dir: str | None = setting(None, "where its files go (default: --output-dir)", metavar="DIR")
-    wandb_host: str | None = setting(None, "address of the server, http://... (default: theirs)", metavar="URL")
-    wandb_team: str | None = setting(None, "entity that the run belongs to", metavar="NAME")
-    wandb_group: str | None = setting(None, "group of runs, and the beginning of the run's name", metavar="NAME")
-    wandb_project: str | None = setting(None, "project", metavar="NAME")
-    wandb_run_id: str | None = setting(None, "id of the run; one that exists is gone on with", metavar="ID")
+    wandb_dir: str | None = setting(None, "Directory of W&B's files (default: --output-dir)", metavar="DIR")
+    wandb_host: str | None = setting(None, "URL of the W&B server, http://... (default: W&B's own)", metavar="URL")
+    wandb_team: str | None = setting(None, "W&B entity that the run belongs to", metavar="NAME")
+    wandb_group: str | None = setting(None, "W&B group of the run, and the beginning of the run's name", metavar="NAME")
+    wandb_project: str | None = setting(None, "W&B project of the run", metavar="NAME")
+    wandb_run_id: str | None = setting(
+        None, "W&B id of the run; a run with this id is resumed if it exists", metavar="ID"
+    )
     wandb_random_suffix: bool = setting(
         True,
-        "Add random letters to the run's name",
+        "Add random letters to the run's W&B name",
         off_flag="disable-wandb-random-suffix",
-        off_help="Leave the run's name as it is, without random letters behind it",
+        off_help="Leave the run's W&B name without random letters at its end",
     )
 
 
