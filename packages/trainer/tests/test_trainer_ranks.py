@@ -74,8 +74,8 @@ def test_one_rank_resumes_what_two_saved(two_ranks: Path, model: str, reference_
 
 def test_an_error_on_one_rank_is_an_error_on_all(two_ranks: Path):
     first, second = (json.loads((two_ranks / f"errors-{rank}.json").read_text()) for rank in range(2))
-    assert second[0].startswith("InvalidField[tokens]: tokens: got 10")
-    assert first[0].startswith("InvalidField[tokens]: rank 1: InvalidField: tokens")
+    assert second[0].startswith("InvalidField[tokens[0]]: tokens[0]: got 10")
+    assert first[0].startswith("InvalidField[tokens[0]]: rank 1: InvalidField: tokens[0]")
     assert "below-a-file: Not a directory" in first[1]
     assert second[1].startswith("InvalidSetting: rank 0:")
     # Both are in step again.
