@@ -40,7 +40,7 @@ def expected(models: Path) -> Any:
             runner = Runner(settings)
             found = numbers(runner)
             gradients = {name: p.grad.clone() for name, p in runner.backend.policy.named_parameters()}
-            runner.backend.optimizer.zero_grad()
+            runner.backend._optimizer.clear_gradients()
             found["step"] = runner.run(0, make_samples(groups=4, size=4))
             known[key] = found, _unfused(gradients), _unfused(runner.weights())
         return known[key]
