@@ -86,3 +86,28 @@ def test_a_group_of_too_many_samples_is_refused_at_once(connected):
     removed = Sample(group_index=0, index=0, rollout_id=0, status=Sample.Status.FAILED, remove_sample=True)
     with pytest.raises(InvalidField, match="at most 16384 samples"):
         client.complete_group(lease.token, [removed] * 16385)
+
+
+@pytest.mark.parametrize(
+    ("key", "reward", "message"),
+    [
+        (None, {"score": 1.0}, r"samples\[0\]\.reward: .*--reward-key"),
+        ("score", {"other": 1.0}, r"samples\[0\]\.reward\.score: got None, expected a number"),
+        ("score", {"score": "high"}, r"samples\[0\]\.reward\.score: got high, expected a number"),
+        ("score", {"score": True}, r"samples\[0\]\.reward\.score: got True, expected a number"),
+        ("score", {"score": 1, "note": "x"}, None),
+        ("score", 1.0, None),
+        (None, 1.0, None),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused_where_the_trainer_needs_one(connected, key, reward, message):
+    client = connected(scalar_rewards=True, reward_key=key)
+    client.add_prompts(["p"])
+    (lease,) = client.lease_groups(1)
+    (sample,) = finish(lease.group.samples)
+    sample.reward = reward
+    if message is None:
+        client.complete_group(lease.token, [sample])
+    else:
+        with pytest.raises(InvalidField, match=message):
+            client.complete_group(lease.token, [sample])

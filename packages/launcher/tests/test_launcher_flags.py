@@ -57,6 +57,13 @@ def test_one_flag_reaches_every_package_that_has_the_setting(base: list[str]) ->
     assert config.flat["n_samples_per_prompt"] == 8 and config.flat["num_rollout"] == 4
 
 
+def test_the_buffer_refuses_rewards_that_the_trainer_could_not_train_on(base: list[str]) -> None:
+    plain = flags.parse([*base, "--reward-key", "score"]).buffer
+    assert (plain.scalar_rewards, plain.reward_key, plain.allow_missing_rewards) == (True, "score", False)
+    own = flags.parse([*base, "--allow-missing-rewards"]).buffer
+    assert (own.scalar_rewards, own.allow_missing_rewards) == (False, True)
+
+
 def test_packages_agree_on_shared_settings() -> None:
     by_name: dict[str, list[Flag]] = {}
     for package, cls in SETTINGS.items():
@@ -302,3 +309,13 @@ def test_training_on_a_nucleus_is_refused_and_evaluating_on_one_is_not(base: lis
             flags.parse(nucleus, check=check)
     flags.parse([*nucleus, "--debug-rollout-only"])
     assert flags.parse([*base, "--eval-top-p", "0.8"]).rollout.eval_top_p == 0.8
+
+
+@pytest.mark.parametrize("target", ["link", "nothing"])
+def test_an_output_directory_that_is_a_link_to_nowhere_is_refused_by_name(
+    base: list[str], tmp_path: Path, target: str
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(InvalidSetting, match=f"--output-dir {link}: .* is a link that leads nowhere"):
+        flags.parse([*base, "--output-dir", str(link)])

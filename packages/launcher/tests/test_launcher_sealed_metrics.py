@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,3 +85,17 @@ def test_a_rollout_that_ended_before_it_could_tell_has_the_columns_of_one_that_t
     groups = [group(0, [0.0, 1.0], [1, 2], ["0"])]
     told = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0}
     assert sealed_metrics(sealed(groups), default) == sealed_metrics(sealed(groups, metrics=told), default)
+
+
+@pytest.mark.parametrize("raw", ["high", None, math.nan, {"a": 1}])
+def test_what_a_client_calls_the_raw_reward_breaks_no_metric(raw):
+    samples = group(0, [1.0, 0.0], [1, 1], [])
+    for sample in samples:
+        sample.metadata = {"raw_reward": raw}
+    assert sealed_metrics(sealed([samples]), ARGS)["rollout/raw_reward"] == 0.5
+
+
+def test_rewards_that_are_objects_without_a_number_are_left_out_of_the_metrics():
+    samples = group(0, [1.0, 0.0], [1, 1], [])
+    samples[0].reward = {"score": "high"}
+    assert sealed_metrics(sealed([samples]), ARGS)["rollout/raw_reward"] == 0.0

@@ -34,6 +34,7 @@ from slime.buffer.store.base import Group, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.sqlite import SqliteStore
 from slime.buffer.strays import set_strays_aside
+from slime.buffer.validation import RewardRule
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
 from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound
@@ -84,7 +85,9 @@ class Buffer:
                     wake=self.waits.wake,
                     on_damage=lambda group, error: self.quarantine.damaged(group, error),
                     default_seconds=settings.lease_seconds,
-                    reward_required=not settings.allow_missing_rewards,
+                    rewards=RewardRule(
+                        not settings.allow_missing_rewards, settings.scalar_rewards, settings.reward_key
+                    ),
                     buffer_filter=buffer_filter,
                     clock=clock,
                 )

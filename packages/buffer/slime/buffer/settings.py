@@ -88,6 +88,12 @@ class BufferSettings:
         False,
         "Accept finished samples without a reward, for supervised losses and for rewards that the trainer computes",
     )
+    scalar_rewards: bool = setting(
+        False,
+        "Refuse finished samples whose reward is a dict without a number at --reward-key (on in `slime train`, unless "
+        "rewards may be missing)",
+    )
+    reward_key: str | None = setting(None, "Key of the reward to train on where rewards are dicts")
     release_committed: bool = setting(
         False, "Delete the samples of a step once it is committed; without it they can be read back after the run"
     )

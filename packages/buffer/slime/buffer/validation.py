@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime.buffer.store.base import Group
 from slime.types import Sample
@@ -22,8 +23,21 @@ from slime.v1 import sample_pb2
 MAX_SAMPLES = 16384
 
 
+@dataclass(frozen=True)
+class RewardRule:
+    """Rewards that the buffer takes: whether each finished sample needs one, and whether it, or its entry `key`, has to
+    be a number."""
+
+    required: bool = True
+    scalar: bool = False
+    key: str | None = None
+
+
+ANY_REWARD = RewardRule()
+
+
 def check_samples(
-    group: Group, messages: Sequence[sample_pb2.Sample], *, finished: bool, reward_required: bool = True
+    group: Group, messages: Sequence[sample_pb2.Sample], *, finished: bool, rewards: RewardRule = ANY_REWARD
 ) -> list[Sample]:
     """The decoded samples. Raises InvalidField naming the sample, the field, the position in it and the value.
 
@@ -42,8 +56,9 @@ def check_samples(
         validate_wire_types(message)
         sample = sample_from_proto(message, copy=False)
         if finished:
-            validate_finished(sample, reward_required=reward_required)
+            validate_finished(sample, reward_required=rewards.required)
             _drop_useless_reward(message, sample)
+            _check_scalar_reward(sample, rewards)
         else:
             validate_sample(sample)
         samples.append(sample)
@@ -59,6 +74,17 @@ def _drop_useless_reward(message: sample_pb2.Sample, sample: Sample) -> None:
         message.ClearField("reward_json")
         sample.reward = None
         message.remove_sample = sample.remove_sample = True
+
+
+def _check_scalar_reward(sample: Sample, rule: RewardRule) -> None:
+    reward = sample.reward
+    if not rule.scalar or not isinstance(reward, dict):
+        return
+    if rule.key is None:
+        raise InvalidField("reward", reward, "a number, or --reward-key to say which key of the reward is trained on")
+    value = reward.get(rule.key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidField(f"reward.{rule.key}", value, "a number, as --reward-key names it")
 
 
 def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:

@@ -190,6 +190,9 @@ def _assemble(
     ):
         # These need no reward of a sample, or make their own.
         parts["buffer"] = dataclasses.replace(parts["buffer"], allow_missing_rewards=True)
+    elif not parts["buffer"].allow_missing_rewards:
+        # Found out at the seal of a step, a reward that is no number would end the run.
+        parts["buffer"] = dataclasses.replace(parts["buffer"], scalar_rewards=True)
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})
@@ -204,7 +207,8 @@ def _assemble(
 def _name_run(values: dict[str, Any]) -> None:
     output_dir = values.get("output_dir")
     if not values.get("run_name"):
-        name = Path(output_dir).resolve().name if isinstance(output_dir, str) else ""
+        # Unlike Path.resolve, says nothing of a loop of links: the check of the directory does.
+        name = Path(os.path.realpath(output_dir)).name if isinstance(output_dir, str) else ""
         values["run_name"] = name or f"{datetime.now():%Y%m%d-%H%M%S}"
     if not output_dir:
         if Path(str(values["run_name"])).name != values["run_name"]:

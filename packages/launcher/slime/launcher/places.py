@@ -93,8 +93,9 @@ def _check(flag: str, value: str, path: Path) -> None:
                 break
             path = path.parent
     if not path.is_dir():
+        kind = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
         raise InvalidSetting(
-            f"{flag} {value}: {path} is a file, expected a directory", field=flag, value=value, expected="a directory"
+            f"{flag} {value}: {path} is {kind}, expected a directory", field=flag, value=value, expected="a directory"
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise InvalidSetting(

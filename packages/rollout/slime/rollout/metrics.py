@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -121,13 +123,26 @@ def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
     values: dict[Any, float] = {}
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
-        raw = sample.metadata.get("raw_reward")
-        if raw is None and sample.reward is None:
-            # What failed before it could be scored tells nothing of the others. Where a reward has to be, for what is
-            # trained on, the trainer misses it, and says of which sample.
-            continue
-        values.setdefault(key, float(sample.get_reward_value(args) if raw is None else raw))
+        # Metadata is whatever a client says.
+        for value in (sample.metadata.get("raw_reward"), _reward(sample, args)):
+            if _is_number(value):
+                values.setdefault(key, float(value))
     return list(values.values())
+
+
+def _reward(sample: Sample, args: Any) -> Any:
+    """The reward, or its entry `args.reward_key`; None where there is none.
+
+    What failed before it was scored tells nothing of the others. Of what is trained on, the buffer or the trainer
+    misses the reward, and says of which sample.
+    """
+    if isinstance(sample.reward, dict):
+        return sample.reward.get(args.reward_key)
+    return sample.reward
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, np.bool_)) and math.isfinite(value)
 
 
 def _share(flags: Iterable[bool]) -> float:
