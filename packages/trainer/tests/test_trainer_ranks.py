@@ -82,6 +82,12 @@ def test_an_error_on_one_rank_is_an_error_on_all(two_ranks: Path):
     assert first[2] == second[2]
 
 
+def test_lost_samples_on_one_rank_are_that_error_on_all(two_ranks: Path):
+    first, second = (json.loads((two_ranks / f"errors-{rank}.json").read_text()) for rank in range(2))
+    assert second[3] == "DataLoss: its samples are damaged"
+    assert first[3] == "DataLoss: rank 1: DataLoss: its samples are damaged"
+
+
 def test_gradients_of_two_ranks_are_those_of_one(two_ranks: Path, model: str):
     in_a_group = torch.distributed.is_initialized()
     norm = json.loads((two_ranks / "errors-0.json").read_text())[2]

@@ -14,7 +14,7 @@ from slime.trainer.collective import Ranks
 from slime.trainer.device_memory import PARTS, DeviceMemory
 from slime.trainer.old_policies import OldPolicies
 from slime.trainer.trainer import pick_device
-from slime.types.errors import InvalidField, SlimeError
+from slime.types.errors import DataLoss, InvalidField, NotFound, SlimeError
 
 CASES = {
     "grpo": {"num_steps_per_rollout": 2},
@@ -91,7 +91,12 @@ def fail(ranks: Ranks, directory: Path, model: str) -> None:
     state = checkpoint.TrainerState()
     errors.append(_caught(lambda: checkpoint.save_checkpoint(target, runner.backend, ranks, state, Path(model))))
     errors.append(f"{runner.run(0)['train/grad_norm']:.6f}")
+    errors.append(_caught(lambda: ranks.together(lambda: _lose(ranks.rank))))
     (directory / f"errors-{ranks.rank}.json").write_text(json.dumps(errors))
+
+
+def _lose(rank: int) -> None:
+    raise DataLoss("its samples are damaged") if rank == 1 else NotFound("the step is not sealed any more")
 
 
 def _caught(work) -> str:

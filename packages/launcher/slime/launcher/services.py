@@ -29,12 +29,13 @@ from slime.launcher.places import saved_below
 from slime.launcher.replay import Replay
 from slime.launcher.signals import uninterrupted
 from slime.launcher.supervise import Process, Supervisor
+from slime.launcher.untrained import UntrainedSteps
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
-from slime.types.errors import InvalidSetting
+from slime.types.errors import DataLoss, InvalidSetting
 from slime.types.rpc import RpcSettings
 
 # Beyond what the engines may take to start: loading the service itself.
@@ -61,6 +62,7 @@ class Services:
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
+        self._engines_offloaded = False
         # What a person should know of how the run begins.
         self.notes: list[str] = []
         self._settings = config.launcher
@@ -258,8 +260,10 @@ class Services:
             self.rollout.writer = writer
         # What an earlier start of this run left behind (--buffer-dir) is trained on before anything new is generated.
         stats = self.buffer.stats()
-        self._sealed_steps = {group.step for group in self.buffer.list_groups(states=["sealed"])}
+        sealed = self.buffer.list_groups(states=["sealed"])
+        self._sealed_steps = {group.step for group in sealed if group.step is not None}
         self._spare_groups = stats.groups.get("completed", 0)
+        self._untrained = UntrainedSteps(self, self._sealed_steps)
 
     @property
     def num_rollout(self) -> int:
@@ -287,17 +291,25 @@ class Services:
         """Generates and completes the groups of one rollout, less those that an earlier start of the run completed."""
         if self._replay is not None:
             return self._load(self._replay, rollout_id)
-        assert self.rollout is not None, "a run without engines replays"
-        wanted, rollout = self.config.rollout.rollout_batch_size, self.rollout
+        with self._untrained.changing():
+            metrics = self._generate_missing(rollout_id)
+            self._untrained.generated(rollout_id)
+        return metrics
+
+    def _generate_missing(self, rollout_id: int) -> Metrics:
+        wanted = self.config.rollout.rollout_batch_size
         spare = wanted if rollout_id in self._sealed_steps else min(wanted, self._spare_groups)
         if rollout_id not in self._sealed_steps:
             self._spare_groups -= spare
-        if spare == wanted:
-            return {}
+        return {} if spare == wanted else self._generate(rollout_id, wanted - spare)
+
+    def _generate(self, rollout_id: int, num_groups: int) -> Metrics:
+        rollout = self.rollout
+        assert rollout is not None, "a run without engines replays"
         result = self._supervisor.call(
             lambda: rollout.generate(
                 rollout_id,
-                wanted - spare,
+                num_groups,
                 timeout=self._settings.rollout_timeout_seconds,
                 on_progress=lambda done, total: self.progress("generating", done, total),
             )
@@ -318,19 +330,27 @@ class Services:
         rollout/trained_tokens  response tokens that count in the loss
         rollout/staleness       versions of the weights from a sample's oldest token to the trainer, mean and /max
         """
-        wait, groups = self.config.trainer.step_wait_seconds, self._groups_of(step)
-        sealed = self._supervisor.call(
-            lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated)
-        )
+
+        def seal() -> tuple[SealedStep, list[Sample]]:
+            sealed = self._seal(step, generated)
+            return sealed, self._shown(step, sealed)
+
+        sealed, shown = seal() if self._replay is not None else self._untrained.seal(step, seal)
+        return self._metrics_of(step, sealed), shown
+
+    def _seal(self, step: int, generated: Metrics) -> SealedStep:
+        wait, groups = self.config.trainer.step_wait_seconds, self.groups_of(step)
+        return self._supervisor.call(lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated))
+
+    def _metrics_of(self, step: int, sealed: SealedStep) -> Metrics:
         metrics = sealed_metrics(sealed, self._args)
         metrics["rollout/trained_tokens"] = float(sum(s.loss_mask_sum for s in sealed if not s.remove_sample))
-        shown = self._shown(step, sealed)
         oldest = [summary.oldest_weight_version for summary in sealed if summary.oldest_weight_version >= 0]
         if not oldest or self.rollout is None or not self.trainers:
-            return metrics, shown
+            return metrics
         metrics["rollout/staleness"] = step - sum(oldest) / len(oldest)
         metrics["rollout/staleness/max"] = float(step - min(oldest))
-        return metrics, shown
+        return metrics
 
     def _shown(self, step: int, sealed: SealedStep) -> list[Sample]:
         """Samples for people to look at: the first of the first groups."""
@@ -342,20 +362,66 @@ class Services:
                 positions.append(position)
         return self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
 
-    def _groups_of(self, step: int) -> int:
+    def groups_of(self, step: int) -> int:
         return self._groups.get(step, self.config.rollout.rollout_batch_size)
 
     def train_step(self, step: int) -> Metrics:
-        """Trains every rank on the groups of one rollout; without a trainer, the buffer is told to forget them."""
+        """Trains every rank on the groups of one rollout; without a trainer, the buffer is told to forget them.
+
+        Groups whose samples are damaged are replaced first, and then the metrics are of those trained on, with
+
+        train/data_loss_retries  how often the step had to be sealed again
+        """
         if not self.trainers:
             self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
             self._supervisor.call(lambda: self.buffer.commit_steps(step))
             return {}
+        if self._replay is not None:
+            return self._train(step)
+        retries = self._untrained.retries
+
+        def train() -> Metrics:
+            if step not in retries:
+                return self._train(step)
+            metrics = self._metrics_of(step, self._seal(step, {}))
+            return metrics | self._train(step) | {"train/data_loss_retries": float(retries[step])}
+
+        return self._untrained.train(step, train)
+
+    def _train(self, step: int) -> Metrics:
         self.progress("training", 0, 0)
-        groups = self._groups_of(step)
-        return self._on_every_rank(
-            lambda trainer: trainer.train_step(step, groups, timeout=self._settings.train_timeout_seconds)
-        )
+        groups, timeout = self.groups_of(step), self._settings.train_timeout_seconds
+
+        def train(trainer: TrainerClient) -> Metrics | DataLoss:
+            # Returned, so that no rank is asked again before the others have answered.
+            try:
+                return trainer.train_step(step, groups, timeout=timeout)
+            except DataLoss as error:
+                return error
+
+        result = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])[0]
+        if isinstance(result, DataLoss):
+            raise result
+        return result
+
+    def groups_at_hand(self) -> int:
+        """Groups that are complete and not trained on, less those of an earlier start that no rollout has yet."""
+        groups = self._supervisor.call(self.buffer.stats).groups
+        return groups.get("completed", 0) + groups.get("sealed", 0) - self._spare_groups
+
+    def generate_more(self, step: int, num_groups: int) -> None:
+        """Generates groups in place of damaged ones, while the trainer waits for `step`."""
+        offloaded = self._engines_offloaded
+        if offloaded:
+            self.onload()
+            self.update_weights(step)
+        self._generate(step, num_groups)
+        if offloaded:
+            self.offload()
+
+    def seal_again(self, step: int) -> None:
+        """Seals a step that the buffer may have unsealed."""
+        self._seal(step, {})
 
     def offload(self) -> Metrics:
         """Has the engines give their GPU memory to the trainer, where the run is told to."""
@@ -363,6 +429,7 @@ class Services:
         if not self.placement.offloads or rollout is None or not self.trainers:
             return {}
         self.progress("offloading the engines", 0, 0)
+        self._engines_offloaded = True
         deadline = self._settings.update_timeout_seconds
         return self._timed("perf/offload_time", lambda: rollout.offload(timeout=deadline))
 
@@ -372,6 +439,7 @@ class Services:
         if not self.placement.offloads or rollout is None or not self.trainers:
             return {}
         self.progress("onloading the engines", 0, 0)
+        self._engines_offloaded = False
         deadline = self._settings.update_timeout_seconds
         return self._timed("perf/onload_time", lambda: rollout.onload(["weights"], timeout=deadline))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.trainer.stores import meeting_store
-from slime.types.errors import InvalidSetting, RemoteError, SlimeError, error_classes
+from slime.types.errors import DataLoss, InvalidSetting, RemoteError, SlimeError, error_classes
 
 T = TypeVar("T")
 
@@ -84,7 +84,8 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> T:
         """`work()` on this rank, unless it failed on any: then every rank raises, the others naming the failed one.
 
-        For work without collective calls inside, before the ranks start such calls.
+        A DataLoss of one rank is one on all. For work without collective calls inside, before the ranks start such
+        calls.
         """
         result, error = None, None
         try:
@@ -92,6 +93,10 @@ class Ranks:
         except Exception as failure:  # kept until the other ranks know
             error = failure
         failures = self.gather(_described(error))
+        # Where samples are lost on one rank the others may not find the step any more: a caller acts on the loss.
+        lost = next((rank for rank, fields in enumerate(failures) if fields.get("type") == DataLoss.__name__), None)
+        if lost is not None and lost != self.rank:
+            raise _rebuilt(lost, failures[lost]) from error
         if error is not None:
             raise error
         for rank, fields in enumerate(failures):

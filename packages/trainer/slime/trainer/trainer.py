@@ -30,7 +30,7 @@ from slime.trainer.train_data import converted
 from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.updates import WeightUpdates
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
-from slime.types.errors import InvalidField, InvalidSetting, WrongState
+from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState
 from slime.types.plugins import load_plugin
 from slime.types.sample import Sample
 
@@ -140,7 +140,12 @@ class Trainer:
         planned = time.perf_counter()
         self._memory.need(*PARTS)
         there = time.perf_counter()
-        metrics = self._step.run(plan, read)
+        try:
+            metrics = self._step.run(plan, read)
+        except DataLoss:
+            # The step is asked for again with other samples, which the engines may need the memory to generate.
+            self._memory.release(TRAINING)
+            raise
         interval = self.settings.ref_update_interval
         if interval is not None and (step + 1) % interval == 0:
             self.backend.keep(REFERENCE)

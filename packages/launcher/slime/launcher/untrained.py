@@ -1,0 +1,96 @@
+"""Steps between their generation and their training, made whole where their samples turn out to be damaged."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from slime.types.errors import DataLoss, WrongState
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Files that go on being damaged are of a disk that fails.
+ATTEMPTS = 3
+
+
+class Making(Protocol):
+    """Calls of `Services`."""
+
+    def generate_more(self, step: int, num_groups: int) -> None: ...
+    def seal_again(self, step: int) -> None: ...
+    def groups_of(self, step: int) -> int: ...
+    def groups_at_hand(self) -> int: ...
+
+
+class UntrainedSteps:
+    """Thread-safe: a rollout may be generated beside the training.
+
+    The buffer sets damaged groups aside and unseals their step and all later ones. What these steps then lack is
+    generated, and they are sealed again, in order.
+    """
+
+    def __init__(self, making: Making, sealed: Iterable[int] = ()) -> None:
+        """making: groups_at_hand counts the groups that are complete and not trained on, less those that no step of
+        these has a claim to. sealed: steps that an earlier start of the run sealed."""
+        self._making = making
+        self._generated = set(sealed)
+        self._sealed: set[int] = set()
+        self._lock = threading.RLock()
+        self.retries: dict[int, int] = {}
+
+    def changing(self) -> AbstractContextManager[object]:
+        """To be held while groups of a step are generated."""
+        return self._lock
+
+    def generated(self, step: int) -> None:
+        self._generated.add(step)
+
+    def seal(self, step: int, work: Callable[[], T]) -> T:
+        """`work()`, which seals `step` and reads of it."""
+        with self._lock:
+            try:
+                result = self._until_whole(step, work)
+            except WrongState:
+                # One before it was found to be damaged when it was trained on.
+                if not self._sealed:
+                    raise
+                self._mend(min(self._sealed))
+                result = self._until_whole(step, work)
+            self._sealed.add(step)
+        return result
+
+    def train(self, step: int, work: Callable[[], T]) -> T:
+        """`work()`, which trains on `step`."""
+        result = self._until_whole(step, work)
+        with self._lock:
+            self._generated.discard(step)
+            self._sealed.discard(step)
+            self.retries.pop(step, None)
+        return result
+
+    def _until_whole(self, step: int, work: Callable[[], T]) -> T:
+        while True:
+            try:
+                return work()
+            except DataLoss as error:
+                tried = self.retries[step] = self.retries.get(step, 0) + 1
+                if tried > ATTEMPTS:
+                    raise
+                log.warning("step %d is made whole, try %d of %d: %s", step, tried, ATTEMPTS, error)
+                self._mend(step)
+
+    def _mend(self, first: int) -> None:
+        """Makes `first` and the steps after it whole."""
+        with self._lock:
+            making = self._making
+            wanted = sum(making.groups_of(step) for step in self._generated if step >= first)
+            lacking = wanted - making.groups_at_hand()
+            if lacking > 0:
+                log.warning("generating %d groups in place of damaged ones", lacking)
+                making.generate_more(first, lacking)
+            for step in sorted(step for step in self._sealed if step >= first):
+                making.seal_again(step)
