@@ -302,13 +302,18 @@ def test_a_flag_that_turns_something_off_says_what_it_does(capsys: pytest.Captur
     assert "--disable-rewards-normalization Keep rewards as they are" in told
 
 
-def test_training_on_a_nucleus_is_refused_and_evaluating_on_one_is_not(base: list[str]) -> None:
-    nucleus = [*base, "--rollout-top-p", "0.8"]
+@pytest.mark.parametrize("name, value, off", [("top-p", 0.8, 1), ("top-k", 20, -1)])
+def test_training_on_a_part_of_the_vocabulary_is_refused_and_evaluating_on_one_is_not(
+    base: list[str], name: str, value: float, off: int
+) -> None:
+    partial = [*base, f"--rollout-{name}", str(value)]
+    refusal = f"--rollout-{name} {value} is not supported for training: .*whole vocabulary.*use --rollout-{name} {off} "
     for check in (True, False):
-        with pytest.raises(NotAvailable, match="--rollout-top-p 0.8 is not supported for training: .*whole vocabulary"):
-            flags.parse(nucleus, check=check)
-    flags.parse([*nucleus, "--debug-rollout-only"])
-    assert flags.parse([*base, "--eval-top-p", "0.8"]).rollout.eval_top_p == 0.8
+        with pytest.raises(NotAvailable, match=refusal):
+            flags.parse(partial, check=check)
+    flags.parse([*partial, "--debug-rollout-only"])
+    rollout = flags.parse([*base, f"--eval-{name}", str(value)]).rollout
+    assert getattr(rollout, f"eval_{name.replace('-', '_')}") == value
 
 
 @pytest.mark.parametrize("target", ["link", "nothing"])

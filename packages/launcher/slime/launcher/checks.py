@@ -114,21 +114,26 @@ def check_run(args: Mapping[str, Any]) -> None:
         _contradicts_images("sglang_skip_tokenizer_init", True, "the engine's tokenizer, which makes tokens of images")
     check_wandb(args)
     check_on_policy(args)
-    _check_nucleus(args)
+    _check_whole_vocabulary(args)
     _check_pipeline_engines(args)
     _check_batch(args)
 
 
-def _check_nucleus(args: Mapping[str, Any]) -> None:
-    if args["rollout_top_p"] != 1 and args["num_rollout"] != 0 and not args["debug_rollout_only"]:
-        raise NotAvailable(
-            f"--rollout-top-p {args['rollout_top_p']:g} is not supported for training: tokens would be sampled from "
-            "the nucleus, and the trainer's log-probs are over the whole vocabulary, so its gradient would be that of "
-            "another policy; use --rollout-top-p 1 (--eval-top-p may be any)",
-            field="--rollout-top-p",
-            value=args["rollout_top_p"],
-            expected="1",
-        )
+def _check_whole_vocabulary(args: Mapping[str, Any]) -> None:
+    if args["num_rollout"] == 0 or args["debug_rollout_only"]:
+        return
+    for name, off, part in (("top_p", 1, "the nucleus"), ("top_k", -1, "the likeliest")):
+        value = args[f"rollout_{name}"]
+        if value != off:
+            flag = "--rollout-" + name.replace("_", "-")
+            raise NotAvailable(
+                f"{flag} {value:g} is not supported for training: tokens would be sampled from {part}, and the "
+                "trainer's log-probs are over the whole vocabulary, so its gradient would be that of another policy; "
+                f"use {flag} {off} ({flag.replace('rollout', 'eval')} may be any)",
+                field=flag,
+                value=value,
+                expected=str(off),
+            )
 
 
 def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:

@@ -84,7 +84,11 @@ class RolloutSettings:
         above=0,
         maximum=1,
     )
-    rollout_top_k: int = setting(-1, "Top-k sampling; -1 turns it off", minimum=-1)
+    rollout_top_k: int = setting(
+        -1,
+        "Top-k sampling; training requires -1 (off), because the trainer's log-probs are over the whole vocabulary",
+        minimum=-1,
+    )
     rollout_max_response_len: int = setting(1024, "Most new tokens per sample", minimum=1)
     rollout_max_prompt_len: int | None = setting(
         None, "Longest prompt in tokens; longer ones are rejected (default: --rollout-max-context-len - 1)", minimum=1
