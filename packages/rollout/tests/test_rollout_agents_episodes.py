@@ -190,6 +190,17 @@ def test_an_episode_of_two_turns_is_what_the_engine_generated(agent, make_run, t
     assert segments[0].metadata["task_metadata"]["question"] == "34"
 
 
+def test_a_response_ends_before_the_text_of_its_stop_token(agent, make_run):
+    run = make_run(agent, cumulative_token_mode=True)
+    tokenizer = run.state.tokenizer
+    # Whichever token comes last is one that ends a response.
+    run.state.stop_texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    (((*segments,),),), _ = run.train([{"task": "direct", "question": "34"}])
+    check_against_engine(run, segments)
+    for segment in segments:
+        assert segment.response + tokenizer.decode([segment.tokens[-1]]) == tokenizer.decode(list(response(segment)))
+
+
 def test_the_payload_is_that_of_the_protocol(agent, make_run, s3):
     import boto3
 

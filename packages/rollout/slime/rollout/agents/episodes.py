@@ -15,6 +15,7 @@ from slime.rollout.agents.merge import failed_sample, merge_turns
 from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.agents.transport import JSON, Transport, extract_reward
+from slime.rollout.generate.responses import trim
 from slime.rollout.generate.state import GenerateState
 from slime.types import Sample
 from slime.types.errors import ConfigError, SlimeError
@@ -94,6 +95,7 @@ class Episodes:
         segments = merge_turns(session.turns, origin, self._decode, self.state.args)
         key = getattr(self.state.args, "reward_key", None)
         for sample in segments:
+            trim(self.state, sample)
             sample.reward = {key: reward} if key else reward
         segments[0].non_generation_time = max(0.0, seconds - session.generation_seconds)
         return segments
