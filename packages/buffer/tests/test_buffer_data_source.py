@@ -94,6 +94,16 @@ class Prompts:
         return [f"p{i}" for i in range(count)]
 
 
+class PromptsAlone(RolloutDataSource):
+    """As the reference prints it."""
+
+    def __init__(self, dataset, args):
+        self.dataset, self.args = dataset, args
+
+    def get_samples(self, num_samples):
+        return [Sample(prompt=p) for p in self.dataset.sample(num_samples)]
+
+
 class BestFirst(RolloutDataSourceWithBuffer):
     """As the reference prints it: selects, and removes nothing."""
 
@@ -112,6 +122,19 @@ def test_the_flat_shape():
     best.add_samples([Sample(prompt=str(r), reward=r) for r in (1, 3, 2)])
     assert [s.prompt for s in best.get_samples(2)] == ["3", "2"]
     assert [s.prompt for s in best.get_samples(3)] == ["1", "p0", "p1"]
+
+
+def test_samples_made_of_prompts_alone_keep_the_labels_of_their_rows(write_jsonl):
+    rows = [{"input": "same", "label": 1}, {"input": "same", "label": 2, "metadata": {"level": 3}}]
+    path = write_jsonl(rows)
+    source = PromptsAlone.from_args(SimpleNamespace(prompt_data=path, label_key="label"))
+    for _ in range(2):
+        samples = source.get_samples(2)
+        source.dataset.fill_labels(samples)
+        assert [(s.label, s.metadata) for s in samples] == [(1, {}), (2, {"level": 3})]
+    mine = [Sample(prompt=source.dataset.sample(1)[0], label="mine"), Sample(prompt="other")]
+    source.dataset.fill_labels(mine)
+    assert [sample.label for sample in mine] == ["mine", None]
 
 
 def test_without_prompts():

@@ -91,6 +91,17 @@ def test_groups_are_the_classes_own_samples(path: str) -> None:
     assert buffer.rejected == [(1, "too_long"), (0, "returned to the data source")]
 
 
+def test_single_samples_have_the_labels_of_their_dataset_in_every_copy() -> None:
+    class Prompts:
+        def fill_labels(self, samples: list[Sample]) -> None:
+            for sample in samples:
+                sample.label = sample.prompt.upper()
+
+    given = SimpleNamespace(dataset=Prompts(), get_samples=lambda n: [Sample(prompt=p) for p in "ab"[:n]])
+    groups = OwnSource(given, "mine", SimpleNamespace()).take(2, 2)
+    assert [[sample.label for sample in group] for group in groups] == [["A", "A"], ["B", "B"]]
+
+
 def test_what_is_no_data_source_is_refused(path: str) -> None:
     with pytest.raises(PluginError, match="a NotOne has no get_samples"):
         OwnSource.open(f"{path}:NotOne", SimpleNamespace())

@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -244,17 +245,34 @@ def _read(args: Any) -> Dataset | None:
 
 
 class PromptSequence:
-    """What a source of the flat shape takes for its dataset: `sample(n)` gives the next n prompts, without labels."""
+    """What a source of the flat shape takes for its dataset: `sample(n)` gives the next n prompts, without labels.
+
+    Samples that a source makes of these prompts have the labels from `fill_labels`.
+    """
 
     def __init__(self, prompts: Dataset | None) -> None:
         self.prompts = prompts
         self._cursor = Cursor()
+        # By the identity of the prompt, which the dataset keeps: two rows may have equal ones.
+        self._given: dict[int, Prompt] = {}
 
     def sample(self, num_samples: int) -> list[Any]:
         if self.prompts is None:
             return [""] * num_samples
         taken, self._cursor = self.prompts.take(self._cursor, num_samples)
+        self._given.update((id(prompt.prompt), prompt) for prompt in taken)
         return [prompt.prompt for prompt in taken]
+
+    def fill_labels(self, samples: Iterable[Sample]) -> None:
+        """Gives samples of these very prompts the label and the metadata of their rows, where they have none."""
+        for sample in samples:
+            row = self._given.get(id(sample.prompt))
+            if row is None:
+                continue
+            if sample.label is None:
+                sample.label = copy.deepcopy(row.label)
+            if not sample.metadata:
+                sample.metadata = copy.deepcopy(row.metadata)
 
     def __len__(self) -> int:
         return len(self.prompts or ())

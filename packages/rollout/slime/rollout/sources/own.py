@@ -90,6 +90,10 @@ class OwnSource:
         groups = self.source.get_samples(count)
         if isinstance(groups, list) and groups and all(isinstance(sample, Sample) for sample in groups):
             self.flat = True
+            # Slime's own dataset for such sources gives prompts alone.
+            fill_labels = getattr(getattr(self.source, "dataset", None), "fill_labels", None)
+            if fill_labels is not None:
+                fill_labels(groups)
             groups = [[copy.deepcopy(sample) for _ in range(group_size)] for sample in groups]
         if not isinstance(groups, list) or len(groups) > count:
             got = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
