@@ -37,8 +37,8 @@ def test_serves_until_a_signal(write_jsonl, tmp_path, number):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "usage: slime-buffer serve"),
-        (["run"], "got 'run', expected serve"),
+        ([], "a command is required"),
+        (["run"], "unknown command 'run', expected serve"),
         (["serve", "--promt-data", "x"], "unknown flag --promt-data; did you mean --prompt-data?"),
         (["serve", "--n-samples-per-prompt", "0"], "--n-samples-per-prompt: got 0, expected at least 1"),
         (["serve", "--prompt-data", "none.jsonl"], "no such file: none.jsonl"),

@@ -194,7 +194,7 @@ def test_a_refused_flag_has_its_reason(flag: str) -> None:
 def test_another_backend_takes_no_flag_of_megatron() -> None:
     check_backend("megatron", {"tensor_model_parallel_size": 2})
     check_backend("fsdp", {})
-    with pytest.raises(InvalidSetting, match="--no-rope-fusion needs --train-backend megatron"):
+    with pytest.raises(InvalidSetting, match="--no-rope-fusion requires --train-backend megatron"):
         check_backend("fsdp", {"apply_rope_fusion": False})
 
 
@@ -218,8 +218,8 @@ def test_a_pattern_is_only_integers(text: str) -> None:
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
-        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload requires --use-precision-aware-optimizer"),
+        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 requires --use-precision-aware-optimizer"),
         (
             OFFLOADED | {"exp_avg_sq_dtype": "fp16"},
             "--exp-avg-sq-dtype fp16 contradicts --optimizer-cpu-offload",

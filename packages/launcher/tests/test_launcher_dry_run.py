@@ -298,7 +298,7 @@ def test_a_config_that_describes_no_model_is_refused(words: list[str], capsys: p
 
 def test_flags_of_a_plan_need_the_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", *words[:-1], "--dry-run-gpus", "4"]) == 2
-    assert "--dry-run-gpus 4 needs --dry-run" in capsys.readouterr().err
+    assert "--dry-run-gpus 4 requires --dry-run" in capsys.readouterr().err
 
 
 def test_asynchronous_training_says_how_far_samples_are_behind(

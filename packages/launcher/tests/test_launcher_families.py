@@ -95,7 +95,7 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
         "greedy": {"temperature": 0.0, "n_samples_per_eval_prompt": 1, "rm_type": "math"},
     }
     assert config.buffer.eval_columns == {"sampled": {}, "greedy": {"label_key": "answer"}}
-    with pytest.raises(InvalidSetting, match="--eval-prompt-data beside it"):
+    with pytest.raises(InvalidSetting, match="--eval-config and --eval-prompt-data cannot"):
         parse("--eval-config", str(path), "--eval-prompt-data", "a", "b")
     with pytest.raises(MissingFile, match="--eval-config"):
         parse("--eval-config", str(tmp_path / "none.yaml"))

@@ -154,9 +154,9 @@ def test_modes_that_name_one_update_a_rollout(parse: Parse) -> None:
 
 
 def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidSetting, match="--megatron-to-hf-mode bridge needs --train-backend megatron"):
+    with pytest.raises(InvalidSetting, match="--megatron-to-hf-mode bridge requires --train-backend megatron"):
         parse("--megatron-to-hf-mode", "bridge", "--train-backend", "fsdp")
-    with pytest.raises(InvalidSetting, match="--max-turns: got 5.*--custom-generate-function-path"):
+    with pytest.raises(InvalidSetting, match="--max-turns 5 requires --custom-generate-function-path"):
         parse("--max-turns", "5")
     plugin = tmp_path / "mine.py"
     plugin.write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
@@ -204,7 +204,7 @@ def test_the_command_line_of_a_runner_is_understood(parse: Parse, tmp_path: Path
     config = parse(*model_flags(MODEL), *line.split())
     assert config.trainer.train_backend == "megatron"
     assert config.flat["exp_id"] == "one" and config.trainer.use_dynamic_global_batch_size
-    with pytest.raises(InvalidSetting, match="needs --train-backend megatron; this is --train-backend fsdp"):
+    with pytest.raises(InvalidSetting, match="requires --train-backend megatron; this is --train-backend fsdp"):
         parse("--use-distributed-optimizer", "--attention-backend", "flash", "--train-backend", "fsdp")
 
 

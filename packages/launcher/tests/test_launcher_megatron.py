@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_named_before_anything_starts(
 )
 def test_another_backend_takes_none_of_it(base: list[str], extra: str) -> None:
     words = extra.format(model=base[1]).split()
-    with pytest.raises(InvalidSetting, match=f"{words[0]}.*needs --train-backend megatron"):
+    with pytest.raises(InvalidSetting, match=f"{words[0]}.*requires --train-backend megatron"):
         flags.parse([*base, "--train-backend", "fsdp", *words])
 
 

@@ -90,7 +90,7 @@ def test_a_report_sends_its_metrics(runs: list[Run], begin: Callable[..., Wandb]
 
 def test_its_flags_need_it(runs: list[Run]) -> None:
     for words in ("--wandb-project p", "--disable-wandb-random-suffix"):
-        with pytest.raises(InvalidSetting, match=f"{words} needs --use-wandb"):
+        with pytest.raises(InvalidSetting, match=f"{words} requires --use-wandb"):
             flags.parse([*BASE, *words.split()], check=False, environment={})
     with pytest.raises(NotAvailable, match="--wandb-key is not available yet: .*WANDB_API_KEY"):
         flags.parse([*BASE, "--use-wandb", "--wandb-key", "x"], check=False, environment={})

@@ -140,22 +140,22 @@ def test_what_made_the_tokens_stays_known(model: str):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"keep_old_actor": True, "use_rollout_logprobs": True}, "both say what the old policy is"),
-        ({"keep_old_actor": True, "loss_type": "sft_loss"}, "--keep-old-actor=True"),
+        ({"keep_old_actor": True, "use_rollout_logprobs": True}, "both define the old policy"),
+        ({"keep_old_actor": True, "loss_type": "sft_loss"}, "--keep-old-actor"),
         ({"ref_update_interval": 2}, "a reference model"),
-        ({"balance_by_flops": True, "use_dynamic_batch_size": False}, "--balance-by-flops=True"),
-        ({"log_probs_max_tokens_per_gpu": 9, "use_dynamic_batch_size": False}, "--log-probs-max-tokens-per-gpu=9"),
+        ({"balance_by_flops": True, "use_dynamic_batch_size": False}, "--balance-by-flops"),
+        ({"log_probs_max_tokens_per_gpu": 9, "use_dynamic_batch_size": False}, "--log-probs-max-tokens-per-gpu 9"),
         (
             {"use_dynamic_global_batch_size": True, "global_batch_size": 4, "rollout_batch_size": 4},
-            "--use-dynamic-global-batch-size=True contradicts --global-batch-size=4",
+            "--use-dynamic-global-batch-size contradicts --global-batch-size 4",
         ),
         (
             {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 2, "rollout_batch_size": 4},
-            "--num-steps-per-rollout=2",
+            "--num-steps-per-rollout 2",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "a.b", "custom_reward_post_process_path": "a.c"},
-            "what is converted has its rewards",
+            "converted data already has its rewards",
         ),
     ],
 )

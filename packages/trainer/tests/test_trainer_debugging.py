@@ -110,8 +110,8 @@ def test_a_dump_that_would_write_over_itself_is_refused(path: str, ranks: int, w
     ("values", "words"),
     [
         ({"profile_step_start": 3, "profile_step_end": 3, "use_pytorch_profiler": True}, "a later rollout"),
-        ({"profile_step_end": 3}, "--profile-step-end=3 needs --use-pytorch-profiler"),
-        ({"memory_snapshot_num_steps": 3}, "--memory-snapshot-num-steps=3 needs --record-memory-history"),
+        ({"profile_step_end": 3}, "--profile-step-end=3 requires --use-pytorch-profiler"),
+        ({"memory_snapshot_num_steps": 3}, "--memory-snapshot-num-steps=3 requires --record-memory-history"),
     ],
 )
 def test_settings_of_debugging_that_do_nothing_are_refused(values: dict[str, Any], words: str):

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_its_checkpoint(
 def test_what_the_optimizer_lacks_is_named(model: str, monkeypatch: pytest.MonkeyPatch):
     settings = make_settings(model, train_backend="megatron")
     precise = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-    with on_a_gpu(), pytest.raises(InvalidSetting, match="--optimizer-cpu-offload needs --bf16"):
+    with on_a_gpu(), pytest.raises(InvalidSetting, match="--optimizer-cpu-offload requires --bf16"):
         build_backend(settings, alone(), pick_device(0), megatron=OFFLOAD)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(InvalidSetting, match="needs Transformer Engine, which is not installed"):

@@ -18,9 +18,9 @@ from slime.types.settings import REQUIRED, Parser, parse, setting
 
 PROG = "slime-buffer"
 DIRECTORY_COMMANDS = {
-    "check": "Read the database and every payload of a buffer that does not serve; exit code 1 for any problem.",
+    "check": "Read the database and every payload of a buffer that does not serve; exit code 1 if it finds a problem.",
     "repair": "Move payloads that no group names to lost+found, and take groups that cannot be read out of the run.",
-    "backup": "Copy a buffer, also one that serves: the database by SQLite's backup, then the payloads that it names.",
+    "backup": "Copy a buffer, even while it serves: first the database, then the payloads that it names.",
 }
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
        {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR) ...
@@ -29,11 +29,11 @@ USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port 
        {PROG} backup DIR DEST
        {PROG} token {{{",".join(Role)}}} --token-file FILE
 
-  serve   serve a data buffer over gRPC; serve --help lists all flags
-  groups  list groups, show their samples, or take groups out of a run, sealed ones too; groups --help says more
-  check   read the database and every payload of a buffer that does not serve; exit code 1 where something is wrong
+  serve   serve a data buffer over gRPC; `serve --help` lists all flags
+  groups  list groups, show their samples, or take groups out of a run; see `groups --help`
+  check   read the database and every payload of a buffer that does not serve; exit code 1 if it finds a problem
   repair  move payloads that no group names to DIR/lost+found, and take groups that cannot be read out of the run
-  backup  copy a buffer, also one that serves, to the new directory DEST
+  backup  copy a buffer, even while it serves, to the new directory DEST
   token   print the token of a role, derived from the service's own in FILE"""
 
 
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return look_after_directory(words[0], words[1:])
         if words[:1] != ["serve"]:
             commands = ", ".join(["serve", "groups", *DIRECTORY_COMMANDS])
-            raise InvalidSetting(f"got {words[0]!r}, expected {commands} or token; {USAGE}" if words else USAGE)
+            problem = f"unknown command {words[0]!r}" if words else "a command is required"
+            raise InvalidSetting(f"{problem}, expected {commands} or token; see {PROG} --help")
         settings, rpc = parse(
             words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description="Serve a data buffer over gRPC."
         )
@@ -90,9 +91,9 @@ def look_after_directory(command: str, words: Sequence[str]) -> int:
     from slime.buffer import maintenance
 
     parser = Parser(prog=f"{PROG} {command}", description=DIRECTORY_COMMANDS[command])
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the --buffer-dir")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the buffer (its --buffer-dir)")
     if command == "backup":
-        parser.add_argument("target", metavar="DEST", type=Path, help="a directory that does not exist yet")
+        parser.add_argument("target", metavar="DEST", type=Path, help="directory to make; it must not exist yet")
     options = parser.parse_strict(words)
     if command == "backup":
         groups, payloads = maintenance.backup(options.directory, options.target)
@@ -112,8 +113,12 @@ def look_after_directory(command: str, words: Sequence[str]) -> int:
 
 
 def print_token(words: Sequence[str]) -> int:
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: {PROG} token {{{','.join(Role)}}} --token-file FILE\n\nPrint the token of a role.")
+        return 0
     if not words or words[0] not in [*Role]:
-        raise InvalidSetting(f"token: expected one of {', '.join(Role)} first; {USAGE}", field="token")
+        problem = f"unknown role {words[0]!r}" if words else "a role is required"
+        raise InvalidSetting(f"{PROG} token: {problem}, expected one of {', '.join(Role)}", field="token")
     (settings,) = parse(words[1:], TokenSettings, prog=f"{PROG} token {words[0]}", description="Print a role's token.")
     token = read_token(RpcSettings(token_file=settings.token_file))
     print(role_token(str(token), Role(words[0])))

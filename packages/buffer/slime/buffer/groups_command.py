@@ -1,4 +1,4 @@
-"""`slime-buffer groups`: looks at groups, and takes them out of a run, at a server or in the directory of one."""
+"""`slime-buffer groups`: shows groups and takes them out of a run, through a server or in its directory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ACTIONS = {
     "quarantine": "Take groups out of the run and keep their samples.",
 }
 SEALED_AGAIN = (
-    "Of a sealed group, the step and all later ones lose their plans and are sealed again with the next groups: run it "
-    "while no trainer is in that step, then start the run again."
+    "If a group is sealed, its step and all later ones lose their plans and are sealed again with the next groups: do "
+    "this while no trainer works on that step, then start the run again."
 )
 
 
@@ -37,7 +37,8 @@ def main(words: Sequence[str], prog: str) -> int:
         print(usage(prog))
         return 0
     if not words or words[0] not in ACTIONS:
-        raise InvalidSetting(f"groups: got {words[0] if words else 'nothing'!r}; {usage(prog)}", field="groups")
+        problem = f"unknown action {words[0]!r}" if words else "an action is required"
+        raise InvalidSetting(f"{prog}: {problem}, expected one of {', '.join(ACTIONS)}", field="groups")
     action = words[0]
     options = vars(_parser(action, f"{prog} {action}").parse_strict(words[1:]))
     with _connected(options) as client:
@@ -67,24 +68,24 @@ def _parser(action: str, prog: str) -> Parser:
     if action != "list":
         parser.add_argument("index", type=int, nargs="+", help="index of a group, as `groups list` shows it")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--address", metavar="HOST:PORT", help="a buffer that serves")
-    where.add_argument("--buffer-dir", metavar="DIR", help="the directory of a buffer that does not serve now")
+    where.add_argument("--address", metavar="HOST:PORT", help="address of a buffer that serves")
+    where.add_argument("--buffer-dir", metavar="DIR", help="directory of a buffer that does not serve")
     parser.add_argument(
-        "--token-file", metavar="FILE", help="the token of the service; on loopback it is found by itself"
+        "--token-file", metavar="FILE", help="file with the token of the service; not needed on the loopback"
     )
-    parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of the authority to trust")
+    parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of the certificate authority to trust")
     if action == "list":
         parser.add_argument(
             "--state",
             action="append",
             default=[],
             choices=[str(s) for s in State],
-            help="may be repeated; default: all",
+            help="state of the groups to list, all without it; may be repeated",
         )
-        parser.add_argument("--limit", type=int, default=0, help="largest number of groups; 0 for all")
-        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+        parser.add_argument("--limit", type=int, default=0, help="most groups to list; 0 for all")
+        parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     elif action != "show":
-        parser.add_argument("--reason", default="dropped by an operator", help="kept with the groups")
+        parser.add_argument("--reason", default="dropped by an operator", help="reason to keep with the groups")
     return parser
 
 

@@ -184,7 +184,7 @@ def _check_template(flag: str, path: str | None) -> None:
 def _needs(name: str, value: Any, other: str) -> None:
     flag = "--" + name.replace("_", "-")
     shown = flag if value is True else f"{flag} {value}"
-    raise InvalidSetting(f"{shown} needs {other}", field=flag, value=value, expected=other)
+    raise InvalidSetting(f"{shown} requires {other}", field=flag, value=value, expected=other)
 
 
 def _contradicts_images(name: str, value: Any, expected: str) -> None:

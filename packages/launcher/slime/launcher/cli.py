@@ -114,7 +114,7 @@ def _planned(config: RunConfig, asynchronous: bool) -> int | None:
     settings = config.launcher
     for flag, value in (("--dry-run-gpus", settings.dry_run_gpus), ("--dry-run-gpu-gib", settings.dry_run_gpu_gib)):
         if value is not None and not settings.dry_run:
-            raise InvalidSetting(f"{flag} {value:g} needs --dry-run", field=flag, value=value, expected="--dry-run")
+            raise InvalidSetting(f"{flag} {value:g} requires --dry-run", field=flag, value=value, expected="--dry-run")
     if settings.dry_run:
         from slime.launcher.dry_run import dry_run
         from slime.launcher.earlier_run import check_unused

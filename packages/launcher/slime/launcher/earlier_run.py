@@ -1,4 +1,4 @@
-"""What an earlier run left where a new one would write: refused, unless the new one resumes it or may overwrite it."""
+"""Refuses to write over the results of an earlier run, unless the new one resumes it or has --overwrite."""
 
 from __future__ import annotations
 

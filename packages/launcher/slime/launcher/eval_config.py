@@ -33,7 +33,9 @@ def apply_eval_config(values: dict[str, Any]) -> None:
         return
     if values.get("eval_prompt_data"):
         raise InvalidSetting(
-            f"{FLAG} {path}: got --eval-prompt-data beside it, expected one of them", field=FLAG, value=path
+            f"{FLAG} and --eval-prompt-data cannot be used together: both name the evaluation sets",
+            field=FLAG,
+            value=path,
         )
     sets = _read(str(path))
     values["eval_prompt_data"] = [[name, data] for name, (data, _) in sets.items()]

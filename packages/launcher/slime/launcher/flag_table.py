@@ -1,4 +1,4 @@
-"""Names that `slime train` knows: what is not there yet is refused by name and with its reason, never ignored.
+"""Flags that `slime train` knows: a flag that is not available is refused with the reason, never ignored.
 
 `python -m slime.launcher.flag_table > docs/flags.md` writes the page of all flags.
 """
@@ -15,7 +15,7 @@ from slime.types.settings import flag_help, flag_names
 
 # Reason -> names. A name that a package declares as a setting is available, whatever stands here.
 PLANNED: dict[str, str] = {
-    "the checks of the original's own test runs": """ci-test ci-disable-kl-checker
+    "checks for the test runs of the original system": """ci-test ci-disable-kl-checker
         ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm""",
     "the trainer's processes live as long as the run; --offload-train frees their GPU memory": "release-train",
     "the critic, and advantages learned from it": "num-critic-only-steps value-clip lambd megatron-config-path",
@@ -24,19 +24,19 @@ PLANNED: dict[str, str] = {
     "no family of models here has linear or sparse attention": "qwen-gdn-backend allgather-cp freeze-indexer",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "replaying the routing of a mixture of experts": "use-routing-replay use-rollout-routing-replay",
-    "weight updates of what changed alone": """update-weight-delta-encoding update-weight-delta-checksum
+    "weight updates that push only changed weights": """update-weight-delta-encoding update-weight-delta-checksum
         update-weight-local-checkpoint-dir custom-update-weight-post-write-path""",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",
-    "an engine that dies ends the run; its checkpoint takes it up again": "use-fault-tolerance",
-    "groups are kept by the buffer of this system; clients reach it by gRPC": """rollout-buffer-url
+    "an engine that dies ends the run; start the run again with --load": "use-fault-tolerance",
+    "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "masks of whole conversations for supervised training": "loss-mask-type",
     "on-policy distillation": "use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step",
-    "secrets are no flags, for others can read them; set WANDB_API_KEY in the environment": "wandb-key",
-    "all metrics have the number of their rollout as step": "wandb-always-use-train-step",
-    "these metrics of a rollout; --custom-rollout-log-function-path can make them": """log-multi-turn
+    "other users can read the flags of a process, so secrets come from the environment; set WANDB_API_KEY": "wandb-key",
+    "every metric is logged at the step of its rollout": "wandb-always-use-train-step",
+    "metrics that are not computed here; --custom-rollout-log-function-path can compute them": """log-multi-turn
         log-reward-category log-correct-samples""",
 }
 

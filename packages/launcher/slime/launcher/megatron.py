@@ -38,7 +38,7 @@ def check_megatron(launcher: LauncherSettings, values: Mapping[str, Any]) -> Non
     if launcher.train_backend != "megatron":
         if launcher.initial_megatron_checkpoint is not None:
             raise InvalidSetting(
-                "--initial-megatron-checkpoint needs --train-backend megatron",
+                "--initial-megatron-checkpoint requires --train-backend megatron",
                 field="--initial-megatron-checkpoint",
                 value=launcher.initial_megatron_checkpoint,
                 expected="--train-backend megatron",

@@ -18,8 +18,8 @@ from slime.types.settings import REQUIRED, parse, setting
 
 USAGE = """usage: slime-rollout {serve,generate} [flags]
 
-  serve      lease prompts from a buffer, generate, score, complete; holds the engines' weights
-  generate   answer and score the prompts of a jsonl file, without a buffer
+  serve      serve rollouts over gRPC: lease prompts from a buffer, generate, score, and complete groups there
+  generate   generate and score samples for the prompts of a jsonl file, without a buffer
 
 slime-rollout COMMAND --help lists the flags."""
 
@@ -49,8 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"serve": _serve, "generate": _generate}
     if not words or words[0] not in commands:
         asked = bool(words) and words[0] in ("-h", "--help")
-        print(USAGE, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        if asked:
+            print(USAGE)
+            return 0
+        problem = f"unknown command {words[0]!r}" if words else "a command is required"
+        print(f"slime-rollout: error: {problem}, expected serve or generate; see slime-rollout --help", file=sys.stderr)
+        return 2
     # SIGTERM ends a command as Ctrl-C does, so that engines are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -72,7 +76,7 @@ def _serve(argv: Sequence[str]) -> int:
         RpcSettings,
         ServeSettings,
         prog="slime-rollout serve",
-        description="Generates and scores samples.",
+        description="Serve rollouts over gRPC: generate and score samples.",
         families=[SGLANG_FLAGS],
     )
     from slime.rollout.service import serve

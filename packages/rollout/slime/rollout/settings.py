@@ -221,13 +221,13 @@ class RolloutSettings:
                 f"at least --rollout-batch-size {self.rollout_batch_size}",
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise _contradiction("--mask-offpolicy-in-partial-rollout", True, "--partial-rollout beside it")
+            raise _requires("--mask-offpolicy-in-partial-rollout", True, "--partial-rollout")
         if self.rollout_top_k == 0 or self.eval_top_k == 0:
             raise _contradiction(
                 "--rollout-top-k" if self.rollout_top_k == 0 else "--eval-top-k", 0, "-1 (off) or more than 0"
             )
         if self.rm_type == "remote_rm" and not self.rm_url:
-            raise _contradiction("--rm-type", "remote_rm", "--rm-url beside it")
+            raise _requires("--rm-type", "remote_rm", "--rm-url")
         if self.max_prompt_len is not None and self.rollout_max_context_len is not None:
             if self.max_prompt_len >= self.rollout_max_context_len:
                 raise _contradiction(
@@ -254,13 +254,13 @@ class RolloutSettings:
                 )
             self.rollout_function_path = REPLAY_FUNCTION
         elif self.rollout_function_path == REPLAY_FUNCTION:
-            raise _contradiction("--rollout-function-path", REPLAY_FUNCTION, "--load-forge-rollout-data beside it")
+            raise _requires("--rollout-function-path", REPLAY_FUNCTION, "--load-forge-rollout-data")
         own = self.custom_generate_function_path or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         if self.max_turns is not None and not own:
-            raise _contradiction(
+            raise _requires(
                 "--max-turns",
                 self.max_turns,
-                "--custom-generate-function-path or --rollout-function-path beside it: the default has one turn",
+                "--custom-generate-function-path or --rollout-function-path: the default generates one turn",
             )
 
     def _check_engines(self) -> None:
@@ -276,7 +276,11 @@ class RolloutSettings:
                 expected="--rollout-external-engine-addrs",
             )  # fmt: skip
         if self.rollout_num_gpus == 0 and not self.rollout_external_engine_addrs:
-            raise _contradiction("--rollout-num-gpus", 0, "--rollout-external-engine-addrs: somebody must generate")
+            raise _requires(
+                "--rollout-num-gpus",
+                0,
+                "--rollout-external-engine-addrs: without GPUs of its own the run needs engines elsewhere",
+            )
         if self.sglang_args:
             # Reading the flags of SGLang takes time that most runs need not spend.
             from slime.rollout.engines.sglang.flags import check
@@ -294,7 +298,11 @@ class RolloutSettings:
                 f"a multiple of --rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}",
             )
         if self.rollout_external_engine_addrs and self.rollout_engine == "embedded":
-            raise _contradiction("--rollout-engine", "embedded", "no --rollout-external-engine-addrs beside it")
+            raise InvalidSetting(
+                "--rollout-engine embedded and --rollout-external-engine-addrs cannot be used together: "
+                "external engines are not started by the run",
+                field="--rollout-engine", value="embedded", expected="no --rollout-external-engine-addrs",
+            )  # fmt: skip
 
     @property
     def offloads(self) -> bool:
@@ -307,6 +315,11 @@ class RolloutSettings:
         if self.rollout_max_prompt_len is not None:
             return self.rollout_max_prompt_len
         return None if self.rollout_max_context_len is None else self.rollout_max_context_len - 1
+
+
+def _requires(flag: str, value: object, needed: str) -> InvalidSetting:
+    shown = flag if value is True else f"{flag} {value}"
+    return InvalidSetting(f"{shown} requires {needed}", field=flag, value=value, expected=needed)
 
 
 def _contradiction(flag: str, value: object, expected: str) -> InvalidSetting:

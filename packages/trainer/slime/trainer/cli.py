@@ -67,7 +67,7 @@ class PlaceSettings:
             )
         if self.world_size > 1 and self.master_address is None:
             raise InvalidSetting(
-                f"--world-size={self.world_size} needs --master-address",
+                f"--world-size={self.world_size} requires --master-address",
                 field="--master-address",
                 expected="host:port of rank 0",
             )

@@ -1,4 +1,4 @@
-"""What a trainer's settings must not be together, and what of them is not available."""
+"""Rejects conflicting or unsupported trainer settings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ MEGATRON_ONLY = (
     "custom_megatron_before_train_step_hook_path",
 )  # fmt: skip
 
+# Settings that are on by default, and the flags that turn them off.
+_OFF = {
+    "compute_advantages_and_returns": "--disable-compute-advantages-and-returns",
+    "rewards_normalization": "--disable-rewards-normalization",
+    "grpo_std_normalization": "--disable-grpo-std-normalization",
+}
+
 
 def refuse_unavailable(settings: TrainerSettings) -> None:
     """Raises NotAvailable."""
     for field, value, use in (
         ("loss_type", "custom_loss", "policy_loss or sft_loss"),
-        ("advantage_estimator", "ppo", ", ".join(e for e in ESTIMATORS if e != "ppo")),
+        ("advantage_estimator", "ppo", "one of " + ", ".join(e for e in ESTIMATORS if e != "ppo")),
         ("update_weight_mode", "delta", "full"),
     ):
         if getattr(settings, field) == value:
             flag = _flag(field)
             text = flag if value is True else f"{flag} {value}"
-            raise NotAvailable(f"{text} is not available yet; {use}", field=flag, value=value, expected=use)
+            raise NotAvailable(f"{text} is not available yet; use {use}", field=flag, value=value, expected=use)
 
 
 def refuse_contradictions(settings: TrainerSettings) -> None:
@@ -39,7 +46,7 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
                 value = getattr(settings, field)
                 shown = _flag(field) if value is True else f"{_flag(field)} {value}"
                 raise InvalidSetting(
-                    f"{shown} needs --train-backend megatron",
+                    f"{shown} requires --train-backend megatron",
                     field=_flag(field),
                     value=value,
                     expected="--train-backend megatron",
@@ -65,7 +72,7 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
         if not settings.use_tis and not settings.get_mismatch_metrics:
             _contradiction(settings, "tis_mode", "use_tis", "--use-tis or --get-mismatch-metrics, which have a weight")
         if settings.custom_tis_function_path:
-            _contradiction(settings, "tis_mode", "custom_tis_function_path", "one of them: both say what the weight is")
+            _contradiction(settings, "tis_mode", "custom_tis_function_path", "one of them: both define the weight")
     if settings.eps_clip_c is not None and settings.advantage_estimator == "cispo":
         _contradiction(
             settings, "eps_clip_c", "advantage_estimator", "another estimator: CISPO's ratio has no dual clip"
@@ -85,7 +92,9 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     if settings.custom_loss_function_path is not None:
         _contradiction(settings, "custom_loss_function_path", "loss_type", "--loss-type custom_loss")
     if settings.loss_type == "policy_loss" and not settings.compute_advantages_and_returns:
-        _contradiction(settings, "loss_type", "compute_advantages_and_returns", "a policy loss to have advantages")
+        _contradiction(
+            settings, "loss_type", "compute_advantages_and_returns", "advantages, which the policy loss needs"
+        )
     if settings.lr_decay_style != "constant" and settings.lr_decay_iters is None:
         _contradiction(settings, "lr_decay_style", "lr_decay_iters", "--lr-decay-iters to be set")
     if settings.lr_decay_iters is not None and settings.lr_decay_iters <= settings.lr_warmup_iters:
@@ -127,17 +136,15 @@ def _check_old_policies(settings: TrainerSettings) -> None:
     if settings.loss_type != "policy_loss":
         for name in ("keep_old_actor", "get_mismatch_metrics", "use_rollout_entropy"):
             if getattr(settings, name):
-                _contradiction(settings, name, "loss_type", "policy_loss, the loss that has a policy of before")
+                _contradiction(settings, name, "loss_type", "policy_loss, the only loss with an old policy")
     if settings.keep_old_actor and settings.use_rollout_logprobs:
-        _contradiction(
-            settings, "keep_old_actor", "use_rollout_logprobs", "one of them: both say what the old policy is"
-        )
+        _contradiction(settings, "keep_old_actor", "use_rollout_logprobs", "one of them: both define the old policy")
     if settings.custom_convert_samples_to_train_data_path and settings.custom_reward_post_process_path:
         _contradiction(
             settings,
             "custom_convert_samples_to_train_data_path",
             "custom_reward_post_process_path",
-            "one of them: what is converted has its rewards",
+            "one of them: converted data already has its rewards",
         )
     if settings.ref_update_interval and not settings.needs_reference:
         _contradiction(settings, "ref_update_interval", "use_kl_loss", "a reference model: --use-kl-loss or --kl-coef")
@@ -164,9 +171,7 @@ def _check_batch_sizes(settings: TrainerSettings) -> None:
         if settings.global_batch_size is not None:
             _contradiction(settings, "use_dynamic_global_batch_size", "global_batch_size", "at most one of them")
         if (settings.num_steps_per_rollout or 1) > 1:
-            _contradiction(
-                settings, "use_dynamic_global_batch_size", "num_steps_per_rollout", "1 update of each rollout"
-            )
+            _contradiction(settings, "use_dynamic_global_batch_size", "num_steps_per_rollout", "one update per rollout")
     if settings.rollout_batch_size is None:
         return
     rollouts = settings.rollout_batch_size * settings.n_samples_per_prompt
@@ -175,7 +180,7 @@ def _check_batch_sizes(settings: TrainerSettings) -> None:
             settings,
             "num_steps_per_rollout",
             "rollout_batch_size",
-            f"at most one update for each of {rollouts} rollouts",
+            f"at most one update for each of {rollouts} trajectories",
         )
     if settings.global_batch_size and settings.num_steps_per_rollout:
         if settings.global_batch_size != rollouts // settings.num_steps_per_rollout:
@@ -183,30 +188,32 @@ def _check_batch_sizes(settings: TrainerSettings) -> None:
                 settings,
                 "global_batch_size",
                 "num_steps_per_rollout",
-                f"{rollouts} rollouts // steps = {rollouts // settings.num_steps_per_rollout}",
+                f"{rollouts} trajectories // updates = {rollouts // settings.num_steps_per_rollout}",
             )
     elif settings.global_batch_size and settings.global_batch_size > rollouts:
         _contradiction(
-            settings, "global_batch_size", "rollout_batch_size", f"at most the {rollouts} rollouts of a step"
+            settings, "global_batch_size", "rollout_batch_size", f"at most the {rollouts} trajectories of a rollout"
         )
 
 
 def _contradiction(settings: TrainerSettings, first: str, second: str, expected: str) -> None:
     a, b = getattr(settings, first), getattr(settings, second)
+    relation = "without" if b is None or (b is False and second not in _OFF) else "contradicts"
     raise InvalidSetting(
-        f"{_flag(first)}={a} contradicts {_flag(second)}={b}: expected {expected}",
+        f"{_shown(first, a)} {relation} {_shown(second, b)}: expected {expected}",
         field=_flag(first),
         value=a,
         expected=expected,
     )
 
 
+def _shown(field: str, value: object) -> str:
+    """A setting as it is typed; of a switch, and of a setting without a value, the flag alone."""
+    return _flag(field) if value is None or isinstance(value, bool) else f"{_flag(field)} {value}"
+
+
 def _flag(field: str) -> str:
-    return {
-        "compute_advantages_and_returns": "--disable-compute-advantages-and-returns",
-        "rewards_normalization": "--disable-rewards-normalization",
-        "grpo_std_normalization": "--disable-grpo-std-normalization",
-    }.get(field, "--" + field.replace("_", "-"))
+    return _OFF.get(field, "--" + field.replace("_", "-"))
 
 
 def _check_pattern(flag: str, pattern: str) -> None:

@@ -67,7 +67,7 @@ class DebugSettings:
             if getattr(self, name) is not None and not getattr(self, switch):
                 flag, needed = ("--" + text.replace("_", "-") for text in (name, switch))
                 raise InvalidSetting(
-                    f"{flag}={getattr(self, name)} needs {needed}",
+                    f"{flag}={getattr(self, name)} requires {needed}",
                     field=flag,
                     value=getattr(self, name),
                     expected=needed,

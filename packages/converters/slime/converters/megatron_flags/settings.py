@@ -86,7 +86,7 @@ def check_backend(backend: str, values: Mapping[str, Any]) -> None:
         if backend != "megatron":
             flag = by_dest()[name].flag
             raise InvalidSetting(
-                f"{flag} needs --train-backend megatron; this is --train-backend {backend}",
+                f"{flag} requires --train-backend megatron; this is --train-backend {backend}",
                 field=flag,
                 value=value,
                 expected="--train-backend megatron",
@@ -169,7 +169,7 @@ def _contradiction(values: Mapping[str, Any], first: str, second: str, expected:
 
 
 def _needs(flag: str, other: str) -> None:
-    raise InvalidSetting(f"{flag} needs {other}", field=flag.split()[0], expected=other)
+    raise InvalidSetting(f"{flag} requires {other}", field=flag.split()[0], expected=other)
 
 
 MegatronSettings: Any = make_settings(table())

@@ -65,10 +65,12 @@ def check_wandb(args: Mapping[str, Any]) -> None:
         value = args[f"wandb_{name}"]
         if value is not None:
             flag = f"--wandb-{name.replace('_', '-')}"
-            raise InvalidSetting(f"{flag} {value} needs --use-wandb", field=flag, value=value, expected="--use-wandb")
+            raise InvalidSetting(
+                f"{flag} {value} requires --use-wandb", field=flag, value=value, expected="--use-wandb"
+            )
     if not args["wandb_random_suffix"]:
         flag = "--disable-wandb-random-suffix"
-        raise InvalidSetting(f"{flag} needs --use-wandb", field=flag, value=True, expected="--use-wandb")
+        raise InvalidSetting(f"{flag} requires --use-wandb", field=flag, value=True, expected="--use-wandb")
 
 
 class Wandb:

@@ -61,7 +61,7 @@ def check_exposure(settings: RpcSettings) -> None:
     if is_loopback(settings.host) or settings.insecure or (settings.tls_cert and settings.token_file):
         return
     raise InvalidSetting(
-        f"--host {settings.host}: listening beyond loopback needs --tls-cert, --tls-key and --token-file, "
+        f"--host {settings.host}: listening beyond loopback requires --tls-cert, --tls-key and --token-file, "
         "or --insecure",
         field="--host",
         value=settings.host,

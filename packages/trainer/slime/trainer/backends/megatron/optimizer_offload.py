@@ -36,7 +36,7 @@ def check_optimizer(args: Mapping[str, Any], *, bf16: bool, on_gpu: bool) -> Non
         )
     if offload and not bf16:
         raise InvalidSetting(
-            f"{FLAG} needs --bf16: what it keeps on the host are float32 copies of bfloat16 weights",
+            f"{FLAG} requires --bf16: what it keeps on the host are float32 copies of bfloat16 weights",
             field=FLAG,
             value=True,
             expected="--bf16",
