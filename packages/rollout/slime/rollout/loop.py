@@ -56,3 +56,4 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.loop.shutdown_asyncgens()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, TypeAlias
 
 import aiohttp
 import numpy as np
@@ -19,6 +20,11 @@ log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 14400.0
 # Characters of a refusal that go into the log and the error.
 LONGEST_REASON = 1000
+# Less than the 5 s after which uvicorn, and so SGLang, closes an idle connection.
+KEEPALIVE_SECONDS = 4.0
+
+Session: TypeAlias = AsyncGenerator[aiohttp.ClientSession, None]
+_SESSIONS: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, Session]] = {}
 
 
 def _dumps(payload: Any) -> str:
@@ -50,20 +56,44 @@ async def post(
     payload = payload or {}
     if own is not None:
         payload = own.fill(payload)
-    async with aiohttp.ClientSession(timeout=timeout, json_serialize=_dumps) as session:
-        for attempt in range(max_retries):
-            try:
-                async with session.request(action.upper(), url, json=payload, headers=headers) as response:
-                    body = await response.text()
-                    if response.status < 400:
-                        return _loaded(body)
-                    last = f"{response.status}: {body[:LONGEST_REASON]}"
-            except (TimeoutError, aiohttp.ClientError) as error:
-                last = repr(error)
-            if attempt + 1 < max_retries:
-                log.warning("%s: try %d of %d: %s", url, attempt + 1, max_retries, last)
-                await asyncio.sleep(1)
+    session = await _session()
+    for attempt in range(max_retries):
+        try:
+            async with session.request(action.upper(), url, json=payload, headers=headers, timeout=timeout) as response:
+                body = await response.text()
+                if response.status < 400:
+                    return _loaded(body)
+                last = f"{response.status}: {body[:LONGEST_REASON]}"
+        except (TimeoutError, aiohttp.ClientError) as error:
+            last = repr(error)
+        if attempt + 1 < max_retries:
+            log.warning("%s: try %d of %d: %s", url, attempt + 1, max_retries, last)
+            await asyncio.sleep(1)
     raise Unavailable(f"{url}: no answer in {max_retries} tries: {last}", field="url", value=url)
+
+
+async def _session() -> aiohttp.ClientSession:
+    """That of the running loop, whose calls share connections."""
+    loop = asyncio.get_running_loop()
+    known = _SESSIONS.get(loop)
+    if known is None:
+        for other in [other for other in _SESSIONS if other.is_closed()]:
+            _SESSIONS.pop(other, None)
+        owner = _owner(loop)
+        known = _SESSIONS[loop] = (await anext(owner), owner)
+    return known[0]
+
+
+async def _owner(loop: asyncio.AbstractEventLoop) -> Session:
+    # A loop ends the generators that were begun on it before it is closed.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+    async with aiohttp.ClientSession(
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), json_serialize=_dumps
+    ) as session:
+        try:
+            yield session
+        finally:
+            _SESSIONS.pop(loop, None)
 
 
 def _loaded(body: str) -> Any:
