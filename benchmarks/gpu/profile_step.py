@@ -117,7 +117,7 @@ def kind_of(name: str) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the line the spans cover together."""
+    """Returns the length of the line that the spans cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""What ends a run before its time: signals, deaths, wrong flags. Nothing may be left behind."""
+"""Ends of a run before its time: signals, deaths, wrong flags. Nothing may be left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What survives: a restart from disk, a crash behind a checkpoint, a full disk, a second server."""
+"""Survival of a restart from disk, a crash behind a checkpoint, a full disk, a second server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with data, rewards or the model ends a run, or its dry run, before Ray is started."""
+"""Problems of data, rewards or the model end a run, or its dry run, before Ray is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints and writes."""
+"""Output of a run, printed and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps of itself, and what it says where nothing can be learned."""
+"""The record of a run, and its warnings where nothing can be learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings refuse, and that reading them loads nothing heavy."""
+"""Settings that are refused; reading settings loads nothing heavy."""
 
 import os
 import subprocess

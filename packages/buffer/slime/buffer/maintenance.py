@@ -23,7 +23,7 @@ ATTEMPTS = 5
 
 
 def check(directory: Path) -> list[str]:
-    """What is wrong with the files of a buffer that does not serve; changes nothing. Raises InvalidFile for a database
+    """Lists problems of the files of a buffer that does not serve; changes nothing. Raises InvalidFile for a database
     that is gone or damaged."""
     with _opened(directory) as (store, payloads, quarantine):
         problems = []

@@ -1,4 +1,4 @@
-"""What a buffer can be told, as flags and as keys of a `--config` file."""
+"""Settings of a buffer: flags, and keys of a `--config` file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner needs of a sample, made once when its group is completed."""
+"""Summaries of samples for a planner, made once when a group is completed."""
 
 from __future__ import annotations
 

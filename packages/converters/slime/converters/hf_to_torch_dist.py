@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a source is, from its config and headers alone."""
+    """A source, known from its config and headers alone."""
 
     path: str
     config: Config

@@ -74,7 +74,7 @@ def read(fd: int, stored: Stored, index: Index, out: torch.Tensor) -> None:
 
 
 def _merge(shape: Shape, index: Index) -> tuple[Shape, Index]:
-    """The same rectangle in as few dimensions as possible: whole trailing dimensions are one with that before them."""
+    """Merges dimensions of a rectangle as far as possible: whole trailing dimensions are one with that before them."""
     sizes, parts = list(shape), list(index)
     while len(sizes) > 1 and (parts[-1] == slice(0, sizes[-1]) or parts[-2].stop - parts[-2].start == 1):
         inner = sizes.pop()

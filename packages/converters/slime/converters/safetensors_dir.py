@@ -35,7 +35,7 @@ BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header tells of a tensor. dtype: as safetensors spells it (`BF16`); num_bytes: in `file`, at `offset`."""
+    """A tensor as its header describes it. dtype: safetensors' (`BF16`); num_bytes: in `file`, at `offset`."""
 
     name: str
     dtype: str

@@ -66,7 +66,7 @@ class ServiceActor:
         return visible_gpus()
 
     def public_key(self) -> bytes:
-        """What the launcher seals the token of the run for."""
+        """The public key for which the launcher seals the run's token."""
         return self._identity.public_key
 
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:
@@ -85,7 +85,7 @@ class ServiceActor:
         return self._blobs.offer(wanted)
 
     def engines(self) -> list[HostedEngine]:
-        """Those that the service here, a host of engines, has started."""
+        """The engines that the service here, a host of engines, has started."""
         return list(self._service.engines)
 
     def watch_engines(self) -> None:

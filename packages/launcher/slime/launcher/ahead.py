@@ -17,7 +17,7 @@ Rollout = tuple[Metrics, list[Sample]]
 
 
 class Generation(Protocol):
-    """What is called of `Services`."""
+    """The methods of `Services` that are used here."""
 
     def generate(self, rollout_id: int) -> Metrics: ...
     def seal(self, step: int, generated: Metrics) -> Rollout: ...

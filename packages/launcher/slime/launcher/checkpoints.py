@@ -36,7 +36,7 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def named(directory: Path) -> Iterator[tuple[int, Path]]:
-    """What has the name of a checkpoint, whatever it is."""
+    """Every path with the name of a checkpoint, whatever it is."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := NAME.fullmatch(path.name):
             yield int(match[1]), path

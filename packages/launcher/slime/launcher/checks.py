@@ -1,4 +1,4 @@
-"""What can be wrong with a whole run, found before anything of it starts.
+"""Checks of a whole run's settings, made before anything starts.
 
 Contradictions inside one package are that package's own; here are those between packages, the files, and the plug-ins.
 """

@@ -42,7 +42,7 @@ EARLIER, LATER = datetime.timedelta(days=1), datetime.timedelta(days=3650)
 
 @dataclass(frozen=True)
 class Grant:
-    """What lets one process serve: useless to everybody but the holder of the private key that it was made for.
+    """A token and certificate for one serving process, useless without the private key that it was made for.
 
     certificate, authority: PEM; None for a service on the loopback.
     """
@@ -97,7 +97,7 @@ class Authority:
 
     @cached_property
     def client_settings(self) -> RpcSettings:
-        """How this process calls the services."""
+        """Settings with which this process calls the services."""
         authority = in_memory("ca", _pem(self._own_certificate)) if self._several_nodes else None
         return RpcSettings(token_file=in_memory("token", self.token.encode()), tls_ca=authority)
 

@@ -35,7 +35,7 @@ from slime.types.settings import Parser, build, merge
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run was told.
+    """The settings of a run.
 
     megatron: Megatron's flags, a MegatronSettings.
     flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron

@@ -73,7 +73,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model's config the size of its activations depends on."""
+    """The values of a model's config on which the size of its activations depends."""
 
     layers: int
     hidden: int
@@ -267,7 +267,7 @@ def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, 
 
 
 def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> float:
-    """Of a token in the cache of one GPU of an engine; latent attention keeps it whole on each."""
+    """Bytes of a token in the cache of one GPU of an engine; latent attention keeps it whole on each."""
     shape = Shape.of(config)
     if config.get("kv_lora_rank"):
         return shape.layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
@@ -276,7 +276,7 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
 
 
 def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, str]:
-    """Of one checkpoint on disk, and how they come about."""
+    """Bytes of one checkpoint on disk, and their formula."""
     if settings.train_backend == "megatron":
         weights, states = (2, 12) if settings.bf16 else (4, 8)
     else:

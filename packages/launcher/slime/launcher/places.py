@@ -50,7 +50,7 @@ def saved_below(args: Mapping[str, Any]) -> list[str]:
 
 
 def matches(template: str | None) -> list[Path]:
-    """What exists already of the paths that a template stands for: its fields are numbers, or `eval_` and one."""
+    """Existing paths that a template stands for: its fields are numbers, or `eval_` and one."""
     if not template:
         return []
     parts = [(text, field is not None) for text, field, _, _ in string.Formatter().parse(template)]
@@ -62,7 +62,7 @@ def matches(template: str | None) -> list[Path]:
 
 
 def exports(args: Mapping[str, Any]) -> list[Path]:
-    """What is at the paths of --save-hf."""
+    """Existing paths of --save-hf."""
     return matches(args["save_hf"])
 
 

@@ -1,4 +1,4 @@
-"""What a run was: run.yaml, command.txt and versions.json in its output directory."""
+"""The record of a run: run.yaml, command.txt and versions.json in its output directory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _commented(values: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, Any]:
-    """Of Python, of what is installed, and of the source trees that the run came from, where they are git's."""
+    """Versions of Python and installed packages, and git revisions of the source trees that the run came from."""
     packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
     trees = {str(path): revision for path in (Path.cwd(), Path(__file__).parent) if (revision := _git(path))}
     return {

@@ -70,7 +70,7 @@ SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that are secrets by their names. Ray shows a job's runtime environment in the arguments of its processes:
+    """Variables with names of secrets. Ray shows a job's runtime environment in the arguments of its processes:
     secrets go into the environment of Ray itself, which its processes inherit."""
     return {name: value for name, value in variables.items() if any(word in name.upper() for word in SECRET_WORDS)}
 

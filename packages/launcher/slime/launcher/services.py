@@ -136,7 +136,7 @@ class Services:
             self.update_weights(self.first_step)
 
     def _addresses(self) -> dict[str, str]:
-        """Of every service, by its name."""
+        """Addresses of every service, by its name."""
         rollout = {} if self.rollout is None else {"rollout": self.rollout.address}
         trainers = {f"trainer-{rank}": trainer.address for rank, trainer in enumerate(self.trainers)}
         return {"buffer": self.buffer.address, **rollout, **trainers}

@@ -1,4 +1,4 @@
-"""What only the launcher uses: how long to train, where it runs, what it writes.
+"""Settings of the launcher: length of training, placement, output.
 
 A field that another package declares under the same name is one flag, and both get its value; a test holds their
 types and bounds equal.

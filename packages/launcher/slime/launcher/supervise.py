@@ -90,7 +90,7 @@ class Supervisor:
 
     @property
     def client_settings(self) -> RpcSettings:
-        """How this process calls the services."""
+        """Settings with which this process calls the services."""
         return self.authority.client_settings
 
     def start(self, process: Process, module: str, settings: Any, rpc: RpcSettings, **options: Any) -> str:

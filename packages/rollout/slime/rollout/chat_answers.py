@@ -1,4 +1,4 @@
-"""What is in the text of an answer: reasoning, content and tool calls."""
+"""Parts of the text of an answer: reasoning, content and tool calls."""
 
 from __future__ import annotations
 

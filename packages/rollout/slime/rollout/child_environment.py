@@ -29,7 +29,7 @@ NEVER = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"})
 
 
 def child_environment(own: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What of `environ`, by default this process's, a child gets, under its `own` variables."""
+    """Returns the variables of `environ` (default: this process's) for a child, overridden by its `own`."""
     environ = os.environ if environ is None else environ
     asked = {name.strip() for name in environ.get("SLIME_ENGINE_ENV", "").split(",")}
 

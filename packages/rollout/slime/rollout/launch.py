@@ -157,7 +157,7 @@ def choose_engine(settings: RolloutSettings, gpus: Sequence[str]) -> str:
 
 
 def sglang_starts(settings: RolloutSettings, gpus: Sequence[str], first: int = 0) -> list[Callable[[], EngineProcess]]:
-    """How each SGLang engine is started, on GPUs of its own."""
+    """Functions that start the SGLang engines, each on GPUs of its own."""
     shares = divide_gpus(gpus, settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine)
     return [
         partial(
@@ -192,7 +192,7 @@ def check_embedded() -> None:
 def embedded_starts(
     settings: RolloutSettings, gpus: Sequence[str], first: int = 0
 ) -> list[Callable[[], EngineProcess]]:
-    """How each embedded engine is started; they take the GPUs, if any, in turn."""
+    """Functions that start the embedded engines; they take the GPUs, if any, in turn."""
     check_embedded()
     parser = settings.sglang_args.get("tool_call_parser")
     options = EmbeddedOptions(

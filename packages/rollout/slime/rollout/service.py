@@ -294,7 +294,7 @@ def _first_of_prompts(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Those of the metrics that are numbers: the wire carries no others."""
+    """Keeps the metrics that are numbers: the wire carries no others."""
     return {
         key: float(value)
         for key, value in metrics.items()

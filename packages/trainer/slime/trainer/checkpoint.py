@@ -54,10 +54,10 @@ class TrainerState:
 
 
 class Checkpoints(Protocol):
-    """How a backend is saved and restored; every method is collective."""
+    """Saves and restores a backend; every method is collective."""
 
     def load(self, path: str, state: TrainerState) -> None:
-        """What the backend does not have from its construction. Raises MissingFile or InvalidFile naming --load."""
+        """Loads what the construction of the backend does not give. Raises MissingFile or InvalidFile naming --load."""
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
         """Begins to write; raises OutOfSpace. place: in the data, for PLACE_FILE; on the first rank."""

@@ -1,4 +1,4 @@
-"""What the ranks of one trainer do together: join, add numbers, and fail together.
+"""Collective operations of a trainer's ranks: join, add numbers, and fail together.
 
 Numbers and errors travel as tensors over a gloo group on the CPU, never as pickles.
 """
@@ -124,7 +124,7 @@ class Ranks:
 
 
 def _process_groups(name: str | None, device_type: str, world_size: int) -> str:
-    """What torch calls the backends for `--distributed-backend`."""
+    """Torch's names of the backends for `--distributed-backend`."""
     if device_type != "cuda":
         if name not in (None, "gloo"):
             raise InvalidSetting(

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory needs beside its weights."""
+"""Files of a Hugging Face directory beside its weights."""
 
 from __future__ import annotations
 

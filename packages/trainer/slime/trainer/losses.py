@@ -31,7 +31,7 @@ _FED, _TRAINED, _COMPARED = "weight fed", "weight trained", "weight compared"
 
 @dataclasses.dataclass
 class Targets:
-    """What a packed row is trained towards; all [K] float32, fixed while the update runs."""
+    """Targets of a packed row; all [K] float32, fixed while the update runs."""
 
     advantages: Tensor
     # None: the policy itself, which is exact where an update is the first since the samples were made.

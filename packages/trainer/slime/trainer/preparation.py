@@ -1,4 +1,4 @@
-"""What a rollout is trained towards, fixed before its first update: log-probs, advantages, and what plug-ins make of
+"""Training targets of a rollout, fixed before its first update: log-probs, advantages, and what plug-ins make of
 them.
 """
 

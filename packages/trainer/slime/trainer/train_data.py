@@ -1,4 +1,4 @@
-"""What `--custom-convert-samples-to-train-data-path` makes, as samples that a step is planned with and trained on.
+"""Data of `--custom-convert-samples-to-train-data-path` as samples that a step is planned with and trained on.
 
 fn(args, samples) -> dict of lists of one length
     tokens                ids of prompt and response

@@ -1,4 +1,4 @@
-"""What a rank trains on in a rollout, as a safetensors file.
+"""A rank's training data of a rollout, as a safetensors file.
 
     S  samples        L  tokens of all of them        K  response tokens of all of them
 

@@ -168,7 +168,7 @@ def check_replaceable(path: Path, *, field: str) -> None:
 
 
 def read_mark(path: Path) -> dict[str, Any] | None:
-    """What MARK in a directory says, or None where it has none that is one."""
+    """Reads MARK of a directory; None where it has no valid one."""
     try:
         mark = json.loads((path / MARK).read_text())
     except (OSError, ValueError):
@@ -332,7 +332,7 @@ def path_errors(path: Path, field: str = "path") -> Iterator[None]:
 
 
 def write_error(error: OSError, path: Path, field: str = "path") -> SlimeError:
-    """What to raise where `path` could not be written."""
+    """Returns the error to raise where `path` could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutOfSpace(f"{_label(field)}no space left while writing {path}", field=field, value=str(path))
     if error.errno == errno.EFBIG:

@@ -158,7 +158,7 @@ def flag_names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def flag_help(field: dataclasses.Field[Any]) -> str:
-    """What the flag of a setting does; for one that turns something off that is on by default, that."""
+    """Returns the help of a setting's flag; of a flag that turns something off, that of the flag."""
     return str(field.metadata["off_help"] or field.metadata["help"])
 
 

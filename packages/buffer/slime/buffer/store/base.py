@@ -1,4 +1,4 @@
-"""What the buffer needs of a store: rows of state that change in transactions, and payloads that never change.
+"""Interface of a store: rows of state that change in transactions, and payloads that never change.
 
 A `Payloads` write is finished before the transaction that names it begins, so a crash leaves at worst a payload that
 nothing names, which is set aside when the buffer starts.

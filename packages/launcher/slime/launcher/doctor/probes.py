@@ -1,4 +1,4 @@
-"""What is asked of the machine itself. Every function only looks, and says None where there is nothing to see.
+"""Probes of the machine. Every function only looks, and returns None where there is nothing to see.
 
 Checks call these and decide; a test replaces one to see what a check makes of a broken machine.
 """
@@ -39,7 +39,7 @@ class _Memory(ctypes.Structure):
 
 
 def gpus() -> list[Gpu]:
-    """Those that this process may use, by NVIDIA's driver; none where there is no driver."""
+    """The GPUs that this process may use, by NVIDIA's driver; none where there is no driver."""
     names = visible_gpus()
     if not names:
         return []
@@ -83,7 +83,7 @@ def python_version() -> str:
 
 
 def package_version(distribution: str) -> str | None:
-    """Of an installed distribution, None where it is not installed."""
+    """Version of an installed distribution, None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -131,7 +131,7 @@ def open_files_limit() -> tuple[int, int]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """How many of `count` ports the system gives out at once."""
+    """Counts how many of `count` ports the system gives out at once."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""What `slime train` itself looks at before it starts anything, where no other check has said it."""
+"""Checks that `slime train` itself makes before it starts anything, where no other check has reported them."""
 
 from __future__ import annotations
 

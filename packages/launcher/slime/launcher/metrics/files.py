@@ -46,7 +46,7 @@ class MetricsLog:
         self._held.unlink()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What earlier starts of the run have left."""
+        """Reads the rows that earlier starts of the run have left."""
         return read_metrics(self.path) if self.path.exists() else []
 
     def append_evaluation(self, step: int, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what stays of it in files."""
+"""The report of a run: lines on the terminal, and files in its output directory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Report:
             sink.close()
 
     def status(self, text: str) -> None:
-        """What is going on now; on a terminal it replaces what it said before."""
+        """Shows the current activity; on a terminal it replaces the previous line."""
         if not self.console.is_terminal:
             return
         if self._status is None:
@@ -115,7 +115,7 @@ class Report:
         self._first = True
 
     def _read_back(self, rows: list[dict[str, Any]], first_step: int) -> None:
-        """What earlier starts of the run have measured, and their first samples."""
+        """Reads back the metrics of earlier starts of the run, and their first samples."""
         for row in rows:
             if is_evaluation(row):
                 self._note_scores(row["step"], row)

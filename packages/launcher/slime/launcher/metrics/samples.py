@@ -83,7 +83,7 @@ class SilenceWatch:
         self._said: set[str] = set()
 
     def look(self, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str | None:
-        """What to tell after this step. where: the directory of the run."""
+        """Returns the warning to print after this step, if any. where: the directory of the run."""
         found = {
             "rewards": self._compares and metrics.get("rollout/zero_std_ratio") == 1,
             "tokens": metrics.get("rollout/trained_tokens") == 0,

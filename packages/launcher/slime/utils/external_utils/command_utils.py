@@ -1,4 +1,4 @@
-"""What scripts and end-to-end tests call to prepare and to start a training.
+"""Functions with which scripts and end-to-end tests prepare and start a training.
 
     import slime.utils.external_utils.command_utils as U
 
@@ -127,7 +127,7 @@ def _slurm_nodes() -> list[str]:
 
 @dataclass
 class ExecuteTrainConfig:
-    """What a script may set from its own command line; scripts extend it.
+    """Settings of a script's own command line; scripts extend it.
 
     cuda_core_dump: a CUDA error leaves a core dump in the working directory.
     num_nodes: of the cluster, for scripts to compute with.

@@ -1,4 +1,4 @@
-"""How an agent is called, and what its result says."""
+"""Calls of agents, and their results."""
 
 from __future__ import annotations
 

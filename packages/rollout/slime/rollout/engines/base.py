@@ -1,4 +1,4 @@
-"""What the rollout side needs of an engine, whoever runs it."""
+"""Interface of an engine for the rollout side, whoever runs it."""
 
 from __future__ import annotations
 

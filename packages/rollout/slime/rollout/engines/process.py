@@ -96,7 +96,7 @@ class EngineProcess:
 
     @property
     def last_lines(self) -> list[str]:
-        """What the engine printed last, oldest first, at most 50 lines."""
+        """The last lines that the engine printed, oldest first, at most 50."""
         return list(self._lines)
 
     def wait_ready(self, timeout_seconds: float = 300.0) -> EngineProcess:

@@ -1,4 +1,4 @@
-"""What generation needs, made once for a service (or for a script that calls `generate`), reached through `args`."""
+"""State of generation, made once for a service (or for a script that calls `generate`), reached through `args`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from slime.types.errors import NotFound
 
 
 class EvaluationCalls(Protocol):
-    """What an evaluation needs of it."""
+    """The part of a client that an evaluation needs."""
 
     def stats(self) -> Any: ...
     def read_evaluation_set(self, name: str) -> list[SampleGroup]: ...

@@ -28,7 +28,7 @@ Render: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class BufferCalls(Protocol):
-    """What is needed of `slime.types.clients.BufferClient`."""
+    """The methods of `slime.types.clients.BufferClient` that are used here."""
 
     def lease_groups(self, max_groups: int, ttl_seconds: float, wait_seconds: float, worker_id: str) -> list[Any]: ...
     def renew_leases(self, tokens: list[str], ttl_seconds: float) -> list[str]: ...

@@ -113,14 +113,14 @@ class OwnSource:
 
 
 class OwnBufferCalls(BufferCalls, Protocol):
-    """What is needed of `slime.types.clients.BufferClient`."""
+    """The methods of `slime.types.clients.BufferClient` that are used here."""
 
     def stats(self) -> Any: ...
     def add_prompts(self, prompts: list[dict[str, Any]]) -> Any: ...
 
 
 class OwnLeases(LeasedDataSource):
-    """What a rollout function gets: the methods of a leased source, and any other attribute of the user's object."""
+    """Data source of a rollout function: a leased source with any other attribute of the user's object."""
 
     buffer: OwnBufferCalls
 

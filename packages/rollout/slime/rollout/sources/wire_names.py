@@ -57,7 +57,7 @@ class WireNames:
                 raise InvalidField("metadata.rm_type", rm_type, "another reward: this run has no --rm-url")
 
     def refusal(self, samples: Iterable[Sample]) -> SlimeError | None:
-        """What `check` raises, or None."""
+        """The error that `check` raises, or None."""
         try:
             self.check(samples)
         except SlimeError as error:

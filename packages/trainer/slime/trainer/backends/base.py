@@ -1,4 +1,4 @@
-"""What a step needs of a model, wherever and however sharded it lives."""
+"""Interface of a model for a step, wherever and however sharded it lives."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 class Summary(Protocol):
-    """What is read of `slime.types.clients.SampleSummary`."""
+    """The fields of `slime.types.clients.SampleSummary` that are read here."""
 
     @property
     def index(self) -> int: ...

@@ -26,7 +26,7 @@ class EngineRequests:
         self._http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(timeout_seconds))
 
     def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
-        """The same to all of them at once; raises the error of the first, in their order, that failed."""
+        """Sends the same request to all engines at once; raises the error of the first, in their order, that failed."""
         posts = [functools.partial(self._post, engine, path, body, content_type, what) for engine in engines]
         for answer in [in_background(post) for post in posts]:
             answer.result()

@@ -47,7 +47,7 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What a planner knows of a sample; lengths in tokens, weight versions -1 where there is none."""
+    """Summary of a sample for a planner; lengths in tokens, weight versions -1 where there is none."""
 
     index: int
     group_index: int

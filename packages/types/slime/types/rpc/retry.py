@@ -30,7 +30,7 @@ class Repeatable:
 
 
 class Attempts:
-    """How often one call is made: until `seconds` or its deadline have passed, with exponential backoff and jitter."""
+    """Limits repetitions of a call: until `seconds` or its deadline pass, with exponential backoff and jitter."""
 
     def __init__(self, seconds: float, details: grpc.ClientCallDetails, token: Token) -> None:
         self._details = details

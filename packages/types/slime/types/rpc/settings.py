@@ -1,4 +1,4 @@
-"""How services listen and how clients connect."""
+"""Settings of services that listen and of clients that connect."""
 
 from __future__ import annotations
 

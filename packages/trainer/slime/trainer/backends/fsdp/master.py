@@ -76,12 +76,12 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """What the optimizer made of the master copy becomes what the model computes with."""
+        """Copies the updated master weights into those that the model computes with."""
         for piece in self.trained:
             piece.weights.copy_(piece.master)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What training needs besides the weights."""
+        """Tensors that training needs besides the weights."""
         for piece in self._pieces:
             yield piece.master.data
 
