@@ -150,6 +150,12 @@ def test_a_file_that_is_no_database(settings):
         serve(BufferSettings(**settings))
 
 
+def test_a_directory_where_the_database_belongs(settings):
+    (Path(settings["buffer_dir"]) / "state.sqlite").mkdir(parents=True)
+    with pytest.raises(InvalidFile, match="state.sqlite: unable to open database file"):
+        serve(BufferSettings(**settings))
+
+
 def test_a_temporary_directory_goes_with_the_service():
     service = serve(BufferSettings())
     directory = service.buffer.store.path.parent

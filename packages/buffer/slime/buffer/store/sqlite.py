@@ -72,7 +72,14 @@ class SqliteStore(Store):
         self.lock = threading.RLock()
         # Read on every call, written by few; emptied when a transaction fails.
         self._values: dict[str, Any] = {}
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, cached_statements=256)
+        try:
+            self._connection = sqlite3.connect(
+                path, check_same_thread=False, isolation_level=None, cached_statements=256
+            )
+        except sqlite3.DatabaseError as error:
+            raise InvalidFile(
+                f"{path}: {error}", field="buffer_dir", value=str(path), expected="a file that can be read and written"
+            ) from None
         try:
             self._open(synchronous, has_payloads)
         except sqlite3.DatabaseError as error:
