@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rollout_fakes import VOCABULARY, FakeEngine
@@ -19,7 +22,7 @@ from slime.rollout.launch import embedded_starts
 from slime.rollout.metrics import pass_rates
 from slime.rollout.settings import RolloutSettings
 from slime.types import Sample
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
+from slime.types.errors import DeadlineExceeded, InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.settings import build
 
 
@@ -67,6 +70,18 @@ def test_prompts_to_tokens(checkpoint):
     plain = PromptEncoder(tokenizer)
     assert plain.encode(Sample(prompt="12>")).tolist() == [ids["1"], ids["2"], ids[">"]]
     messages = Sample(prompt=[{"role": "user", "content": "12"}])
+    threads = []
+    template = tokenizer.apply_chat_template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tokenizer,
+            "apply_chat_template",
+            lambda *args, **kwargs: threads.append(threading.current_thread()) or template(*args, **kwargs),
+        )
+        asyncio.run(plain.prepare([messages, Sample(prompt="12>")]))
+        assert len(threads) == 1 and threads[0] is not threading.main_thread(), "off the event loop"
+        plain.encode(messages)
+        assert len(threads) == 1
     assert plain.encode(messages).tolist() == [ids["1"], ids["2"], ids[">"]]
     assert plain.encode(messages) is plain.encode(Sample(prompt=messages.prompt))
     assert PromptEncoder(tokenizer, apply_chat_template=True).encode(Sample(prompt="7")).tolist() == [
@@ -164,3 +179,15 @@ def test_samples_are_not_written_over_what_somebody_has_kept(tmp_path: Path) -> 
     check_output(tmp_path / "new", overwrite=False)
     write_samples(kept, [])
     assert kept.read_text() == "" and [path.name for path in tmp_path.iterdir()] == [kept.name]
+
+
+def test_a_template_that_does_not_end_fails_its_prompt_alone():
+    release = threading.Event()
+    tokenizer = SimpleNamespace(apply_chat_template=lambda *args, **kwargs: release.wait(30))
+    encoder = PromptEncoder(tokenizer)
+    encoder._workers.seconds = 0.05
+    try:
+        with pytest.raises(DeadlineExceeded, match="prompt took longer than 0.05 s"):
+            asyncio.run(encoder.prepare([Sample(prompt=[{"role": "user", "content": "12"}])]))
+    finally:
+        release.set()

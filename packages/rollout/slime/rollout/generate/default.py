@@ -120,6 +120,7 @@ class _Rollout:
         if limit is None:
             return True
         sample = group[0]
+        await self.state.prompts.prepare([sample])
         length = (
             len(sample.array("tokens")) - sample.response_length
             if len(sample.array("tokens"))

@@ -72,6 +72,7 @@ async def generate_batch(
     def make() -> list[Request | None]:
         return [make_request(state, sample, sampling_params, evaluation=evaluation) for sample in samples]
 
+    await state.prompts.prepare(samples)
     # Decoding images takes its time.
     made = await asyncio.to_thread(make) if any(sample.multimodal_inputs for sample in samples) else make()
     requests = [request for request in made if request is not None]
@@ -104,6 +105,7 @@ async def _generate_one(
     custom = load_generate_once(path) if path else state.plugins.generate
     if custom is None:
         return await generate(state.args, sample, sampling_params)
+    await state.prompts.prepare([sample])
     state.prompts.render([sample])
     with seeds_of(state.args, sample.index):
         answer = await custom.one(state.args, sample, sampling_params, evaluation)
@@ -132,6 +134,7 @@ async def _custom_group(
     state: GenerateState, custom: CustomGenerate, group: list[Sample], evaluation: bool
 ) -> list[Generated]:
     # A function of this shape may generate, score, or both.
+    await state.prompts.prepare(group)
     state.prompts.render(group)
     with seeds_of(state.args, group[0].index):
         answer = await custom.group(state.args, group, evaluation)

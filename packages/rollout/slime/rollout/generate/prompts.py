@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from slime.rollout.doors.workers import Workers
 from slime.types import Sample
 from slime.types.errors import InvalidFile, MissingFile
 from slime.types.vision import images_id, images_of, vision_of
@@ -104,6 +105,7 @@ class PromptEncoder:
         self._loading = threading.Lock()
         self._media: Media | None = None
         self._caching = threading.Lock()
+        self._workers = Workers("prompts")
         self._texts: OrderedDict[str, str] = OrderedDict()
         self._cache: OrderedDict[str, np.ndarray] = OrderedDict()
         self._media_cache: OrderedDict[str, MediaPrompt] = OrderedDict()
@@ -118,6 +120,18 @@ class PromptEncoder:
                 text = self._text(sample)
                 sample.prompt_messages = _messages(sample.prompt)  # type: ignore[attr-defined]
                 sample.prompt = text
+
+    async def prepare(self, samples: Iterable[Sample]) -> None:
+        """Runs the chat template on what `render` and `encode` would run it on, off the event loop.
+
+        Raises DeadlineExceeded where that takes too long: a template is a program.
+        """
+        todo = [
+            s for s in samples if not isinstance(s.prompt, str) or (self.apply_chat_template and not _is_rendered(s))
+        ]
+        todo = [s for s in todo if s.multimodal_inputs or self._key(s) not in self._texts]
+        if todo:
+            await self._workers.run("prompt", lambda: [self._text(sample) for sample in todo])
 
     def media(self) -> Media:
         """Raises what `Media` raises."""
@@ -164,8 +178,11 @@ class PromptEncoder:
                 )
             )
 
-        key = json.dumps([prompt, sample.apply_chat_template_kwargs, tools, bool(sample.multimodal_inputs)])
-        return self._once(self._texts, key, CACHED_PROMPTS, render)
+        return self._once(self._texts, self._key(sample), CACHED_PROMPTS, render)
+
+    def _key(self, sample: Sample) -> str:
+        of = sample.prompt, sample.apply_chat_template_kwargs, sample.metadata.get("tools")
+        return json.dumps([*of, bool(sample.multimodal_inputs)])
 
     def _once(self, cache: OrderedDict[str, T], key: str, limit: int, make: Callable[[], T]) -> T:
         found = cache.get(key)

@@ -165,6 +165,7 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The default generation of one sample; what `--custom-generate-function-path` replaces."""
     state = GenerateState(args)
+    await state.prompts.prepare([sample])
     if sample.multimodal_inputs:
         request = await asyncio.to_thread(make_request, state, sample, sampling_params)
     else:
