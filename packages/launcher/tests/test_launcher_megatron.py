@@ -17,6 +17,7 @@ from slime.launcher import flags
 from slime.launcher.checkpoints import STATE_FILE, find_checkpoint, has_checkpoint, prune
 from slime.launcher.declared import SETTINGS, declared
 from slime.launcher.megatron import ranks_needed
+from slime.types.directories import whole_directory
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
 # Small enough to read: 4 layers, 8 heads in 2 groups, 8 experts.
@@ -192,8 +193,8 @@ def test_hooks_are_held_to_their_contracts(megatron: list[str], tmp_path: Path) 
 
 
 def checkpoint(directory: Path) -> Path:
-    directory.mkdir(parents=True)
-    (directory / STATE_FILE).write_text("{}")
+    with whole_directory(directory, "test") as partial:
+        (partial / STATE_FILE).write_text("{}")
     return directory
 
 

@@ -47,7 +47,11 @@ def _text(position: int, content: Any) -> str:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise InvalidField(f"messages[{position}].content", content, "a text, or a list of parts that are text")
+        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
+        raise InvalidField(
+            f"messages[{position}].content", kinds,
+            "a text, or a list of parts that are text; only /generate takes images, as image_data",
+        )  # fmt: skip
     return "".join(part["text"] for part in parts)
 
 

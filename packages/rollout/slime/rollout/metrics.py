@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -141,7 +141,7 @@ def _reward(sample: Sample, args: Any) -> Any:
     return sample.reward
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (numbers.Real, np.bool_)) and math.isfinite(value)
 
 
