@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import grpc
+import numpy as np
 import pytest
 from buffer_samples import finish
 
@@ -106,6 +107,33 @@ def test_a_reward_that_is_no_number_is_refused_where_the_trainer_needs_one(conne
     (lease,) = client.lease_groups(1)
     (sample,) = finish(lease.group.samples)
     sample.reward = reward
+    if message is None:
+        client.complete_group(lease.token, [sample])
+    else:
+        with pytest.raises(InvalidField, match=message):
+            client.complete_group(lease.token, [sample])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"tokens": [3, 12, 1]}, None),
+        ({"tokens": [3, 13, 1]}, r"tokens\[1\].*13.*\[0, 13\)"),
+        ({"rollout_log_probs": None}, "rollout_log_probs"),
+        ({"rollout_log_probs": None, "remove_sample": True}, None),
+        ({"multimodal_train_inputs": {"pixel_values": np.zeros((1, 2), np.float32)}}, "text alone"),
+    ],
+)
+def test_a_sample_that_the_model_of_the_run_cannot_read_is_refused(connected, change, message):
+    client = connected(max_token_id=12, log_probs_required=True, text_only=True)
+    client.add_prompts(["p"])
+    (lease,) = client.lease_groups(1)
+    (sample,) = finish(lease.group.samples)
+    sample.tokens, sample.response_length = [3, 4, 1], 2
+    sample.rollout_log_probs, sample.loss_mask = [-0.5, -0.5], None
+    for name, value in change.items():
+        setattr(sample, name, value)
     if message is None:
         client.complete_group(lease.token, [sample])
     else:

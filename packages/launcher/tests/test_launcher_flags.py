@@ -64,6 +64,15 @@ def test_the_buffer_refuses_rewards_that_the_trainer_could_not_train_on(base: li
     assert (own.scalar_rewards, own.allow_missing_rewards) == (False, True)
 
 
+def test_the_buffer_refuses_samples_that_the_model_could_not_read(base: list[str], files: dict[str, Path]) -> None:
+    assert flags.parse(base).buffer.max_token_id is None
+    (files["model"] / "config.json").write_text('{"vocab_size": 13}')
+    buffer = flags.parse(base).buffer
+    assert (buffer.max_token_id, buffer.text_only) == (12, True)
+    assert not buffer.log_probs_required
+    assert flags.parse([*base, "--use-tis"]).buffer.log_probs_required
+
+
 def test_packages_agree_on_shared_settings() -> None:
     by_name: dict[str, list[Flag]] = {}
     for package, cls in SETTINGS.items():

@@ -34,7 +34,7 @@ from slime.buffer.store.base import Group, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.sqlite import SqliteStore
 from slime.buffer.strays import set_strays_aside
-from slime.buffer.validation import RewardRule
+from slime.buffer.validation import CompletionRules
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
 from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound
@@ -85,8 +85,13 @@ class Buffer:
                     wake=self.waits.wake,
                     on_damage=lambda group, error: self.quarantine.damaged(group, error),
                     default_seconds=settings.lease_seconds,
-                    rewards=RewardRule(
-                        not settings.allow_missing_rewards, settings.scalar_rewards, settings.reward_key
+                    rules=CompletionRules(
+                        reward_required=not settings.allow_missing_rewards,
+                        scalar_reward=settings.scalar_rewards,
+                        reward_key=settings.reward_key,
+                        vocab_size=settings.max_token_id and settings.max_token_id + 1,
+                        log_probs_required=settings.log_probs_required,
+                        text_only=settings.text_only,
                     ),
                     buffer_filter=buffer_filter,
                     clock=clock,

@@ -18,7 +18,7 @@ from slime.buffer.prompts import Prompts
 from slime.buffer.samples import samples_of
 from slime.buffer.store.base import Group, Payloads, State, Store
 from slime.buffer.summaries import encode_summaries
-from slime.buffer.validation import ANY_REWARD, RewardRule, check_samples
+from slime.buffer.validation import ANY_TRAINER, CompletionRules, check_samples
 from slime.buffer.waits import COMPLETED, READY
 from slime.types.codec import sample_from_proto, sample_to_proto
 from slime.types.errors import DataLoss, InvalidField, LeaseLost
@@ -50,7 +50,7 @@ class Leases:
         prompts: Prompts,
         *,
         default_seconds: float,
-        rewards: RewardRule = ANY_REWARD,
+        rules: CompletionRules = ANY_TRAINER,
         wake: Callable[[str, int], None],
         on_damage: Callable[[Group, DataLoss], Group],
         buffer_filter: BufferFilter | None = None,
@@ -62,7 +62,7 @@ class Leases:
         self.payloads = payloads
         self.prompts = prompts
         self.default_seconds = default_seconds
-        self.rewards = rewards
+        self.rules = rules
         self.wake = wake
         self.on_damage = on_damage
         self.buffer_filter = buffer_filter
@@ -166,7 +166,7 @@ class Leases:
         columns: dict[str, object] = {}
         if messages or ended_by == "complete":
             # Outside the transaction: it takes long, and others need not wait for it.
-            samples = check_samples(group, messages, finished=ended_by == "complete", rewards=self.rewards)
+            samples = check_samples(group, messages, finished=ended_by == "complete", rules=self.rules)
             parts = [message.SerializeToString() for message in messages]
             if ended_by == "complete":
                 columns["summaries"] = encode_summaries(messages, samples)

@@ -94,6 +94,18 @@ class BufferSettings:
         "rewards may be missing)",
     )
     reward_key: str | None = setting(None, "Key of the reward to train on where rewards are dicts")
+    max_token_id: int | None = setting(
+        None,
+        "Largest id that a token of a finished sample may have (in `slime train`, that of the model's vocabulary)",
+        minimum=1,
+    )
+    log_probs_required: bool = setting(
+        False,
+        "Refuse finished samples without the engine's log-probs (on in `slime train` where the trainer reads them)",
+    )
+    text_only: bool = setting(
+        False, "Refuse finished samples with images (on in `slime train` for models that read text alone)"
+    )
     release_committed: bool = setting(
         False, "Delete the samples of a step once it is committed; without it they can be read back after the run"
     )

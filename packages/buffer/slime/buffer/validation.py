@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from slime.buffer.store.base import Group
 from slime.types import Sample
 from slime.types.codec import sample_from_proto
@@ -24,20 +26,26 @@ MAX_SAMPLES = 16384
 
 
 @dataclass(frozen=True)
-class RewardRule:
-    """Rewards that the buffer takes: whether each finished sample needs one, and whether it, or its entry `key`, has to
-    be a number."""
+class CompletionRules:
+    """What the trainer of a run needs of finished samples, beyond what every trainer does.
 
-    required: bool = True
-    scalar: bool = False
-    key: str | None = None
+    scalar_reward: the reward, or its entry `reward_key`, is a number. vocab_size: ids of tokens are below it.
+    log_probs_required: those of the engine, of every sample that is trained on. text_only: there are no images.
+    """
+
+    reward_required: bool = True
+    scalar_reward: bool = False
+    reward_key: str | None = None
+    vocab_size: int | None = None
+    log_probs_required: bool = False
+    text_only: bool = False
 
 
-ANY_REWARD = RewardRule()
+ANY_TRAINER = CompletionRules()
 
 
 def check_samples(
-    group: Group, messages: Sequence[sample_pb2.Sample], *, finished: bool, rewards: RewardRule = ANY_REWARD
+    group: Group, messages: Sequence[sample_pb2.Sample], *, finished: bool, rules: CompletionRules = ANY_TRAINER
 ) -> list[Sample]:
     """The decoded samples. Raises InvalidField naming the sample, the field, the position in it and the value.
 
@@ -56,9 +64,10 @@ def check_samples(
         validate_wire_types(message)
         sample = sample_from_proto(message, copy=False)
         if finished:
-            validate_finished(sample, reward_required=rewards.required)
+            validate_finished(sample, reward_required=rules.reward_required)
             _drop_useless_reward(message, sample)
-            _check_scalar_reward(sample, rewards)
+            _check_scalar_reward(sample, rules)
+            _check_for_the_model(sample, rules)
         else:
             validate_sample(sample)
         samples.append(sample)
@@ -76,15 +85,26 @@ def _drop_useless_reward(message: sample_pb2.Sample, sample: Sample) -> None:
         message.remove_sample = sample.remove_sample = True
 
 
-def _check_scalar_reward(sample: Sample, rule: RewardRule) -> None:
+def _check_scalar_reward(sample: Sample, rules: CompletionRules) -> None:
     reward = sample.reward
-    if not rule.scalar or not isinstance(reward, dict):
+    if not rules.scalar_reward or not isinstance(reward, dict):
         return
-    if rule.key is None:
+    if rules.reward_key is None:
         raise InvalidField("reward", reward, "a number, or --reward-key to say which key of the reward is trained on")
-    value = reward.get(rule.key)
+    value = reward.get(rules.reward_key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidField(f"reward.{rule.key}", value, "a number, as --reward-key names it")
+        raise InvalidField(f"reward.{rules.reward_key}", value, "a number, as --reward-key names it")
+
+
+def _check_for_the_model(sample: Sample, rules: CompletionRules) -> None:
+    tokens = sample.array("tokens")
+    if rules.vocab_size is not None and tokens.size and tokens.max() >= rules.vocab_size:
+        position = int(np.argmax(tokens >= rules.vocab_size))
+        raise InvalidField(f"tokens[{position}]", int(tokens[position]), f"ids in [0, {rules.vocab_size})")
+    if rules.text_only and (sample.multimodal_inputs or sample.multimodal_train_inputs):
+        raise InvalidField("multimodal_train_inputs", "given", "text alone, which is what the model of this run reads")
+    if rules.log_probs_required and sample.array("rollout_log_probs") is None and not is_untrainable(sample):
+        raise InvalidField("rollout_log_probs", None, "log-probs of the engine, which this run corrects or compares by")
 
 
 def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:

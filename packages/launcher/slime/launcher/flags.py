@@ -20,6 +20,7 @@ from slime.buffer.settings import BufferSettings
 from slime.converters.megatron_flags import defaults, given
 from slime.launcher.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.checks import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
+from slime.launcher.completion import with_needs_of_training
 from slime.launcher.declared import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.eval_config import apply_eval_config
 from slime.launcher.flag_table import why_not
@@ -182,17 +183,7 @@ def _assemble(
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # The buffer keeps what the class gives; it has no prompts and no choice of its own.
         parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
-    trainer = parts["trainer"]
-    if (
-        trainer.loss_type == "sft_loss"
-        or trainer.custom_reward_post_process_path
-        or (trainer.custom_convert_samples_to_train_data_path)
-    ):
-        # These need no reward of a sample, or make their own.
-        parts["buffer"] = dataclasses.replace(parts["buffer"], allow_missing_rewards=True)
-    elif not parts["buffer"].allow_missing_rewards:
-        # Found out at the seal of a step, a reward that is no number would end the run.
-        parts["buffer"] = dataclasses.replace(parts["buffer"], scalar_rewards=True)
+    parts["buffer"] = with_needs_of_training(parts["buffer"], parts["trainer"], vocab_size=values.get("vocab_size"))
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})

@@ -272,6 +272,10 @@ class TrainerSettings(DebugSettings):
         return self.use_kl_loss or self.kl_coef != 0
 
     @property
+    def reads_rollout_log_probs(self) -> bool:
+        return self.use_tis or self.use_rollout_logprobs or self.get_mismatch_metrics
+
+    @property
     def advantages_alone_train(self) -> bool:
         """Whether a sample whose advantages are all 0 adds no gradient to the policy's loss."""
         other_terms = self.use_kl_loss or self.kl_coef or self.entropy_coef or self.custom_tis_function_path

@@ -109,7 +109,7 @@ class TrainStep:
         samples: dict[int, Sample],
     ) -> list[Work]:
         s = self.settings
-        needs_log_probs = s.use_tis or s.use_rollout_logprobs or s.get_mismatch_metrics
+        needs_log_probs = s.reads_rollout_log_probs
         for position, sample in samples.items():
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             expected = plan["lengths"][position]
