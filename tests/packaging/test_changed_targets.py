@@ -44,7 +44,7 @@ def copy_of_the_tree(copy: Path) -> None:
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     (copy / "docs").mkdir()
     shutil.copy(ROOT / "docs/BUILD", copy / "docs")
-    for name in ("docs/guide.md", "docs/flags.md", "README.md"):
+    for name in ("docs/guide.md", "docs/flags.md", "docs/security.md", "README.md"):
         (copy / name).write_text("text\n")
 
 

@@ -9,6 +9,7 @@ import pytest
 from rollout_fakes import EOS, FakeBuffer, FakeEngine, prompt_groups, reverse
 
 from slime.rollout.call import CALL, RolloutCall
+from slime.rollout.generate import default
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource
 from slime.types import Sample
@@ -136,7 +137,7 @@ def test_a_partial_group_goes_on_where_it_stopped(engine, make_state):
     assert untouched.response_length == 1 and untouched.reward is not None
 
 
-def test_long_prompts_are_rejected_with_the_flag_and_an_error_without(engine, make_state):
+def test_long_prompts_are_rejected_by_the_flag_and_by_the_context(engine, make_state):
     groups = [*prompt_groups(1, 1, digits=9), *prompt_groups(2, 1, first=1)]
     buffer = FakeBuffer(groups)
     output = run(make_state(engine, rollout_batch_size=2, rollout_max_prompt_len=6), buffer)
@@ -145,8 +146,33 @@ def test_long_prompts_are_rejected_with_the_flag_and_an_error_without(engine, ma
     state = make_state(engine, rollout_batch_size=2)
     state.context_len = 8
     buffer = FakeBuffer(groups)
-    with pytest.raises(InvalidField, match=r"group 0 has 10 tokens, expected less than 8.*--rollout-max-prompt-len"):
-        run(state, buffer)
+    output = run(state, buffer)
+    assert buffer.rejected == [(0, "prompt_too_long")] and output.metrics["rollout/prompt_too_long"] == 1
+
+
+@pytest.mark.parametrize("prompt", ["", [{"role": "user", "content": "no template for this"}]])
+def test_a_prompt_that_cannot_be_used_costs_its_group_alone(engine, make_state, monkeypatch, prompt):
+    def no_template(*args, **kwargs):
+        raise ValueError("tokenizer.chat_template is not set")
+
+    groups = prompt_groups(3, 1)
+    groups[1].samples[0].prompt = prompt
+    buffer = FakeBuffer(groups)
+    state = make_state(engine, rollout_batch_size=2)
+    monkeypatch.setattr(type(state.tokenizer), "apply_chat_template", no_template, raising=False)
+    output = run(state, buffer)
+    assert buffer.rejected == [(1, "prompt_unusable")] and output.metrics["rollout/prompt_unusable"] == 1
+    assert len(output.samples) == 2
+
+
+def test_prompts_that_none_can_be_used_of_end_the_rollout(engine, make_state, monkeypatch):
+    monkeypatch.setattr(default, "REFUSED_IN_A_ROW", 3)
+    groups = prompt_groups(4, 1)
+    for group in groups:
+        group.samples[0].prompt = ""
+    buffer = FakeBuffer(groups)
+    with pytest.raises(InvalidField, match="a prompt that has tokens"):
+        run(make_state(engine, rollout_batch_size=2), buffer)
     assert not buffer.leased, "a failed rollout gives its leases back"
 
 

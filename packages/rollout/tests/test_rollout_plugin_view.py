@@ -102,6 +102,23 @@ def test_a_prompt_is_rendered_once_however_often_its_group_is_taken(engine, make
         sample = pickle.loads(pickle.dumps(sample))
 
 
+def test_a_prompt_that_the_template_refuses_costs_its_group_alone(engine, make_state, monkeypatch):
+    state = make_state(engine, rollout_batch_size=1, apply_chat_template=True)
+    good, bad = chat_groups(1, 1)[0], chat_groups(1, 1, [{"role": "nobody", "content": "1"}])[0]
+    bad.group_index, bad.samples[0].group_index = 7, 7
+    rendering = type(state.tokenizer).apply_chat_template
+
+    def strict(self, messages, **kwargs):
+        if messages[0]["role"] == "nobody":
+            raise ValueError("no such role")
+        return rendering(self, messages, **kwargs)
+
+    monkeypatch.setattr(type(state.tokenizer), "apply_chat_template", strict)
+    buffer = FakeBuffer([bad, good])
+    run(state, buffer)
+    assert buffer.rejected == [(7, "prompt_unusable")] and len(buffer.completed) == 1
+
+
 def test_without_the_template_the_prompt_stays_what_it_was(engine, make_state):
     state = make_state(engine, rollout_batch_size=1)
     for prompt in ("123>", [{"role": "user", "content": "123"}]):

@@ -81,9 +81,17 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments
         raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InvalidField("tools", tools, "a list of objects")
+    return apply(tokenizer, messages, tools, arguments)
+
+
+def apply(renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
+    """The same by a tokenizer or a processor that is known to have a template.
+
+    Raises InvalidField for messages that its template does not take.
+    """
     try:
         return str(
-            tokenizer.apply_chat_template(
+            renderer.apply_chat_template(
                 messages, **{**arguments, "tools": tools or None}, tokenize=False, add_generation_prompt=True
             )
         )

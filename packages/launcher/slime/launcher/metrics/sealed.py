@@ -17,7 +17,7 @@ from slime.types.clients.buffer import SealedStep
 
 DROPPED = "rollout/dynamic_filter/drop_"
 # Rejections that no filter of a rollout decided on.
-OTHERS = (RETURNED, "buffer_filter", "prompt_too_long")
+OTHERS = (RETURNED, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
 def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
@@ -33,8 +33,9 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     if args.rollout_function_path == RolloutSettings.rollout_function_path:
         # It counts these; where the run ended before it could say so, nothing was given back since.
         metrics = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0} | metrics
-    if "rollout/prompt_too_long" in metrics or "prompt_too_long" in sealed.rejected:
-        metrics["rollout/prompt_too_long"] = float(sealed.rejected.get("prompt_too_long", 0))
+    for reason in ("prompt_too_long", "prompt_unusable"):
+        if f"rollout/{reason}" in metrics or reason in sealed.rejected:
+            metrics[f"rollout/{reason}"] = float(sealed.rejected.get(reason, 0))
     if args.dynamic_sampling_filter_path:
         dropped = {reason: count for reason, count in sealed.rejected.items() if reason not in OTHERS}
         metrics |= {DROPPED + reason: float(count) for reason, count in dropped.items()}

@@ -1,7 +1,7 @@
 """The default rollout: groups from the data source until enough are accepted, the rest given back.
 
 1. fetch `over_sampling_batch_size` groups whenever accepted + pending are fewer than the target; prompts that are too
-   long are rejected
+   long, empty, or not to be rendered are rejected
 2. generate and score each group; complete it as soon as it is accepted, reject it when the dynamic filter drops it
 3. when the target is reached, abort what is still running and give it back: with `--partial-rollout` with what it has,
    without it as it was leased
@@ -12,6 +12,7 @@ With `--deterministic`, groups are taken in the order of their index, and one fe
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -28,14 +29,19 @@ from slime.rollout.generate.group import (
     generate_batch,
     needs_single_calls,
 )
+from slime.rollout.generate.sample import prompt_too_long
 from slime.rollout.generate.state import GenerateState
 from slime.types import Sample
-from slime.types.errors import InvalidField
+from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError
+
+log = logging.getLogger(__name__)
 
 ABORT_SECONDS = 60.0
 ABORT_AGAIN_SECONDS = 2.0
-# So many groups in a row whose prompt is too long mean that the limit is wrong, not the prompts.
-TOO_LONG_IN_A_ROW = 1000
+# So many groups in a row whose prompt cannot be used mean that a setting is wrong, not the prompts.
+REFUSED_IN_A_ROW = 1000
+TOO_LONG = "prompt_too_long"
+UNUSABLE = "prompt_unusable"
 
 
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -59,8 +65,8 @@ class _Rollout:
         # time in the square of their number.
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.dropped: Counter[str] = Counter()
-        self.too_long = 0
-        self.too_long_in_a_row = 0
+        self.refused: Counter[str] = Counter()
+        self.refused_in_a_row = 0
         self.given_back = 0
         # Calls to the buffer that need not be waited for until the end.
         self.writes: list[asyncio.Task[None]] = []
@@ -116,31 +122,53 @@ class _Rollout:
             self.pending[task] = group
 
     async def _fits(self, group: list[Sample]) -> bool:
-        limit = self.args.rollout_max_prompt_len
-        if limit is None:
+        """False for a group whose prompt the model cannot be given; it is rejected, with that reason."""
+        refusal = await self._refusal(group[0])
+        if refusal is None:
+            self.refused_in_a_row = 0
             return True
-        sample = group[0]
-        await self.state.prompts.prepare([sample])
-        length = (
-            len(sample.array("tokens")) - sample.response_length
-            if len(sample.array("tokens"))
-            else len(await _in_thread(self.state.prompts.encode, sample))
-            if sample.multimodal_inputs
-            else len(self.state.prompts.encode(sample))
-        )
-        if length <= limit:
-            self.too_long_in_a_row = 0
-            return True
-        self.too_long += 1
-        self.too_long_in_a_row += 1
-        if self.too_long_in_a_row >= TOO_LONG_IN_A_ROW:
-            raise InvalidField(
-                "rollout_max_prompt_len", limit, f"at least {length}",
-                f"{TOO_LONG_IN_A_ROW} prompts in a row are longer than --rollout-max-prompt-len {limit}; "
-                f"the last, of group {sample.group_index}, has {length} tokens",
-            )  # fmt: skip
-        await _in_thread(self.source.reject, group, "prompt_too_long")
+        reason, error = refusal
+        self.refused[reason] += 1
+        self.refused_in_a_row += 1
+        if self.refused_in_a_row >= REFUSED_IN_A_ROW:
+            raise error
+        if reason == UNUSABLE or self.args.rollout_max_prompt_len is None:
+            log.error("group %s is rejected: %s", group[0].group_index, error)
+        await _in_thread(self.source.reject, group, reason)
         return False
+
+    async def _refusal(self, sample: Sample) -> tuple[str, SlimeError] | None:
+        """Why a prompt cannot be used. A custom generate function may make of it what it likes, up to a limit that was
+        asked for."""
+        limit = self.args.rollout_max_prompt_len
+        custom = self.state.plugins.generate is not None
+        if custom and limit is None:
+            return None
+        try:
+            length = await self._prompt_length(sample)
+        except (InvalidField, DeadlineExceeded) as error:
+            return UNUSABLE, error
+        if not length:
+            return UNUSABLE, InvalidField("prompt", sample.prompt, "a prompt that has tokens")
+        if limit is not None and length > limit:
+            return TOO_LONG, InvalidField(
+                "rollout_max_prompt_len", limit, f"at least {length}",
+                f"{REFUSED_IN_A_ROW} prompts in a row cannot be used; the last, of group {sample.group_index}, has "
+                f"{length} tokens, --rollout-max-prompt-len is {limit}",
+            )  # fmt: skip
+        if not custom and self.state.context_len is not None and length >= self.state.context_len:
+            return TOO_LONG, prompt_too_long(sample, length, self.state.context_len)
+        return None
+
+    async def _prompt_length(self, sample: Sample) -> int:
+        """In tokens. Raises InvalidField, or DeadlineExceeded for a chat template that does not end."""
+        tokens = sample.array("tokens")
+        if len(tokens):
+            return len(tokens) - sample.response_length
+        await self.state.prompts.prepare([sample])
+        if sample.multimodal_inputs:
+            return len(await _in_thread(self.state.prompts.encode, sample))
+        return len(self.state.prompts.encode(sample))
 
     async def _generate_together(self, groups: list[list[Sample]]) -> None:
         await generate_batch(self.state, flatten(groups), self.state.sampling_params)
@@ -234,7 +262,9 @@ class _Rollout:
         metrics: dict[str, Any] = {
             f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.dropped.items()
         }
-        metrics["rollout/prompt_too_long"] = self.too_long
+        metrics["rollout/prompt_too_long"] = self.refused[TOO_LONG]
+        if self.refused[UNUSABLE]:
+            metrics["rollout/prompt_unusable"] = self.refused[UNUSABLE]
         metrics["rollout/aborted_groups"] = self.given_back
         return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from slime.rollout import chat_template
 from slime.rollout.doors.workers import Workers
 from slime.types import Sample
 from slime.types.errors import InvalidFile, MissingFile
@@ -171,14 +172,12 @@ class PromptEncoder:
         kwargs = self.template_kwargs | sample.apply_chat_template_kwargs
         renderer = self.media().processor if sample.multimodal_inputs else self.tokenizer
 
-        def render() -> str:
-            return str(
-                renderer.apply_chat_template(
-                    _messages(prompt), tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
-                )
-            )
-
-        return self._once(self._texts, self._key(sample), CACHED_PROMPTS, render)
+        return self._once(
+            self._texts,
+            self._key(sample),
+            CACHED_PROMPTS,
+            lambda: chat_template.apply(renderer, _messages(prompt), tools or None, kwargs),
+        )
 
     def _key(self, sample: Sample) -> str:
         of = sample.prompt, sample.apply_chat_template_kwargs, sample.metadata.get("tools")

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
-# So many groups in a row that name what this run does not know mean that its settings are wrong, not the groups.
+# So many groups in a row that this run cannot use mean that its settings are wrong, not the groups.
 REFUSED_IN_A_ROW = 1000
 
 
@@ -48,7 +48,8 @@ class LeasedDataSource:
     """Thread-safe. Use it as a context manager: at its end, groups still leased go back as they were.
 
     names: what samples of the buffer may name; a group that names anything else is rejected. render: turns the prompts
-    of a group into what the model is sent. completed: the groups that were handed in.
+    of a group into what the model is sent; a group whose prompt it refuses is rejected. completed: the groups that were
+    handed in.
     """
 
     def __init__(
@@ -99,11 +100,8 @@ class LeasedDataSource:
                     num_samples, ttl_seconds=self.ttl_seconds, wait_seconds=wait, worker_id=self.worker_id
                 )
                 groups = [self._take(lease) for lease in leased]
-            groups = [group for group in groups if self._knows(group)]
+            groups = [group for group in groups if self._usable(group)]
             if groups:
-                if self.render is not None:
-                    for group in groups:
-                        self.render(group)
                 return groups
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
@@ -122,18 +120,28 @@ class LeasedDataSource:
             self._group_of.update((id(sample), group.group_index) for sample in group.samples)
         return group.samples
 
-    def _knows(self, group: list[Sample]) -> bool:
-        """False for a group that names what this run does not; it is rejected, with that reason."""
-        error = self.names.refusal(group) if self.names is not None else None
+    def _usable(self, group: list[Sample]) -> bool:
+        """Renders the prompt of a group. False where it cannot, or where the group names what this run does not know:
+        then it is rejected, with that reason."""
+        error = self._unknown_name(group)
+        reason = "" if error is None else f"unknown {error.field.partition('.')[0]}"
+        if error is None and self.render is not None:
+            try:
+                self.render(group)
+            except InvalidField as unusable:
+                error, reason = unusable, "prompt_unusable"
         if error is None:
             self._refused_in_a_row = 0
             return True
         self._refused_in_a_row += 1
         log.error("group %s is rejected: %s", self.find(group), error)
-        self.reject(group, f"unknown {error.field.partition('.')[0]}")
+        self.reject(group, reason)
         if self._refused_in_a_row >= REFUSED_IN_A_ROW:
             raise error
         return False
+
+    def _unknown_name(self, group: list[Sample]) -> SlimeError | None:
+        return self.names.refusal(group) if self.names is not None else None
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         if self.names is not None:

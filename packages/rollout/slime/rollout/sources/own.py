@@ -164,9 +164,9 @@ class OwnLeases(LeasedDataSource):
             group.samples = copied
         return super()._take(lease)
 
-    def _knows(self, group: list[Sample]) -> bool:
+    def _unknown_name(self, group: list[Sample]) -> SlimeError | None:
         # What the class gave is code of the user.
-        return self.find(group) in self.own.given or super()._knows(group)
+        return None if self.find(group) in self.own.given else super()._unknown_name(group)
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         for group in groups:
