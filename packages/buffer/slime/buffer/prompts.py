@@ -104,7 +104,7 @@ class Prompts:
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """What each sample of its group starts as. Raises InvalidFile for the file of an image that is gone."""
+    """Encodes the sample that each of the group starts as. Raises InvalidFile for the file of an image that is gone."""
     return encode_sample(prompt.to_sample())
 
 

@@ -61,7 +61,7 @@ class Quarantine:
         return steps, [] if keep else [group.payload for group in groups.values() if group.payload is not None]
 
     def damaged(self, group: Group, error: DataLoss) -> Group:
-        """What becomes of a group whose samples cannot be read: as its prompt was added, where it waits or is leased;
+        """Takes back a group whose samples cannot be read: as its prompt was added, where it waits or is leased;
         QUARANTINED, where it is complete or sealed."""
         (now,) = self.store.groups(indexes=[group.group_index])
         if now.payload != group.payload or now.payload is None or now.state is State.QUARANTINED:

@@ -27,7 +27,7 @@ MAX_SAMPLES = 16384
 
 @dataclass(frozen=True)
 class CompletionRules:
-    """What the trainer of a run needs of finished samples, beyond what every trainer does.
+    """Rules for finished samples that the trainer of one run adds to those of every trainer.
 
     scalar_reward: the reward, or its entry `reward_key`, is a number. vocab_size: ids of tokens are below it.
     log_probs_required: those of the engine, of every sample that is trained on. text_only: there are no images.

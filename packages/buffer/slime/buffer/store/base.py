@@ -84,7 +84,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, name: str, default: Any = None) -> Any:
-        """What was set; not to be changed."""
+        """The value that was set; not to be changed."""
 
     @abstractmethod
     def put(self, name: str, value: Any) -> None:
@@ -151,7 +151,7 @@ class Store(ABC):
 
     @abstractmethod
     def seal_record(self, step: int) -> dict[str, Any]:
-        """What was noted when the step was sealed; empty for one that was not, or with nothing to note."""
+        """The record made when the step was sealed; empty for one that was not, or with nothing to note."""
 
     @abstractmethod
     def insert_seal_record(self, step: int, record: dict[str, Any]) -> None: ...
