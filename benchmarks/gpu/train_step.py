@@ -163,7 +163,7 @@ def measure(
     return rows
 
 
-class Step:
+class MeasuredSteps:
     """Steps of a trainer, each with its own samples."""
 
     def __init__(
@@ -211,7 +211,7 @@ def step_of(
     ranks: Ranks,
     device: torch.device,
     kind: str = "equal",
-) -> tuple[Step, int]:
+) -> tuple[MeasuredSteps, int]:
     settings = TrainerSettings(
         hf_checkpoint=directory, train_backend=backend, bf16=options.dtype == "bfloat16", lr=1e-6,
         use_dynamic_batch_size=True, max_tokens_per_gpu=options.row, log_probs_chunk_size=options.chunk,
@@ -220,7 +220,7 @@ def step_of(
     ).on(device.type)  # fmt: skip
     implementation = getattr(options, "transformer_impl", None)
     megatron = {"transformer_impl": implementation} if implementation else {}
-    step = Step(settings, ranks, device, steps, megatron, share=kind != "apart")
+    step = MeasuredSteps(settings, ranks, device, steps, megatron, share=kind != "apart")
     return step, step.backend.num_parameters
 
 

@@ -101,3 +101,15 @@ def test_docstrings_begin_with_what_they_name_or_do(where: str) -> None:
         if text.startswith(tuple(f"{word} " for word in BANNED))
     ]
     assert wrong == []
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    scripts = [
+        path for folder in ("benchmarks", "examples", "scripts", "tools") for path in (ROOT / folder).rglob("*.py")
+    ]
+    homes: dict[str, list[str]] = {}
+    for path in [*MODULES.values(), *scripts]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

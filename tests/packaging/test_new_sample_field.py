@@ -19,7 +19,9 @@ DECLARATION = Path("packages/types/slime/types/sample/sample.py")
 PROTO = Path("proto/slime/v1/sample.proto")
 
 WIRE_LINE = "  Tensor rollout_entropies = 100;\n"
-PYTHON_LINE = "    rollout_entropies: PerToken[list[float] | None] = array_field(np.float32, Rows.RESPONSE, fill=0.0)\n"
+PYTHON_LINE = (
+    "    rollout_entropies: PerToken[list[float] | None] = array_field(np.float32, RowCount.RESPONSE, fill=0.0)\n"
+)
 
 ROUND_TRIPS = """
 import json

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer_tiny import VOCAB
 
 from slime.trainer.backends.megatron.model.rotary import rotate, rotate_as_megatron_does
-from slime.trainer.backends.megatron.model.row import Row, cut
+from slime.trainer.backends.megatron.model.row import RankRow, cut
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.schedule import Lengths, schedule
 from slime.types import Sample
@@ -36,11 +36,11 @@ def batches(draw: st.DrawFn) -> PackedBatch:
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 
-def rows(batch: PackedBatch | None, size: int, multiple: int, **changes: Any) -> list[Row]:
+def rows(batch: PackedBatch | None, size: int, multiple: int, **changes: Any) -> list[RankRow]:
     return [cut(batch, rank, size, multiple, CPU, **changes) for rank in range(size)]
 
 
-def whole(parts: list[Row], of: str) -> list[list[float]]:
+def whole(parts: list[RankRow], of: str) -> list[list[float]]:
     """The padded sequences, put together from the chunks of all ranks; chunk r and 2n-1-r of each are on rank r."""
     size = len(parts)
     limits = parts[0].packing.cu_seqlens_q.tolist()

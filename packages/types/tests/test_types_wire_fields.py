@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
 from slime.types.sample import FIELD_NAMES, Sample
-from slime.types.sample.fields import ArrayField, Rows
+from slime.types.sample.fields import ArrayField, RowCount
 from slime.types.wire.fields import FieldsDiffer, match_fields
 from slime.v1 import sample_pb2, tensor_pb2
 
@@ -29,7 +29,7 @@ def wire(**types: str):
     return pool.FindMessageTypeByName("changed.Sample")
 
 
-ARRAYS = {"tokens": ArrayField(np.dtype(np.int32), Rows.ANY)}
+ARRAYS = {"tokens": ArrayField(np.dtype(np.int32), RowCount.ANY)}
 
 
 def test_fields_of_both_sides_are_matched() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime.converters.convert.hf_source import HfSource
-from slime.converters.convert.workers import Ranks
+from slime.converters.convert.workers import TorchrunRanks
 from slime.converters.families import read_config
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
@@ -43,7 +43,7 @@ def convert(
     """
     source_dir, target = Path(load), Path(output_dir).absolute()
     origin = source_dir if origin_hf_dir is None else Path(origin_hf_dir)
-    with Ranks() as ranks:
+    with TorchrunRanks() as ranks:
         config = read_config(origin)
         if given:
             check_model_args(given, read_model_config(origin, model_name))

@@ -18,7 +18,7 @@ import torch
 
 from slime.converters.convert.hf_source import NAMES, HfSource
 from slime.converters.convert.leftovers import SHOWN, check_tied, keep
-from slime.converters.convert.workers import Ranks, convert_in_jobs, reported
+from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
 from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
@@ -35,10 +35,8 @@ from slime.types.directories import check_replaceable, whole_directory
 from slime.types.errors import InvalidSetting, MissingFile, SlimeError
 from slime.types.files import write_whole
 
-# Of a chunk: loading a part of one reads all of it.
+# A chunk is small because loading a part of one reads all of it.
 CHUNK_BYTES = 128 << 20
-# Of a job, whose end is told; a job writes one file.
-JOB_BYTES = 4 << 30
 
 Progress = Callable[[str], None]
 
@@ -67,8 +65,11 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """A worker's share, the numbers of its parameters with their dtypes. number: of its file."""
+class ImportJob:
+    """A worker's share of a conversion to torch_dist: the numbers of its parameters with their dtypes.
+
+    number: of its file.
+    """
 
     model: Model
     directory: str
@@ -100,7 +101,7 @@ def convert(
     """
     save = Path(save).absolute()
     target = save / RELEASE
-    with Ranks() as ranks:
+    with TorchrunRanks() as ranks:
         model = read_model(hf_checkpoint, given or {}, dtype, model_name)
         source = HfSource(model.path, model.config)
         source.check(model.parameters(), model.family.ignored(model.config))
@@ -177,7 +178,7 @@ def _write_tracker(save: Path) -> None:
 
 
 def _write(
-    ranks: Ranks, model: Model, source: HfSource, target: Path, mark: str, num_workers: int, progress: Progress
+    ranks: TorchrunRanks, model: Model, source: HfSource, target: Path, mark: str, num_workers: int, progress: Progress
 ) -> None:
     parameters = model.parameters()
     layout = Layout.of(model.args)
@@ -196,8 +197,8 @@ def _write(
         progress(f"{len(parameters)} parameters, {total / 2**30:.2f} GiB, to {target}")
         names = {number: dtypes[layout.place(p.name).key] for number, p in enumerate(parameters)}
 
-        def make_job(number: int, share: tuple[int, ...]) -> Job:
-            return Job(model, str(partial), number, share, names)
+        def make_job(number: int, share: tuple[int, ...]) -> ImportJob:
+            return ImportJob(model, str(partial), number, share, names)
 
         chunks = convert_in_jobs(ranks, write_chunks, make_job, sizes, total, num_workers, progress)
 
@@ -227,7 +228,7 @@ def key_dtypes(model: Model, source: HfSource, layout: Layout, parameters: list[
     return dtypes
 
 
-def write_chunks(job: Job) -> list[WrittenChunk]:
+def write_chunks(job: ImportJob) -> list[WrittenChunk]:
     """A worker's file. Holds at most `CHUNK_BYTES` of a parameter, or one row of it, at a time."""
     model = job.model
     source = HfSource(model.path, model.config)

@@ -16,7 +16,7 @@ import torch
 
 from slime.converters.convert.hf_source import DTYPES
 from slime.converters.convert.leftovers import Leftovers
-from slime.converters.convert.workers import Ranks, convert_in_jobs, reported
+from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
 from slime.converters.families import find_family, read_config
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
@@ -62,8 +62,8 @@ class Export:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """A worker's share: the numbers of its parameters."""
+class ExportJob:
+    """A worker's share of a conversion to Hugging Face files: the numbers of its parameters."""
 
     export: Export
     files: dict[str, list[HfTensor]]
@@ -97,7 +97,7 @@ def convert(
     missing, left over or of another shape), InvalidSetting, OutOfSpace.
     """
     target = Path(output_dir).absolute()
-    with Ranks() as ranks:
+    with TorchrunRanks() as ranks:
         checkpoint = TorchDist(input_dir)
         origin = _origin(checkpoint, origin_hf_dir)
         export = read_export(checkpoint, origin, vocab_size, dtype, model_name)
@@ -179,7 +179,7 @@ def read_export(
 
 
 def _write(
-    ranks: Ranks,
+    ranks: TorchrunRanks,
     export: Export,
     checkpoint: TorchDist,
     origin: Path,
@@ -211,8 +211,8 @@ def _write(
         partial = Path(ranks.on_first(begin))
         progress(f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, in {len(files)} files, to {target}")
 
-        def make_job(number: int, share: tuple[int, ...]) -> Job:
-            return Job(export, files, str(partial), share)
+        def make_job(number: int, share: tuple[int, ...]) -> ExportJob:
+            return ExportJob(export, files, str(partial), share)
 
         convert_in_jobs(ranks, write_tensors, make_job, sizes, total, num_workers, progress)
 
@@ -252,7 +252,7 @@ def hf_tensors(export: Export, checkpoint: TorchDist) -> dict[str, HfTensor]:
     return tensors
 
 
-def write_tensors(job: Job) -> None:
+def write_tensors(job: ExportJob) -> None:
     """A worker's share. Holds a piece of a parameter at a time."""
     found = job.export.open()
     parameters = job.export.parameters

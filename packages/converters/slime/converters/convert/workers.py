@@ -22,10 +22,11 @@ Result = TypeVar("Result")
 
 # A rank that dies closes its connections, which the others see at once; this bounds one that hangs.
 WAIT_SECONDS = 6 * 3600.0
+# Progress is reported at the end of a job, and a job of an import writes one file.
 JOB_BYTES = 4 << 30
 
 
-class Ranks:
+class TorchrunRanks:
     """The processes of torchrun, by its environment; a single one without it. Use as a context."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Ranks:
             raise InvalidSetting.must_be(name, "a number", got=text)
         return int(text)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> TorchrunRanks:
         if self.size > 1:
             import torch.distributed as dist
 
@@ -145,7 +146,7 @@ Share = TypeVar("Share", bound=_Share)
 
 
 def convert_in_jobs(
-    ranks: Ranks,
+    ranks: TorchrunRanks,
     work: Callable[[Share], Result],
     make_job: Callable[[int, tuple[int, ...]], Share],
     sizes: Sequence[int],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slime.converters.megatron.flags import Row, committed, why_refused
+from slime.converters.megatron.flags import FlagRow, committed, why_refused
 from slime.launcher.config.catalogue import Flag, declared, type_name
 from slime.rollout.engines.sglang.reserved import RESERVED
 from slime.types.settings import flag_help, flag_names
@@ -187,13 +187,13 @@ def _megatron() -> list[str]:
     return lines
 
 
-def _megatron_type(row: Row) -> str:
+def _megatron_type(row: FlagRow) -> str:
     if row.choices:
         return ", ".join(row.choices)
     return {"on": "switch", "off": "switch"}.get(row.kind, row.kind.replace("*", " ..."))
 
 
-def _megatron_meaning(row: Row) -> str:
+def _megatron_meaning(row: FlagRow) -> str:
     if row.status == "same":
         only = "" if row.kind in ("on", "off") else f"only {' '.join(map(str, row.accepts))}: "
         return f"{row.help} ({only}{row.note})"

@@ -33,13 +33,13 @@ def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> 
 
 
 def settings_text(config: RunConfig) -> str:
-    """Every setting: what was told, by a flag, a file or the environment, and as comments the values of the others."""
-    explicit = _keys(config.told)
+    """Returns what flags, files and the environment set, and as comments the values of all other settings."""
+    explicit = _keys(config.explicit)
     identity = {name: explicit.pop(name) for name in OWN if name in explicit}
     others = {
         name: config.flat.get(name)
         for name in declared()
-        if name not in config.told and name not in OWN and config.flat.get(name) is not None
+        if name not in config.explicit and name not in OWN and config.flat.get(name) is not None
     }
     return (
         "# Settings of this run. To repeat it: slime train --config run.yaml --output-dir ANOTHER\n"

@@ -42,7 +42,7 @@ class RunConfig:
     megatron: Megatron's flags, a MegatronSettings.
     flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
         that were not given have Megatron's defaults.
-    told: what the flags, files and variables said, by the settings' names.
+    explicit: the settings that flags, files or environment variables set, by name.
     """
 
     launcher: LauncherSettings
@@ -51,7 +51,7 @@ class RunConfig:
     trainer: TrainerSettings
     megatron: Any
     flat: dict[str, Any]
-    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    explicit: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def output_dir(self) -> Path:
@@ -171,9 +171,9 @@ def _find_weights(values: dict[str, Any]) -> None:
 
 
 def _assemble(
-    flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any], told: dict[str, Any]
+    flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any], explicit: dict[str, Any]
 ) -> RunConfig:
-    # What one package gives a default, another may leave at None to be told: all of them get the same value.
+    # A setting may have a default in one package and None in another: all of them get the same value.
     for flag in flags.values():
         if len(flag.packages) > 1 and flag.default is not dataclasses.MISSING:
             values.setdefault(flag.name, flag.default)
@@ -191,7 +191,7 @@ def _assemble(
     for name in ("rollout_global_dataset", "buffer_filter_path"):
         flat[name] = values.get(name, flags[name].default)
     flat.update(defaults() | given(parts["megatron"]))
-    config = RunConfig(**parts, flat=flat, told=told)
+    config = RunConfig(**parts, flat=flat, explicit=explicit)
     flat["checkpoint_dir"] = str(config.checkpoint_dir)
     return config
 

@@ -25,7 +25,7 @@ OWN_WAYS = ("rollout_function_path", "custom_generate_function_path")
 
 def check_start(config: RunConfig) -> None:
     """Raises InvalidFile or InvalidSetting naming the flag."""
-    subject = Subject(config.flat, frozenset(config.told), config)
+    subject = Subject(config.flat, frozenset(config.explicit), config)
     generates = not config.launcher.debug_train_only
     if generates:
         _raise_first(check_data(subject))

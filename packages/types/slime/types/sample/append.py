@@ -16,7 +16,7 @@ import numpy as np
 
 from slime.types.errors import InvalidField
 from slime.types.sample import arrays
-from slime.types.sample.fields import Rows
+from slime.types.sample.fields import RowCount
 from slime.types.sample.parts import TokenSpan
 from slime.types.sample.status import SampleStatus
 
@@ -185,7 +185,7 @@ def _filled(sample: Sample, count: int) -> dict[str, Any]:
 
 def _check_lengths(sample: Sample, length: int, changes: Mapping[str, Any]) -> None:
     for name, declared in sample.array_fields.items():
-        if declared.rows not in (Rows.RESPONSE, Rows.BOUNDS):
+        if declared.rows not in (RowCount.RESPONSE, RowCount.BOUNDS):
             continue
         array = changes[name] if name in changes else sample.array(name)
         expected = declared.expected_rows(0, length)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class Rows(Enum):
+class RowCount(Enum):
     """The length of an array in a sample of L tokens, of which R are the response."""
 
     ANY = "any"
@@ -36,7 +36,7 @@ class ArrayField:
     """
 
     dtype: np.dtype
-    rows: Rows
+    rows: RowCount
     check: Callable[[str, np.ndarray], None] | None = None
     fill: float | None = None
     ndim: int = 1
@@ -51,16 +51,16 @@ class ArrayField:
     def expected_rows(self, length: int, response_length: int) -> int | None:
         """Returns how many rows the array of a sample of so many tokens has; None: any number."""
         rows = self.rows
-        if rows is Rows.RESPONSE:
+        if rows is RowCount.RESPONSE:
             return response_length
-        if rows is Rows.BOUNDS:
+        if rows is RowCount.BOUNDS:
             return response_length + 1
-        return max(0, length - 1) if rows is Rows.PAIRS else None
+        return max(0, length - 1) if rows is RowCount.PAIRS else None
 
 
 def array_field(
     dtype: Any,
-    rows: Rows,
+    rows: RowCount,
     *,
     check: Callable[[str, np.ndarray], None] | None = None,
     fill: float | None = None,

@@ -21,7 +21,7 @@ import numpy as np
 
 from slime.types.errors import InvalidField
 from slime.types.sample import append, validate
-from slime.types.sample.fields import ArrayField, PerToken, Rows, array_field
+from slime.types.sample.fields import ArrayField, PerToken, RowCount, array_field
 from slime.types.sample.parts import PrefixCacheInfo, SpecInfo, TokenSpan
 from slime.types.sample.status import SampleStatus
 
@@ -39,7 +39,7 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     # int32 [L]
-    tokens: PerToken[list[int]] = array_field(np.int32, Rows.ANY, check=validate.check_token_ids, required=True)
+    tokens: PerToken[list[int]] = array_field(np.int32, RowCount.ANY, check=validate.check_token_ids, required=True)
     # Trees of dicts, lists, text, bytes, numbers and arrays: raw inputs, and the processor's output for them.
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -50,24 +50,24 @@ class Sample:
     label: Any = None
     reward: float | dict[str, Any] | None = None
     # uint8 [R]: 1 where the token is trained on. None: all of them.
-    loss_mask: PerToken[list[int] | None] = array_field(np.uint8, Rows.RESPONSE, check=validate.check_mask)
+    loss_mask: PerToken[list[int] | None] = array_field(np.uint8, RowCount.RESPONSE, check=validate.check_mask)
     # One per request of the response.
     weight_versions: list[str] = field(default_factory=list)
     # float32 [R]
     rollout_log_probs: PerToken[list[float] | None] = array_field(
-        np.float32, Rows.RESPONSE, check=validate.check_log_probs
+        np.float32, RowCount.RESPONSE, check=validate.check_log_probs
     )
     # Nucleus of response token i: ids[offsets[i]:offsets[i + 1]]; int32 [offsets[R]] and int64 [R + 1].
     rollout_top_p_token_ids: PerToken[list[int] | None] = array_field(
-        np.int32, Rows.ANY, check=validate.check_token_ids
+        np.int32, RowCount.ANY, check=validate.check_token_ids
     )
-    rollout_top_p_token_offsets: PerToken[list[int] | None] = array_field(np.int64, Rows.BOUNDS)
+    rollout_top_p_token_offsets: PerToken[list[int] | None] = array_field(np.int64, RowCount.BOUNDS)
     # Integer [L - 1, layers, top_k]
-    rollout_routed_experts: np.ndarray | None = array_field(np.int32, Rows.PAIRS, ndim=3)
+    rollout_routed_experts: np.ndarray | None = array_field(np.int32, RowCount.PAIRS, ndim=3)
     remove_sample: bool = False
     # float32 [R], of another model, for distillation
     teacher_log_probs: PerToken[list[float] | None] = array_field(
-        np.float32, Rows.RESPONSE, check=validate.check_log_probs
+        np.float32, RowCount.RESPONSE, check=validate.check_log_probs
     )
     status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)

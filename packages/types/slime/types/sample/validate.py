@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.types.errors import InvalidField
-from slime.types.sample.fields import Rows
+from slime.types.sample.fields import RowCount
 from slime.types.sample.status import SampleStatus
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ def _check_array(name: str, array: np.ndarray, declared: ArrayField, length: int
     rows = declared.expected_rows(length, response_length)
     if rows is not None and len(array) != rows:
         reasons = {
-            Rows.RESPONSE: "response_length",
-            Rows.BOUNDS: f"response_length {response_length} + 1",
-            Rows.PAIRS: "the length of tokens, less 1",
+            RowCount.RESPONSE: "response_length",
+            RowCount.BOUNDS: f"response_length {response_length} + 1",
+            RowCount.PAIRS: "the length of tokens, less 1",
         }
         raise _length(name, len(array), f"{rows} ({reasons[declared.rows]})")
     if declared.check is not None and array.size:

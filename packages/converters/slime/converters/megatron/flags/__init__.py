@@ -1,6 +1,6 @@
 """Megatron's command-line flags: a table of them, and settings made from it. Imports neither torch nor megatron."""
 
-from slime.converters.megatron.flags.rows import Row, committed
+from slime.converters.megatron.flags.rows import FlagRow, committed
 from slime.converters.megatron.flags.settings import (
     MegatronSettings,
     check_backend,
@@ -21,8 +21,8 @@ from slime.converters.megatron.flags.table import (
 )
 
 __all__ = [
+    "FlagRow",
     "MegatronSettings",
-    "Row",
     "by_dest",
     "check_backend",
     "check_given",

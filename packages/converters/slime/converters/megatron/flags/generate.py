@@ -18,17 +18,17 @@ from importlib import resources
 from typing import Any
 
 from slime.converters.megatron.flags import megatron_lm
-from slime.converters.megatron.flags.rows import Row, dump, load
+from slime.converters.megatron.flags.rows import FlagRow, dump, load
 
 
-def rows() -> list[Row]:
+def rows() -> list[FlagRow]:
     """The whole table."""
     taken = [*_from_dataclasses(), *_by_hand()]
     seen = {flag for row in taken for flag in row.flags}
     return [*taken, *_refused(seen)]
 
 
-def _from_dataclasses() -> Iterator[Row]:
+def _from_dataclasses() -> Iterator[FlagRow]:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     # MLATransformerConfig changes some defaults; the flags have those of TransformerConfig.
@@ -44,7 +44,7 @@ def _from_dataclasses() -> Iterator[Row]:
         name = field.name.replace("_", "-")
         prefixes = ("--no-", "--disable-") if kind == "off" else ("--",)
         default = megatron_lm.DEFAULTS.get(field.name, meta.get("default", _default(field)))
-        row = Row(
+        row = FlagRow(
             flags=tuple(meta.get("arg_names", [prefix + name for prefix in prefixes])),
             dest=megatron_lm.DEST.get(field.name, field.name),
             kind=kind,
@@ -98,17 +98,17 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _by_hand() -> list[Row]:
+def _by_hand() -> list[FlagRow]:
     return load(resources.files(__package__).joinpath("by_hand.tsv").read_text(encoding="utf-8"))
 
 
-def _refused(seen: set[str]) -> Iterator[Row]:
+def _refused(seen: set[str]) -> Iterator[FlagRow]:
     for why, names in megatron_lm.REFUSED.items():
         for name in names.split():
             flag = f"--{name}"
             if flag not in seen:
                 seen.add(flag)
-                yield Row(flags=(flag,), dest=name.rstrip("*").replace("-", "_"), note=why)
+                yield FlagRow(flags=(flag,), dest=name.rstrip("*").replace("-", "_"), note=why)
 
 
 if __name__ == "__main__":

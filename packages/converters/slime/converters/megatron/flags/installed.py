@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.converters.megatron.flags.rows import Row, committed, dump, load
+from slime.converters.megatron.flags.rows import FlagRow, committed, dump, load
 from slime.types.errors import InvalidFile
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def arguments_file() -> Path | None:
     return None
 
 
-def with_installed(path: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
+def with_installed(path: Path, rows: Sequence[FlagRow]) -> tuple[FlagRow, ...]:
     """`rows` as the Megatron-LM of `path` has them; `rows` as they are, with a warning, where it cannot be imported."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(f"{path} {path.stat().st_mtime_ns} {dump(rows)}".encode()).hexdigest()[:16]
@@ -70,7 +70,7 @@ def with_installed(path: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(load(text))
 
 
-def merge(rows: Sequence[Row], parser: argparse.ArgumentParser, fields: dict[str, str]) -> list[Row]:
+def merge(rows: Sequence[FlagRow], parser: argparse.ArgumentParser, fields: dict[str, str]) -> list[FlagRow]:
     """`rows` with the spellings, choices and defaults of `parser`; its other flags follow.
 
     fields: fields of megatron-core's configs, name -> `CLASS.FIELD`: another flag that sets one is used, others are
@@ -95,8 +95,8 @@ def merge(rows: Sequence[Row], parser: argparse.ArgumentParser, fields: dict[str
     return merged
 
 
-def _new(action: argparse.Action, flags: tuple[str, ...], default: Any, target: str | None) -> Row:
-    refused = Row(flags=flags, dest=action.dest, default=default, note=UNUSED, help=_one_line(action.help))
+def _new(action: argparse.Action, flags: tuple[str, ...], default: Any, target: str | None) -> FlagRow:
+    refused = FlagRow(flags=flags, dest=action.dest, default=default, note=UNUSED, help=_one_line(action.help))
     kinds: dict[Any, str] = {int: "int", float: "float", str: "str", None: "str"}
     if isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
         kind = "on" if isinstance(action, argparse._StoreTrueAction) else "off"

@@ -27,7 +27,7 @@ CONFIGS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class FlagRow:
     """One flag.
 
     flags: its spellings, with dashes. A name that ends in `*` stands for all that begin so.
@@ -67,10 +67,10 @@ _TUPLES = ("flags", "choices", "sets")
 _JSON = ("default", "accepts")
 
 
-def dump(rows: Iterable[Row]) -> str:
+def dump(rows: Iterable[FlagRow]) -> str:
     """The text of flags.tsv."""
     out = io.StringIO()
-    names = [field.name for field in dataclasses.fields(Row)]
+    names = [field.name for field in dataclasses.fields(FlagRow)]
     writer = csv.writer(out, delimiter="\t", lineterminator="\n", quoting=csv.QUOTE_NONE, quotechar=None)
     writer.writerow(names)
     for row in rows:
@@ -82,7 +82,7 @@ def dump(rows: Iterable[Row]) -> str:
     return out.getvalue()
 
 
-def load(text: str) -> list[Row]:
+def load(text: str) -> list[FlagRow]:
     """The rows of a flags.tsv. Raises InvalidFile naming the line."""
     lines = csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
     rows = []
@@ -91,13 +91,13 @@ def load(text: str) -> list[Row]:
             values: dict[str, Any] = {k: tuple(v.split()) if k in _TUPLES else v for k, v in line.items()}
             values["default"] = json.loads(line["default"])
             values["accepts"] = tuple(json.loads(line["accepts"]))
-            rows.append(Row(**values))
+            rows.append(FlagRow(**values))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidFile(f"flags.tsv, line {number}: {error}", field=f"line {number}") from None
     return rows
 
 
 @functools.cache
-def committed() -> tuple[Row, ...]:
+def committed() -> tuple[FlagRow, ...]:
     """The rows of flags.tsv."""
     return tuple(load(resources.files(__package__).joinpath("flags.tsv").read_text(encoding="utf-8")))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
-from slime.converters.megatron.flags.rows import Row
+from slime.converters.megatron.flags.rows import FlagRow
 from slime.converters.megatron.flags.table import by_dest, number, pattern, table
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.settings import setting
@@ -30,7 +30,7 @@ _NOT_NEGATIVE = frozenset(
 )
 
 
-def make_settings(rows: Iterable[Row]) -> type:
+def make_settings(rows: Iterable[FlagRow]) -> type:
     """Makes a dataclass of settings with a field, None by default, for each of `rows` that is taken."""
     fields = [_field(row) for row in rows if row.taken]
     cls = dataclasses.make_dataclass(
@@ -46,7 +46,7 @@ def make_settings(rows: Iterable[Row]) -> type:
     return cls
 
 
-def _field(row: Row) -> tuple[str, Any, Any]:
+def _field(row: FlagRow) -> tuple[str, Any, Any]:
     name, many = row.kind.rstrip("*"), row.kind.endswith("*")
     names = [flag[2:] for flag in row.flags]
     common: dict[str, Any] = dict(flags=() if names == [row.dest.replace("_", "-")] else names, hidden=True)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.converters.megatron.flags.installed import arguments_file, with_installed
-from slime.converters.megatron.flags.rows import Row, committed
+from slime.converters.megatron.flags.rows import FlagRow, committed
 from slime.types.errors import InvalidSetting
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[FlagRow, ...]:
     """All rows: those of flags.tsv, with the names and defaults of the Megatron-LM that is on the path, if one is.
 
     The environment variable SLIME_MEGATRON_FLAGS=own keeps to flags.tsv.
@@ -24,7 +24,7 @@ def table() -> tuple[Row, ...]:
 
 
 @functools.cache
-def by_dest() -> dict[str, Row]:
+def by_dest() -> dict[str, FlagRow]:
     """The rows of flags that are taken or declared elsewhere, by attribute."""
     return {row.dest: row for row in table() if row.status != "refused"}
 
@@ -136,7 +136,7 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-def row_of(dest: str) -> Row:
+def row_of(dest: str) -> FlagRow:
     """The row of an attribute. Raises InvalidSetting."""
     row = by_dest().get(dest)
     if row is None:

@@ -34,7 +34,7 @@ from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
-from slime.trainer.backends.fsdp.rows import Rows, gradients_of
+from slime.trainer.backends.fsdp.rows import StaticRows, gradients_of
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
@@ -90,10 +90,10 @@ class FsdpBackend(Backend):
                 loading.round_parameters(self.reference)
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
         self._fused: FusedLogProbs | None = None
-        self._rows: Rows | None = None
+        self._rows: StaticRows | None = None
         if self._compiler is not None:
             self._fused = FusedLogProbs(self._compiler.function)
-            self._rows = Rows(self._row_outputs, self._backward, device, self._row_limit, graphs=self._can_replay)
+            self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit, graphs=self._can_replay)
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
@@ -202,7 +202,7 @@ class FsdpBackend(Backend):
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, [J]."""
         assert self._fused is not None and self._rows is not None
-        if not torch.is_grad_enabled() and Rows.takes(batch):
+        if not torch.is_grad_enabled() and StaticRows.takes(batch):
             return self._rows.scores(model, batch)
         return self._fused(self._logits(model, batch), batch.targets, self.settings.rollout_temperature)
 
@@ -246,7 +246,7 @@ class FsdpBackend(Backend):
             else:
                 outputs = self._outputs(batch, logits, entropy)
             self._add_gradients([loss(number, batch, outputs) * scale])
-        elif self._rows is not None and Rows.takes(batch):
+        elif self._rows is not None and StaticRows.takes(batch):
             self._rows.forward_backward(self.policy, number, batch, loss, entropy, scale)
         else:
             outputs = self._fused_outputs(self.policy, batch)

@@ -129,7 +129,7 @@ def _fill(limits: Tensor, values: Tensor) -> None:
     limits[len(values) :].copy_(values[-1].expand(len(limits) - len(values)))
 
 
-class Rows:
+class StaticRows:
     """Forward and backward passes over rows of few shapes.
 
     graphs: whether a shape that comes again is captured in CUDA graphs and replayed. max_tokens: of a row, as a rule.

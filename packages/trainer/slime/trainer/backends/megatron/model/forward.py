@@ -18,7 +18,7 @@ from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.algorithms.logprobs import replicated_sum, token_entropy, token_log_probs
 from slime.trainer.backends.base import MaybeBatch, Outputs
 from slime.trainer.backends.megatron.model.head import Head
-from slime.trainer.backends.megatron.model.row import Row, cut
+from slime.trainer.backends.megatron.model.row import RankRow, cut
 from slime.trainer.backends.megatron.model.vocabulary import Scoring, real_columns
 from slime.trainer.batching.packing import PackedBatch
 
@@ -58,7 +58,7 @@ class Pipeline:
     def scores(self, batches: Sequence[MaybeBatch], *, entropy: bool = False) -> list[Outputs | None]:
         """Without gradient, on every stage."""
 
-        def collect(number: int, batch: MaybeBatch, row: Row, logits: Tensor) -> tuple[Tensor, Any]:
+        def collect(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
                 return logits.new_zeros(()), None
             outputs = self._outputs(batch, row, logits, "value" if entropy else "none")
@@ -78,7 +78,7 @@ class Pipeline:
     ) -> None:
         """Adds the gradient of `scale` times the sum of losses to what the parameters hold."""
 
-        def compute(number: int, batch: MaybeBatch, row: Row, logits: Tensor) -> tuple[Tensor, Any]:
+        def compute(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
                 return logits.sum() * 0.0, None
             if self.recompute:
@@ -103,14 +103,14 @@ class Pipeline:
             rows = [cut(batch, rank, size, multiple, self.device, longest) for batch in batches]
         work = list(zip(range(len(batches)), batches, rows, strict=True))
 
-        def step(iterator: Iterator[tuple[int, MaybeBatch, Row]], chunk: torch.nn.Module) -> Any:
+        def step(iterator: Iterator[tuple[int, MaybeBatch, RankRow]], chunk: torch.nn.Module) -> Any:
             number, batch, row = next(iterator)
             model = get_attr_wrapped_model(chunk, "head", return_model_obj=True)
             model.head = Head(row.predicting, row.labels, row.has_label, self.scoring)
             output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packing)
             return output, partial(finish, number, batch, row)
 
-        def finish(number: int, batch: MaybeBatch, row: Row, logits: Tensor) -> Any:
+        def finish(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> Any:
             value, result = last(number, batch, row, logits[0])
             # Of three values the schedule scales none: the plan's weights have the denominators in them.
             return value, torch.ones((), dtype=torch.int, device=logits.device), result
@@ -131,7 +131,7 @@ class Pipeline:
         columns, shard = real_columns(logits, self.scoring.vocab_size, self._vocabulary)
         return columns, self.scoring.temperature, self.scoring.chunk, shard
 
-    def _outputs(self, batch: PackedBatch, row: Row, logits: Tensor, entropy: str) -> Outputs:
+    def _outputs(self, batch: PackedBatch, row: RankRow, logits: Tensor, entropy: str) -> Outputs:
         targets = batch.targets[row.trained] if row.trained is not None else batch.targets[:1].new_zeros(1)
         columns, temperature, chunk, shard = self._scored(logits)
         if self.fused is not None:
@@ -145,7 +145,7 @@ class Pipeline:
         with torch.set_grad_enabled(entropy == "gradient"):
             return Outputs(log_probs, self._gather(batch, row, token_entropy(columns, temperature, chunk, shard)))
 
-    def _gather(self, batch: PackedBatch, row: Row, values: Tensor) -> Tensor:
+    def _gather(self, batch: PackedBatch, row: RankRow, values: Tensor) -> Tensor:
         """[j] of this rank's part of the sequences -> [K] of all of it."""
         whole = values.new_zeros(len(batch.mask))
         if row.trained is not None:

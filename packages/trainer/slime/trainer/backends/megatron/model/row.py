@@ -22,8 +22,10 @@ from slime.trainer.batching.packing import PackedBatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """tokens, positions, labels: [1, L] int64; has_label: [1, L] float32. A label is the next token of the sequence,
+class RankRow:
+    """The part of a packed row that one rank holds.
+
+    tokens, positions, labels: [1, L] int64; has_label: [1, L] float32. A label is the next token of the sequence,
     where there is one.
 
     predicting: [j] int64 into L, at least one; trained: [j] int64 into J, or None where this rank predicts nothing that
@@ -41,7 +43,7 @@ class Row:
 
 def cut(
     batch: PackedBatch | None, rank: int, size: int, multiple: int, device: torch.device, length: int | None = None
-) -> Row:
+) -> RankRow:
     """The part of `batch` that context parallel rank `rank` of `size` holds; for None one token that predicts nothing.
 
     multiple: L is one of it, for sequence parallelism. length: L, where it has to be longer than needed. A batch with
@@ -105,7 +107,7 @@ def cut(
     if batch is not None:
         runs = dataclasses.replace(runs, shared=batch.runs.shared)
     packing.slime_runs = runs  # type: ignore[attr-defined]
-    return Row(
+    return RankRow(
         tokens=to(take(tokens, source[held]))[None],
         positions=held_positions[None],
         labels=to(take(tokens, follower[held]))[None],
