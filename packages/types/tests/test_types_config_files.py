@@ -17,6 +17,22 @@ def test_a_key_that_occurs_twice_is_an_error_with_its_place(text: str) -> None:
         load(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", ", line 2: the key 'a' occurs twice"),
+        ("a: [1\nb: 2\n", ", line 2: expected ',' or ']', but got ':' (while parsing a flow sequence)"),
+        ("- 1\n", " must be a mapping of settings, got [1]"),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidFile) as caught:
+        read_config(file)
+    assert str(caught.value) == f"--config {file}{message}"
+
+
 def test_merged_keys_may_be_given_again() -> None:
     text = "p: {q: &q {<<: &a {x: 1}, x: 2}}\nc: {<<: *q, x: 3}\nd: {<<: [*a, *q]}\n"
     assert load(text) == yaml.safe_load(text) == {"p": {"q": {"x": 2}}, "c": {"x": 3}, "d": {"x": 1}}
@@ -25,5 +41,5 @@ def test_merged_keys_may_be_given_again() -> None:
 @pytest.mark.parametrize("text", ["lr: 1\nlr: 2", "eps-clip: 1\neps_clip: 2", "a: " + "[" * 3000])
 def test_a_file_of_settings_that_contradicts_itself_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(InvalidFile, match="--config .*run.yaml: "):
+    with pytest.raises(InvalidFile, match="--config .*run.yaml[,:] "):
         read_config(tmp_path / "run.yaml")

@@ -39,6 +39,11 @@ WORDED: list[tuple[errors.ConfigError, str, str, str, str]] = [
         "--temperature", "-1", "greater than 0",
     ),
     (
+        InvalidSetting.must_be("--temperature", "greater than 0", got=-1.0),
+        "--temperature must be greater than 0, got -1",
+        "--temperature", "-1", "greater than 0",
+    ),
+    (
         InvalidSetting.must_be("--save", "a directory", got="a.txt", reason="checkpoints are directories"),
         "--save must be a directory, got 'a.txt': checkpoints are directories",
         "--save", "a.txt", "a directory",
@@ -105,6 +110,21 @@ def test_each_kind_of_fault_is_worded_in_one_way(
     over_the_wire = error_of(error_pb2.ErrorDetail.FromString(detail_of(error).SerializeToString()))
     assert type(over_the_wire) is type(error)
     assert vars(over_the_wire) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "meant"),
+    [
+        ("--sglang-tp", ["--sglang-ep", "--sglang-tp-size"], "--sglang-tp-size"),
+        ("--rollout-batch", ["--rollout-batch-size", "--rollout-batch-wait", "--rollout-bath"], "--rollout-bath"),
+        ("gpro", ["grpo", "gspo"], "grpo"),
+        ("GRPO", ["cispo", "grpo"], "grpo"),
+        ("zzz", ["grpo"], None),
+        ("", ["grpo"], None),
+    ],
+)
+def test_the_nearest_name_is_the_one_that_was_meant(typed: str, known: list[str], meant: str | None) -> None:
+    assert errors.nearest(typed, known) == meant
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

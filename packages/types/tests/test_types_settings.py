@@ -10,7 +10,7 @@ import pytest
 
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
-from slime.types.settings import REQUIRED, build, json_object, markdown_table, parse, setting
+from slime.types.settings import REQUIRED, Parser, build, json_object, markdown_table, parse, setting
 
 
 @dataclass(kw_only=True)
@@ -109,6 +109,31 @@ def test_an_unknown_flag_names_the_nearest_one_and_nothing_is_abbreviated() -> N
 def test_a_required_setting_is_asked_for() -> None:
     with pytest.raises(InvalidSetting, match="--name is required: name of the job"):
         parse([], Job, prog="job", description="")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "index is required"),
+        ("1", "--address or --directory is required"),
+        ("one --address a", "index must be an integer, got 'one'"),
+        ("1 --address a --directory d", "--directory and --address cannot be used together"),
+        ("1 --address a --state opn", "--state must be one of open, done, got 'opn'; did you mean open?"),
+        ("1 --address a --limit x", "--limit must be an integer, got 'x'"),
+        ("1 --address", "--address requires one value"),
+    ],
+)
+def test_errors_of_argparse_are_worded_as_all_others(words: str, message: str) -> None:
+    parser = Parser()
+    parser.add_argument("index", type=int, nargs="+")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--address")
+    where.add_argument("--directory")
+    parser.add_argument("--state", choices=["open", "done"])
+    parser.add_argument("--limit", type=int)
+    with pytest.raises(InvalidSetting) as caught:
+        parser.parse_strict(words.split())
+    assert str(caught.value) == message
 
 
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:

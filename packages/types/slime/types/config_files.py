@@ -41,13 +41,11 @@ def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
     try:
         data = load(read_bounded(path, flag).decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidFile(f"{flag} {path}: {error}", field=flag.lstrip("-"), value=str(path), expected="YAML") from None
+        raise InvalidFile(f"{flag} {path}{_fault(error)}", field=flag, value=str(path), expected="YAML") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise InvalidFile(
-            f"{flag} {path}: got {type(data).__name__}, expected a mapping of settings", field=flag.lstrip("-")
-        )
+        raise InvalidFile.must_be(f"{flag} {path}", "a mapping of settings", got=data)
     content: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
@@ -55,3 +53,11 @@ def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
             raise InvalidFile(f"{flag} {path}: the key {name} occurs twice", field=name, expected="each setting once")
         content[name] = value
     return content
+
+
+def _fault(error: Exception) -> str:
+    """`, line 3: the key 'a' occurs twice`: the place, where it is known, and the problem in one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f": not YAML: {error}"
+    context = f" ({error.context})" if error.context else ""
+    return f", line {error.problem_mark.line + 1}: {error.problem}{context}"

@@ -48,6 +48,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Self
 
+# The similarity, of 1, from which a name may have been meant for another.
+SIMILAR = 0.5
+
 
 class SlimeError(Exception):
     """Base class; `status` is the name of the gRPC status code."""
@@ -79,8 +82,25 @@ def _shorten(value: object, limit: int = 200) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `name`; None if none is."""
-    return next(iter(difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.5)), None)
+    """Returns the known name that is most similar to `name`, the first one of equals; None if none is similar.
+
+    A name to which only one known name adds words is short for it: `--sglang-tp` for `--sglang-tp-size`.
+    """
+    names, name = list(known), name[:100]
+    longer = [each for each in names if each.startswith((f"{name}-", f"{name}_"))]
+    if len(longer) == 1:
+        return longer[0]
+    matcher = difflib.SequenceMatcher(b=name.lower())
+    best, similarity = None, 0.0
+    for each in names:
+        matcher.set_seq1(each.lower())
+        least = max(SIMILAR, similarity)
+        if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
+            continue
+        ratio = matcher.ratio()
+        if ratio >= SIMILAR and ratio > similarity:
+            best, similarity = each, ratio
+    return best
 
 
 def _did_you_mean(near: str | None) -> str:
@@ -119,6 +139,8 @@ class ConfigError(SlimeError):
     @classmethod
     def must_be(cls, setting: str, expected: str, *, got: object, reason: str = "") -> Self:
         """Reports a wrong value: `must_be("--temperature", "greater than 0", got=-1)`."""
+        # Parsers make 1.0 of the 1 that was typed.
+        got = int(got) if isinstance(got, float) and got.is_integer() and abs(got) < 1e15 else got
         message = f"{setting} must be {expected}, got {_shorten(repr(got))}{_because(reason)}"
         return cls(message, field=setting, value=got, expected=expected)
 

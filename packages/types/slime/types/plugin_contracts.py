@@ -79,7 +79,7 @@ CONTRACTS: dict[str, Contract] = {
         constructor="from_args",
     ),
     "--buffer-filter-path": Contract(
-        ("args", "rollout_id", "buffer", "num_samples"), "groups, which it has removed from the buffer",
+        ("args", "rollout_id", "buffer", "num_samples"), "the chosen groups, removed from the buffer",
         names=("buffer_filter",),
     ),
     "--custom-generate-function-path": Contract(
@@ -90,7 +90,7 @@ CONTRACTS: dict[str, Contract] = {
         ("args", "sample"), "the Sample, or None", optional=("rollout_id", "evaluation"),
     ),
     "--custom-rm-path": Contract(
-        ("args", "sample"), "a number or a dict; for a list of samples a list of them",
+        ("args", "sample"), "a number or a dict, or a list of them for a list of samples",
         names=("reward_func", "custom_rm", "batched_custom_rm"),
     ),
     "--dynamic-sampling-filter-path": Contract(("args", "group"), "a bool, or a DynamicFilterOutput"),
@@ -104,7 +104,9 @@ CONTRACTS: dict[str, Contract] = {
     ),
     # Training data and losses
     "--custom-reward-post-process-path": Contract(("args", "samples"), "(raw rewards, training rewards)"),
-    "--custom-convert-samples-to-train-data-path": Contract(("args", "samples"), "a dict of lists, one entry a sample"),
+    "--custom-convert-samples-to-train-data-path": Contract(
+        ("args", "samples"), "a dict of lists with one entry per sample",
+    ),
     "--rollout-data-postprocess-path": Contract(
         ("args", "rollout_id", "rollout_data"), "None; it changes rollout_data",
     ),

@@ -25,6 +25,7 @@ from slime.types.errors import InvalidSetting, UnknownFlag
 from slime.types.setting_values import check, flag_name, value_type
 
 REQUIRED: Any = dataclasses.MISSING
+NUMBERS = {"int": "an integer", "float": "a number"}
 
 
 def setting(
@@ -130,17 +131,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf$)")
 
     def error(self, message: str) -> NoReturn:
-        named = re.match(r"argument (--[\w-]+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
-        if named is None:
-            raise InvalidSetting(message)
-        joined = re.fullmatch(r"ignored explicit argument (.*)", named[2])
-        if joined is not None:
-            raise InvalidSetting(f"{named[1]} is a switch and takes no value, got {joined[1]}", field=named[1])
-        if named[2].startswith("must be "):
-            raise InvalidSetting(f"{named[1]} {named[2]}", field=named[1])
-        if re.fullmatch(r"expected (one|at least one|\d+) arguments?", named[2]):
-            raise InvalidSetting.requires(named[1], named[2][len("expected ") :].replace("argument", "value"))
-        raise InvalidSetting(f"{named[1]}: {named[2]}", field=named[1])
+        raise _worded(message)
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         self.spelled = {}
@@ -154,6 +145,31 @@ class Parser(argparse.ArgumentParser):
 
     def flag_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _worded(message: str) -> InvalidSetting:
+    """Returns the error for a message of argparse, in the words of other errors."""
+    if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):
+        return InvalidSetting.required(missing[1])
+    if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
+        return InvalidSetting.required(missing[1].replace(" ", " or "))
+    named = re.match(r"argument (--[\w-]+|\w+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
+    if named is None:
+        return InvalidSetting(message)
+    name, fault = named[1], named[2]
+    if joined := re.fullmatch(r"ignored explicit argument (.*)", fault):
+        return InvalidSetting(f"{name} is a switch and takes no value, got {joined[1]}", field=name)
+    if fault.startswith("must be "):
+        return InvalidSetting(f"{name} {fault}", field=name)
+    if re.fullmatch(r"expected (one|at least one|\d+) arguments?", fault):
+        return InvalidSetting.requires(name, fault.removeprefix("expected ").replace("argument", "value"))
+    if excluded := re.fullmatch(r"not allowed with argument (.*)", fault):
+        return InvalidSetting.conflict(name, excluded[1])
+    if wrong := re.fullmatch(r"invalid (int|float) value: '(.*)'", fault, re.DOTALL):
+        return InvalidSetting.must_be(name, NUMBERS[wrong[1]], got=wrong[2])
+    if wrong := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", fault, re.DOTALL):
+        return InvalidSetting.one_of(name, wrong[2].replace("'", "").split(", "), got=wrong[1])
+    return InvalidSetting(f"{name}: {fault}", field=name)
 
 
 def flag_names(field: dataclasses.Field[Any]) -> list[str]:
@@ -231,7 +247,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return parse(text)
         except ValueError as error:
-            kind = {int: "an integer", float: "a number"}.get(parse, str(error).removeprefix("expected "))  # type: ignore[call-overload]
+            kind = NUMBERS.get(getattr(parse, "__name__", ""), str(error).removeprefix("expected "))
             raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}") from None
 
     return convert

@@ -7,6 +7,7 @@ made from it.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -27,11 +28,13 @@ WIDTH = 3
 
 
 def model_names() -> list[str]:
-    """The names that --model-type takes."""
-    return sorted(
-        (file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")),
-        key=str.lower,
-    )
+    """The names that --model-type takes, those of a family by size."""
+    names = (file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json"))
+    return sorted(names, key=lambda name: [_number_or_text(part) for part in re.split(r"(\d+(?:\.\d+)?)", name)])
+
+
+def _number_or_text(part: str) -> tuple[float, str]:
+    return (float(part), "") if part[:1].isdigit() else (0.0, part.lower())
 
 
 def _directory() -> Any:
