@@ -175,10 +175,12 @@ def test_flags_of_every_shape() -> None:
     ("argv", "error", "words"),
     [
         ("--sglang-mem-fraction-statik 0.7", UnknownFlag, "did you mean --sglang-mem-fraction-static?"),
-        ("--sglang-mem-fraction-static much", InvalidSetting, "got 'much', expected a number"),
+        ("--sglang-mem-fraction-static much", InvalidSetting, "must be a number, got 'much'"),
         ("--sglang-schedule-policy lpn", InvalidSetting, "did you mean lpm?"),
         ("--sglang-port 1", InvalidSetting, "--sglang-port cannot be set, .* has a port free"),
-        ("--sglang-model x", InvalidSetting, "give --hf-checkpoint"),
+        ("--sglang-model x", InvalidSetting, "--sglang-model cannot be set, .* give --hf-checkpoint"),
+        ("--sglang-prot 1", UnknownFlag, "unknown option --sglang-prot; see --help"),
+        ("--sglang-tp 2", UnknownFlag, "did you mean --sglang-tp-size?"),
         ("--sglang-random-seed 1", InvalidSetting, "give --rollout-seed"),
         ("--sglang-enable-memory-saver", InvalidSetting, "--offload-rollout"),
         (

@@ -94,6 +94,11 @@ WORDED: list[tuple[errors.ConfigError, str, str, str, str]] = [
         "--foo", "", "--seed",
     ),
     (
+        UnknownFlag.unknown("option", "--prot", ["--port", "--host"], refused=["--port"]),
+        "unknown option --prot; see --help",
+        "--prot", "", "--port, --host",
+    ),
+    (
         InvalidSetting.unknown("reward function", "foo", ["math", "integer"], field="--rm-type"),
         "--rm-type: unknown reward function 'foo'; known ones are math, integer",
         "--rm-type", "foo", "math, integer",

@@ -171,14 +171,18 @@ class ConfigError(SlimeError):
         return cls(f"{setting} is required{_because(reason)}", field=setting.partition(" ")[0], expected="a value")
 
     @classmethod
-    def unknown(cls, kind: str, name: object, known: Iterable[object], *, field: str = "") -> Self:
+    def unknown(
+        cls, kind: str, name: object, known: Iterable[object], *, field: str = "", refused: Iterable[str] = ()
+    ) -> Self:
         """Reports an unknown name, with the nearest known one, or all of them if none is similar.
 
         field: the setting that has the name as its value; without it the name itself is the field.
+        refused: known names that would be an error, too, and so are not suggested.
         """
         names = [str(each) for each in known]
         shown = str(name) if str(name).startswith("--") else repr(name)
         near = nearest(str(name), names)
+        near = None if near in set(refused) else near
         rest = "; see --help" if shown.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
         message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(shown)}{_did_you_mean(near) or rest}"
         return cls(message, field=field or str(name), value=name if field else "", expected=near or ", ".join(names))

@@ -138,13 +138,18 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv)
         for word in unknown:
             if word.startswith("--"):
-                raise UnknownFlag.unknown("option", word.split("=", 1)[0], self.flag_names())
+                name = word.split("=", 1)[0]
+                raise UnknownFlag.unknown("option", name, self.flag_names(), refused=self.refused_flags())
         if unknown:
             raise InvalidSetting(f"unexpected argument {unknown[0]!r}", value=unknown[0])
         return namespace
 
     def flag_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def refused_flags(self) -> list[str]:
+        """Flags that are known only to be refused with a reason: their actions have `refused`."""
+        return [name for action in self._actions if getattr(action, "refused", "") for name in action.option_strings]
 
 
 def _worded(message: str) -> InvalidSetting:

@@ -27,7 +27,7 @@ from slime.launcher.config.derived import imply
 from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.known_flags import why_not
 from slime.launcher.config.settings import LauncherSettings
-from slime.launcher.config.sources import Sources, refuse_names
+from slime.launcher.config.sources import Sources
 from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
@@ -104,11 +104,11 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
     flags, parser, available = _command_line()
-    refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")], available)
+    sources = Sources(flags, parser, available)
+    sources.refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")])
     typed = vars(parser.parse_strict(argv))
     spelled = dict(parser.spelled)
 
-    sources = Sources(flags, parser, available)
     variables = sources.environment(os.environ if environment is None else environment)
     config_file = {**variables, **typed}.get("config")
     values: dict[str, Any] = {}

@@ -95,7 +95,8 @@ class Sources:
         near = difflib.get_close_matches(name, self.available, n=1, cutoff=SLIP)
         if near:
             variable = PREFIX + near[0][2:].replace("-", "_").upper()
-            raise UnknownFlag(f"unknown setting; did you mean {variable}?", field=name, expected=variable)
+            hint = "see slime train --help" if near[0] in self.parser.refused_flags() else f"did you mean {variable}?"
+            raise UnknownFlag(f"unknown setting; {hint}", field=name, expected=variable)
 
     def _settings(
         self, keys: Mapping[str, Any], source: str, *, keep_unknown: bool = False
@@ -138,27 +139,29 @@ class Sources:
                 unknown[key] = value
                 return {}
         try:
-            refuse_names([name], self.available)
-            raise UnknownFlag.unknown("option", f"--{name}", self.available)
+            self.refuse_names([name])
+            raise self._unknown(f"--{name}")
         except ConfigError as error:
             raise type(error)(
                 f"{source}: {key}: {error.message}", field=error.field, value=error.value, expected=error.expected
             ) from None
 
+    def refuse_names(self, names: Sequence[str]) -> None:
+        """Raises NotAvailable or UnknownFlag for the first of `names` (flags without dashes) that is not available."""
+        for name in names:
+            flag = f"--{name}"
+            if not name or flag in self.available:
+                continue
+            here = ELSEWHERE.get(name)
+            if here is not None:
+                raise UnknownFlag(f"unknown option {flag}; use {here}", field=flag, expected=here)
+            reason = why_not(name)
+            if reason is not None:
+                raise NotAvailable.unavailable(flag, reason)
+            raise self._unknown(flag)
 
-def refuse_names(names: Sequence[str], available: Sequence[str]) -> None:
-    """Raises NotAvailable or UnknownFlag for the first of `names` (flags without dashes) that is not available."""
-    for name in names:
-        flag = f"--{name}"
-        if not name or flag in available:
-            continue
-        here = ELSEWHERE.get(name)
-        if here is not None:
-            raise UnknownFlag(f"unknown option {flag}; use {here}", field=flag, expected=here)
-        reason = why_not(name)
-        if reason is not None:
-            raise NotAvailable.unavailable(flag, reason)
-        raise UnknownFlag.unknown("option", flag, available)
+    def _unknown(self, flag: str) -> UnknownFlag:
+        return UnknownFlag.unknown("option", flag, self.available, refused=self.parser.refused_flags())
 
 
 def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.engines.sglang.installed import server_flags
 from slime.rollout.engines.sglang.read_flags import ServerFlag
-from slime.rollout.engines.sglang.reserved import refuse_reserved
+from slime.rollout.engines.sglang.reserved import RESERVED, refuse_reserved
 from slime.types.errors import InvalidSetting, UnknownFlag
 
 PREFIX = "sglang-"
@@ -50,7 +50,8 @@ class SGLangFlags:
             common |= {"metavar": "VALUE", "nargs": flag.nargs, "type": _reader(flag.type)}
         else:
             common |= {"nargs": 0}
-        parser.add_argument(f"--{PREFIX}{name}", action=_Collect, key=name.replace("-", "_"), **common)
+        common |= {"action": _Collect, "key": name.replace("-", "_"), "refused": flag.name in RESERVED}
+        parser.add_argument(f"--{PREFIX}{name}", **common)
 
     def read_key(self, key: str, value: Any) -> dict[str, Any] | None:
         """Reads `sglang_NAME: value` of a configuration file; None where it names no flag of SGLang."""
@@ -64,9 +65,10 @@ SGLANG_FLAGS = SGLangFlags()
 
 
 class _Collect(argparse.Action):
-    def __init__(self, *args: Any, key: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, key: str, refused: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.key = key
+        self.refused = refused
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         values_by_name = dict(getattr(namespace, self.dest, None) or {})
@@ -85,8 +87,8 @@ def check(args: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("_", "-")
         flag = flags.get(name) or _negated(name, flags)
         if flag is None:
-            raise _unknown(name, list(flags))
-        refuse_reserved(flag.name, value)
+            raise _unknown(name, flags)
+        refuse_reserved(flag.name, f"--{PREFIX}{name}", value)
         if name.startswith("no-") and name not in flags:
             value = not _value(f"--{PREFIX}{name}", flag, value)
         checked[flag.name.replace("-", "_")] = _value(f"--{PREFIX}{name}", flag, value)
@@ -115,10 +117,11 @@ def _negated(name: str, flags: Mapping[str, ServerFlag]) -> ServerFlag | None:
     return flag if flag is not None and flag.negated else None
 
 
-def _unknown(name: str, known: list[str]) -> UnknownFlag:
+def _unknown(name: str, flags: Mapping[str, ServerFlag]) -> UnknownFlag:
     version = server_flags().version
     kind = f"option of SGLang {version}" if version else "option of SGLang"
-    return UnknownFlag.unknown(kind, f"--{PREFIX}{name}", [f"--{PREFIX}{each}" for each in known])
+    refused = [f"--{PREFIX}{known}" for known, flag in flags.items() if flag.name in RESERVED]
+    return UnknownFlag.unknown(kind, f"--{PREFIX}{name}", [f"--{PREFIX}{known}" for known in flags], refused=refused)
 
 
 def _value(spelling: str, flag: ServerFlag, value: Any) -> Any:
@@ -148,6 +151,6 @@ def _reader(kind: str) -> Any:
         try:
             return TYPES[kind](text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {KINDS[kind]}") from None
+            raise argparse.ArgumentTypeError(f"must be {KINDS[kind]}, got {text!r}") from None
 
     return read

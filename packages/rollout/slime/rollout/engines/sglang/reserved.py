@@ -47,11 +47,10 @@ RESERVED: dict[str, str] = {
 }
 
 
-def refuse_reserved(name: str, value: Any) -> None:
-    """Raises InvalidSetting where `name`, of a primary flag, is not to be given."""
+def refuse_reserved(name: str, flag: str, value: Any) -> None:
+    """Raises InvalidSetting where `name`, of a primary flag, is not to be given. flag: as the user spelled it."""
     instead = RESERVED.get(name)
     if instead is not None:
-        flag = f"--sglang-{name}"
         message = f"{flag} cannot be set, because the run sets it: {instead}"
         raise InvalidSetting(message, field=flag, value=value, expected=instead)
 
