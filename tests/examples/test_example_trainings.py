@@ -15,12 +15,14 @@ import pytest
 import uv
 
 import slime.rollout.recordings
+from slime.launcher.metrics.kept_samples import kept_files, read_rows
 
 Rows = Callable[[Path], list[dict[str, Any]]]
 
 
 def samples_of(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "samples.jsonl").read_text().splitlines()]
+    files = [file for file in kept_files(output_dir) if not file.evaluation]
+    return [row for file in files for row in read_rows(file.path)]
 
 
 def test_own_reward_trains_on_multiples(run_example: Callable[..., str], steps_of: Rows, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from slime.launcher.config import run_config
 from slime.launcher.config.record import write_record
-from slime.launcher.metrics.samples import LONGEST_TEXT, SamplesLog, SilenceWatch
+from slime.launcher.metrics.silence import SilenceWatch
 from slime.types import Sample
 
 WORDS = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2", "--n-samples-per-prompt", "2"]
@@ -58,20 +58,6 @@ def sample(response: str, reward: float, prompt: str = "1+1=") -> Sample:
     return Sample(group_index=3, index=7, prompt=prompt, response=response, label="2", reward=reward)
 
 
-def test_samples_of_steps_that_are_done_again_are_written_anew_and_long_texts_are_cut(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    log = SamplesLog(path, 0)
-    for step in range(3):
-        log.append(step, [sample("x" * 100_000, 1.0), sample("2", 0.5)])
-    SamplesLog(path, 2).append(2, [sample("again", 0.0)])
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2]
-    assert all(len(row["response"]) < LONGEST_TEXT + 100 for row in rows)
-    assert {k: rows[1][k] for k in ("group_index", "index", "prompt", "response", "label", "reward")} == {
-        "group_index": 3, "index": 7, "prompt": "1+1=", "response": "2", "label": "2", "reward": 0.5,
-    }  # fmt: skip
-
-
 EQUAL = {"rollout/zero_std_ratio": 1.0, "rollout/raw_reward": 0.0, "rollout/trained_tokens": 9.0}
 MIXED = EQUAL | {"rollout/zero_std_ratio": 0.9}
 
@@ -80,7 +66,7 @@ def test_two_steps_without_a_gradient_are_told_once_with_a_sample(tmp_path: Path
     watch, shown = SilenceWatch(), [sample("2<eos>", 0.0)]
     said = [watch.look(step, m, shown, tmp_path) for step, m in enumerate([EQUAL, MIXED, EQUAL, EQUAL, EQUAL, EQUAL])]
     assert [text is not None for text in said] == [False, False, False, True, False, False]
-    for part in ("steps 2 to 3", "'1+1='", "'2<eos>'", "label     '2'", "reward    0.0", "samples.jsonl", "mean 0.000"):
+    for part in ("steps 2 to 3", "'1+1='", "'2<eos>'", "label     '2'", "reward    0.0", "slime show", "mean 0.000"):
         assert part in str(said[3])
 
 

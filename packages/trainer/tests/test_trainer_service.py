@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_stack import WRITER, Stack
 from trainer_tiny import make_samples, summarize
+from transformers import AutoModelForCausalLM
 
 from slime.trainer.process.worker import Worker
 from slime.types.errors import (
@@ -61,6 +63,32 @@ def test_a_step_is_sealed_planned_trained_and_acknowledged(stack: Stack, model: 
         assert {k: v for k, v in again.items() if k[0] == "t"} == {k: v for k, v in straight.items() if k[0] == "t"}
     finally:
         resumed.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"num_steps_per_rollout": 2}])
+def test_a_step_returns_the_log_probs_of_the_samples_that_are_asked_for(stack: Stack, model: str, more: dict[str, Any]):
+    samples = make_samples(0)
+    other = Stack(model, **more)
+    try:
+        scored = other.client.train_and_score(0, 3, [0, 5, 99], timeout=60)
+        again = other.client.train_and_score(0, 3, [0], timeout=60)
+    finally:
+        other.close()
+    assert sorted(scored.log_probs) == sorted(again.log_probs) == [0, 5]
+    plain = stack.client.train_step(0, 3, timeout=60)
+    assert more or {k: v for k, v in plain.items() if k[0] == "t"} == {
+        k: v for k, v in scored.metrics.items() if k[0] == "t"
+    }
+    # Sample 0 is of the first update, before which the weights are those of the directory.
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sample = samples[0]
+    with torch.no_grad():
+        logits = reference(torch.tensor([sample.tokens])).logits[0]
+    tokens = torch.tensor(sample.tokens)[-sample.response_length :]
+    expected = logits.double().log_softmax(-1)[-sample.response_length - 1 : -1].gather(1, tokens[:, None])[:, 0]
+    expected[torch.tensor(sample.loss_mask) == 0] = torch.nan
+    assert scored.log_probs[0] == pytest.approx(expected.numpy(), abs=1e-4, nan_ok=True)
+    assert len(scored.log_probs[5]) == samples[5].response_length
 
 
 def test_a_repeated_call_does_not_train_twice(stack: Stack):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.types import Sample, SampleGroup
@@ -13,6 +14,7 @@ from slime.types.clients import BufferClient, Engine, RolloutClient, TrainerClie
 from slime.types.codec import group_to_proto, sample_to_proto
 from slime.types.errors import InvalidField, LeaseLost, RemoteError
 from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.wire.tensor import tensor_to_proto
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 GROUP = SampleGroup(4, "train", [Sample(index=8, prompt="a"), Sample(index=9, prompt="a")])
@@ -143,7 +145,8 @@ class Trainer(Recorder, trainer_pb2_grpc.TrainerServiceServicer):
 
     def TrainStep(self, request: Any, context: Any) -> Any:
         self.record(request)
-        return trainer_pb2.TrainStepResponse(metrics={"train/loss": 0.25})
+        scores = {position: tensor_to_proto(np.float32([-0.5, -2])) for position in request.log_prob_positions}
+        return trainer_pb2.TrainStepResponse(metrics={"train/loss": 0.25}, log_probs=scores)
 
     def UpdateWeights(self, request: Any, context: Any) -> Any:
         self.record(request)
@@ -295,6 +298,9 @@ def test_the_trainer_client() -> None:
         with TrainerClient(service.address, writer=Writer("run", 1)) as client:
             assert client.info() == TrainerInfo(1, 2, "fsdp", "cpu", 9, 3, 3)
             assert client.train_step(3, 4, timeout=10) == {"train/loss": 0.25}
+            scored = client.train_and_score(3, 4, [5, 1], timeout=10)
+            assert scored.metrics == {"train/loss": 0.25} and sorted(scored.log_probs) == [1, 5]
+            assert scored.log_probs[5].tolist() == [-0.5, -2.0]
             assert (
                 servicer.requests[0].step,
                 servicer.requests[0].num_groups,

@@ -79,6 +79,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.run_directory.lock import run_directory, sole_writer
+            from slime.launcher.run_directory.state import recorded
             from slime.launcher.train import train
             from slime.launcher.train_async import train_async
 
@@ -93,9 +94,14 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
                 if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
                     write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
                 sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
-                with Report(
-                    output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir, sinks=sinks
-                ) as report:
+                command = "train-async" if asynchronous else "train"
+                with (
+                    recorded(output_dir, command) as state,
+                    Report(
+                        output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir,
+                        sinks=sinks, state=state,
+                    ) as report,
+                ):  # fmt: skip
                     report.next_command = next_command
                     (train_async if asynchronous else train)(config, report)
         return 0

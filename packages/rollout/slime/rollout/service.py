@@ -139,9 +139,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if log is None or not log(rollout_id, args, output.data, output.metrics):
             metrics |= evaluation_metrics(output.data, args)
         metrics["perf/eval_time"] = event.seconds
-        examples = [
-            sample for result in output.data.values() for sample in _first_of_prompts(result.get("samples") or ())
-        ]
+        examples = []
+        for name, result in output.data.items():
+            for sample in _first_of_prompts(result.get("samples") or ()):
+                sample.dataset = name  # type: ignore[attr-defined]
+                examples.append(sample)
         return rollout_pb2.EvaluateResponse(
             completed_samples=event.call.done,
             num_samples=event.call.total,

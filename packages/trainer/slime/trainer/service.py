@@ -18,11 +18,14 @@ from slime.types.clients import BufferClient, RolloutClient, Writer
 from slime.types.errors import InvalidField, SlimeError, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.types.rpc.auth import check_exposure
+from slime.types.wire.tensor import fill_tensor
 from slime.v1 import buffer_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = "slime.v1.TrainerService"
+# Larger messages are slow.
+MAX_LOG_PROB_BYTES = 8 << 20
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
@@ -54,13 +57,20 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainStepResponse:
         if request.num_groups < 1:
             raise InvalidField("num_groups", request.num_groups, "at least 1")
-        metrics = self._run(
+        positions = frozenset(request.log_prob_positions)
+        trained = self._run(
             f"TrainStep {request.step}",
             request,
             context,
-            lambda: self._trainer.train_step(request.step, request.num_groups),
+            lambda: self._trainer.train_step(request.step, request.num_groups, positions),
         )
-        return trainer_pb2.TrainStepResponse(metrics=metrics)
+        response = trainer_pb2.TrainStepResponse(metrics=trained.metrics)
+        room = MAX_LOG_PROB_BYTES
+        for position, values in sorted(trained.log_probs.items()):
+            room -= values.nbytes
+            if room >= 0:
+                fill_tensor(response.log_probs[position], values, "log_probs")
+        return response
 
     def UpdateWeights(
         self, request: trainer_pb2.UpdateWeightsRequest, context: grpc.ServicerContext

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from slime.trainer.step.train_data import converted, processed_rewards
 from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.sender import WeightSender
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
+from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
@@ -76,8 +77,8 @@ class Trainer:
         self._convert = load_setting(settings, "custom_convert_samples_to_train_data_path")
         if settings.keep_old_actor:
             self._step.preparation.old_policies = OldPolicies(self.backend, self.state.weight_version)
-        # Metrics of the last iteration, for a call that is repeated.
-        self._last_metrics: dict[str, float] = {}
+        # What the last iteration answered, for a call that is repeated.
+        self._last = TrainedStep()
         self._acknowledged = True
         self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train)
         self._memory.release(*PARTS)
@@ -114,14 +115,17 @@ class Trainer:
         if self.rollout is not None:
             self.rollout.writer = writer
 
-    def train_step(self, step: int, num_groups: int) -> dict[str, float]:
-        """Seals, plans, trains and acknowledges `step`. A repeated call for the last step returns its metrics again."""
-        if step != self.state.step or not self._last_metrics:
-            self._train(step, num_groups)
-        self.ranks.together(lambda: self._acknowledge(step))
-        return self._last_metrics
+    def train_step(self, step: int, num_groups: int, positions: Set[int] = frozenset()) -> TrainedStep:
+        """Seals, plans, trains and acknowledges `step`. A repeated call for the last step returns the same again.
 
-    def _train(self, step: int, num_groups: int) -> None:
+        positions: samples whose log-probs are returned too, by the rank that computes them.
+        """
+        if step != self.state.step or not self._last.metrics:
+            self._train(step, num_groups, positions)
+        self.ranks.together(lambda: self._acknowledge(step))
+        return self._last
+
+    def _train(self, step: int, num_groups: int, positions: Set[int]) -> None:
         if step != self.next_step:
             raise WrongState(
                 f"step {step} cannot be trained now", field="step", value=step, expected=str(self.next_step)
@@ -133,7 +137,8 @@ class Trainer:
         self._memory.need(*PARTS)
         onload_done = time.perf_counter()
         try:
-            metrics = self._step.run(plan, read)
+            # A plug-in that converts samples gives them other places.
+            metrics = self._step.run(plan, read, frozenset() if self._convert else positions)
         except DataLoss:
             # The step will be repeated with other samples, and the engines may need this memory to generate them.
             self._memory.release(TRAINING)
@@ -149,7 +154,7 @@ class Trainer:
             metrics["perf/train_onload_time"] = onload_done - planned
             metrics["perf/train_offload_time"] = time.perf_counter() - trained
         self._memory_record.trained()
-        self._last_metrics = metrics
+        self._last = TrainedStep(metrics, self._step.log_probs)
         self._acknowledged = False
         self.state = dataclasses.replace(self.state, step=step, updates=self.backend.updates)
 

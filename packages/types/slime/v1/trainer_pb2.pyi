@@ -1,8 +1,9 @@
 from slime.v1 import buffer_pb2 as _buffer_pb2
+from slime.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -30,17 +31,19 @@ class GetInfoResponse(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., num_parameters: _Optional[int] = ..., next_step: _Optional[int] = ..., weight_version: _Optional[int] = ...) -> None: ...
 
 class TrainStepRequest(_message.Message):
-    __slots__ = ("writer", "step", "num_groups")
+    __slots__ = ("writer", "step", "num_groups", "log_prob_positions")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROB_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     step: int
     num_groups: int
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ...) -> None: ...
+    log_prob_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ..., log_prob_positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrainStepResponse(_message.Message):
-    __slots__ = ("metrics",)
+    __slots__ = ("metrics", "log_probs")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,9 +51,18 @@ class TrainStepResponse(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LogProbsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: _tensor_pb2.Tensor
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    log_probs: _containers.MessageMap[int, _tensor_pb2.Tensor]
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., log_probs: _Optional[_Mapping[int, _tensor_pb2.Tensor]] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("writer", "weight_version")

@@ -166,7 +166,8 @@ class LauncherSettings(LoopSettings, TrainingSettings, EngineSettings, ModeSetti
     )
     log_samples: int = setting(
         2,
-        "Groups per step of which up to 4 samples each are written to samples.jsonl in --output-dir; 0 writes none",
+        "Groups per step of which up to 4 samples each are written to samples/ in --output-dir, for `slime show`; 0 "
+        "writes none, also of evaluations",
         minimum=0,
     )
     overwrite: bool = setting(

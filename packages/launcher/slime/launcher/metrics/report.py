@@ -14,8 +14,10 @@ from rich.status import Status
 from rich.table import Table
 
 from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, is_evaluation, plot_reward
-from slime.launcher.metrics.samples import FILE as SAMPLES_FILE
-from slime.launcher.metrics.samples import SamplesLog, SilenceWatch
+from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
+from slime.launcher.metrics.kept_samples import KeptSamples
+from slime.launcher.metrics.silence import SilenceWatch
+from slime.launcher.run_directory.state import RunState
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
 from slime.types.files import write_whole
@@ -47,6 +49,7 @@ class Report:
     tensorboard_dir: where events go (None: no events).
     sinks: others that get all metrics: `write(step, metrics)`, `close()`.
     num_steps: None where it is told to `started`.
+    state: gets the current activity.
     print_every: a line for each this many steps (None: chosen so that a run prints some 40).
     """
 
@@ -59,11 +62,13 @@ class Report:
         sinks: Sequence[Any] = (),
         print_every: int | None = None,
         console: Console | None = None,
+        state: RunState | None = None,
     ) -> None:
         self.output_dir = output_dir
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.next_command = ""
         self._print_every = print_every
+        self._state = state
         self._num_steps = num_steps or 0
         self._trains = True
         self._status: Status | None = None
@@ -74,7 +79,7 @@ class Report:
         self._tensorboard = TensorBoard(tensorboard_dir)
         self._sinks = [self._tensorboard, *sinks]
         self._log: MetricsLog | None = None
-        self._samples: SamplesLog | None = None
+        self._samples: KeptSamples | None = None
         self.watch = SilenceWatch()
         self.log_samples = True
 
@@ -88,6 +93,8 @@ class Report:
 
     def status(self, text: str) -> None:
         """Shows the current activity; on a terminal it replaces the previous line."""
+        if self._state is not None:
+            self._state.phase(text)
         if not self.console.is_terminal:
             return
         if self._status is None:
@@ -102,13 +109,15 @@ class Report:
         """num_parameters: None where nothing is trained."""
         self._num_steps = self._num_steps if num_steps is None else num_steps
         self._trains = num_parameters is not None and self._num_steps > 0
+        if self._state is not None:
+            self._state.phase("started", num_steps=self._num_steps)
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
         self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
         # A run that only evaluates adds to what is there.
         written_from = first_step if self._num_steps > 0 else None
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)
-        self._samples = SamplesLog(self.output_dir / SAMPLES_FILE, written_from)
+        self._samples = KeptSamples(self.output_dir, written_from)
         if written_from is not None:
             self._tensorboard.start(written_from)
         self._read_back(self._log.rows(), first_step)
@@ -136,13 +145,15 @@ class Report:
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         """Held-out scores after `step` steps; that of the last of them is reported first."""
-        assert self._log is not None, "started() comes first"
+        assert self._log is not None and self._samples is not None, "started() comes first"
         for name, score in self._note_scores(step, metrics).items():
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
         if not self._examples:
             self._write_examples(step, examples)
         self._examples = [*self._examples[:1], (step, examples)]
         self._log.append_evaluation(step, metrics)
+        if self.log_samples:
+            self._samples.write(step, examples, evaluation=True)
         self._write(step, metrics)
         self._write_evaluations()
 
@@ -159,7 +170,7 @@ class Report:
         assert self._log is not None and self._samples is not None, "started() comes first"
         self._log.append(step, metrics)
         if self.log_samples:
-            self._samples.append(step, samples)
+            self._samples.write(step, samples)
         self._write(step, metrics)
         if REWARD in metrics:  # not where the groups of an earlier start are trained on again
             self._rewards[step] = metrics[REWARD]
@@ -198,7 +209,8 @@ class Report:
         self._print(f"plot          {plot}")
         self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
         if self.log_samples:
-            self._print(f"samples       {self.output_dir / SAMPLES_FILE}")
+            self._print(f"samples       {self.output_dir / SAMPLES}")
+        self._print(f"look at it    slime show {self.output_dir}")
         if self._trains:
             self._print(f"trained model {self.output_dir / 'model'}")
             if self.next_command:

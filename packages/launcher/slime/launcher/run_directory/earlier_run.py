@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.launcher.metrics.kept_samples import kept_files, remove_kept
 from slime.launcher.run_directory import checkpoints, writable
+from slime.launcher.run_directory.state import FILE as STATE
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidSetting
 
 # In --output-dir, beside checkpoints, TensorBoard events and the trained model.
-FILES = ("metrics.jsonl", "samples.jsonl", "eval.json", "eval_samples.json", "reward.png")
+FILES = ("metrics.jsonl", "eval.json", "eval_samples.json", "reward.png")
 MODEL = "model"
 SHOWN = 4
 
@@ -55,7 +57,8 @@ def used(config: Run) -> list[Path]:
     if config.launcher.num_rollout == 0:
         return []
     candidates = [config.output_dir / name for name in (*FILES, MODEL)]
-    found = [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
+    found = [file.path for file in kept_files(config.output_dir)]
+    found += [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
     found += checkpoints.steps(config.checkpoint_dir).values()
     found += writable.exports(config.flat)
     for name in writable.DUMPS:
@@ -83,6 +86,8 @@ def overwrite(config: Run) -> None:
         path = config.output_dir / name
         if path.is_file():
             path.unlink()
+    remove_kept(config.output_dir)
+    (config.output_dir / STATE).unlink(missing_ok=True)
     if config.tensorboard_dir is not None:
         for path in config.tensorboard_dir.glob("events.out.tfevents.*"):
             path.unlink()

@@ -6,6 +6,7 @@ A run that only generates has no trainer, and one that only trains no engines: c
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -14,7 +15,7 @@ from types import SimpleNamespace, TracebackType
 from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
-from slime.launcher.metrics.samples import SAMPLES_PER_GROUP
+from slime.launcher.metrics.kept_samples import SAMPLES_PER_GROUP
 from slime.launcher.metrics.sealed import sealed_metrics
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
@@ -27,6 +28,7 @@ from slime.launcher.services.untrained import UntrainedSteps
 from slime.types import Sample
 from slime.types.clients import RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
+from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss
 
 # Added to the start time of the engines: the time in which the service itself is loaded.
@@ -53,6 +55,8 @@ class Services:
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
         self._engines_offloaded = False
+        # Samples for people to look at, by step and place in it, until their step is trained.
+        self._kept: dict[int, dict[int, Sample]] = {}
         self.notes: list[str] = []
         self._settings = config.launcher
         self._args = SimpleNamespace(**config.flat)
@@ -187,7 +191,9 @@ class Services:
             counts[summary.group_index] = counts.get(summary.group_index, 0) + 1
             if len(counts) <= max(1, self._settings.log_samples) and counts[summary.group_index] <= SAMPLES_PER_GROUP:
                 positions.append(position)
-        return self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
+        examples = self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
+        self._kept[step] = dict(zip(positions, examples, strict=True))
+        return examples
 
     def groups_of(self, step: int) -> int:
         return self._groups.get(step, self.config.rollout.rollout_batch_size)
@@ -218,18 +224,22 @@ class Services:
     def _train(self, step: int) -> Metrics:
         self.progress("training", 0, 0)
         groups, timeout = self.groups_of(step), self._settings.train_timeout_seconds
+        kept = self._kept.pop(step, {})
 
-        def train(trainer: TrainerClient) -> Metrics | DataLoss:
+        def train(trainer: TrainerClient) -> TrainedStep | DataLoss:
             # Returned, so that no rank is asked again before the others have answered.
             try:
-                return trainer.train_step(step, groups, timeout=timeout)
+                return trainer.train_and_score(step, groups, sorted(kept), timeout=timeout)
             except DataLoss as error:
                 return error
 
-        result = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])[0]
-        if isinstance(result, DataLoss):
-            raise result
-        return result
+        results = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])
+        trained = [result for result in results if isinstance(result, TrainedStep)]
+        if len(trained) < len(results):
+            raise next(result for result in results if isinstance(result, DataLoss))
+        for position, log_probs in ChainMap(*(result.log_probs for result in trained)).items():
+            kept[position].trainer_log_probs = log_probs  # type: ignore[attr-defined]
+        return trained[0].metrics
 
     def groups_at_hand(self) -> int:
         """Groups that are complete and not trained on, less those of an earlier start that no rollout has yet."""
@@ -248,6 +258,8 @@ class Services:
 
     def seal_again(self, step: int) -> None:
         """Seals a step that the buffer may have unsealed."""
+        # Its places may have other samples now.
+        self._kept.pop(step, None)
         self._seal(step, {})
 
     def offload(self) -> Metrics:

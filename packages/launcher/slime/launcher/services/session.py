@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.metrics.report import Report
-from slime.launcher.metrics.samples import SilenceWatch
+from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.placement.reserve import place_run
 from slime.launcher.platform.ray_cluster import OBJECT_STORE_BYTES, ray_cluster
 from slime.launcher.services.services import Services

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
@@ -49,9 +50,15 @@ class TrainStep:
         self.args = flat_args(settings, extra_args)
         self.preparation = Preparation(settings, backend, ranks, self.args)
         self._profiler = Profiler(settings, self.args, ranks.rank)
+        # Of the last run, by position of the sample: float32 [response tokens], NaN where the token is masked.
+        self.log_probs: dict[int, np.ndarray] = {}
 
-    def run(self, plan: dict[str, Any], read: ReadSamples) -> dict[str, float]:
-        """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks."""
+    def run(self, plan: dict[str, Any], read: ReadSamples, positions: Set[int] = frozenset()) -> dict[str, float]:
+        """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks.
+
+        Sets `log_probs` to those of the samples at `positions`, as far as this rank leads the replica that has them.
+        """
+        self.log_probs = {}
         clock, step = _Clock(), plan["step"]
         with clock.measure("perf/train_time"), self._profiler.trace("train_overall", step):
             with clock.measure("perf/train_data_time"):
@@ -67,7 +74,7 @@ class TrainStep:
             with clock.measure("perf/actor_train_time"), self._profiler.trace("train_actor", step):
                 for number, work in enumerate(updates):
                     self.backend.begin_update(step, number)
-                    results.append(self._update(plan["updates"][number], work))
+                    results.append(self._update(plan["updates"][number], work, positions))
         if self.preparation.old_policies is not None:
             self.preparation.old_policies.trained(self.preparation.old_versions(updates))
         trained_updates = [result for result in results if result is not None]
@@ -162,12 +169,18 @@ class TrainStep:
             device=self.backend.device,
         )
 
-    def _update(self, update: dict[str, Any], work: Work) -> dict[str, float] | None:
+    def _update(self, update: dict[str, Any], work: Work, positions: Set[int]) -> dict[str, float] | None:
         """Makes one optimizer update and returns its metrics; None where it was skipped: its gradient is not finite."""
         sums: Sums = {}
         denominator = update["num_tokens"] if self.settings.calculate_per_token_loss else update["num_rollouts"]
 
         def loss(number: int, batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            if self.backend.leads_replica and not positions.isdisjoint(batch.positions):
+                # Masked tokens are not scored.
+                scored = torch.where(batch.mask > 0, outputs.log_probs.detach().float(), torch.nan)
+                parts = scored.cpu().split(batch.lengths)
+                found = zip(batch.positions, parts, strict=True)
+                self.log_probs.update({p: part.numpy() for p, part in found if p in positions})
             return self.loss(batch, outputs, work.targets[number], max(1, denominator), sums)
 
         self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from slime.types.clients.base import Client
+from slime.types.wire.tensor import tensor_from_proto
 from slime.v1 import trainer_pb2, trainer_pb2_grpc
 
 
@@ -19,6 +23,17 @@ class TrainerInfo:
     weight_version: int
 
 
+@dataclass
+class TrainedStep:
+    """One rank's answer about a step.
+
+    log_probs: of the response tokens of the samples that were asked for and that this rank scored, by position.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
 class TrainerClient(Client):
     """Calls of `slime.v1.TrainerService`. Timeouts are in seconds."""
 
@@ -30,8 +45,16 @@ class TrainerClient(Client):
 
     def train_step(self, step: int, num_groups: int, timeout: float) -> dict[str, float]:
         """Seals, plans, trains on and acknowledges `step` (collective); metrics are complete on rank 0."""
-        request = trainer_pb2.TrainStepRequest(writer=self._writer(), step=step, num_groups=num_groups)
-        return dict(self._call("TrainStep", request, timeout).metrics)
+        return self.train_and_score(step, num_groups, (), timeout).metrics
+
+    def train_and_score(self, step: int, num_groups: int, positions: Sequence[int], timeout: float) -> TrainedStep:
+        """Like `train_step`; also returns the log-probs of the samples at `positions` of the sealed step."""
+        request = trainer_pb2.TrainStepRequest(
+            writer=self._writer(), step=step, num_groups=num_groups, log_prob_positions=positions
+        )
+        answer = self._call("TrainStep", request, timeout)
+        found = {position: tensor_from_proto(tensor) for position, tensor in answer.log_probs.items()}
+        return TrainedStep(dict(answer.metrics), found)
 
     def update_weights(self, weight_version: int, timeout: float) -> dict[str, float]:
         """Pushes the policy's weights to the engines (collective)."""

@@ -1,12 +1,4 @@
-"""Samples that a run keeps for people: samples.jsonl, a few of each step; and a word where nothing can be learned.
-
-One JSON object a sample:
-
-    step, group_index, index         which sample of which step; samples of one group answer one prompt
-    prompt, response, label          as the reward function got them; a long text has its middle left out
-    reward, status, response_length  its score, how it ended, its number of tokens
-    weight_versions                  of the weights that made it
-"""
+"""Warns where nothing can be learned: equal rewards in every group, or no token that counts."""
 
 from __future__ import annotations
 
@@ -17,50 +9,10 @@ from typing import Any
 
 from slime.launcher.metrics.files import Metrics
 from slime.types import Sample
-from slime.types.directories import path_errors
-from slime.types.files import write_whole
 
-FILE = "samples.jsonl"
 LONGEST_TEXT = 4000
-SAMPLES_PER_GROUP = 4
 # So many steps in a row without a gradient are no accident.
 SILENT_STEPS = 2
-
-
-class SamplesLog:
-    """samples.jsonl of a run; what is of `first_step` or later, from before the run was resumed, is written anew.
-
-    first_step: None where nothing of it is.
-    """
-
-    def __init__(self, path: Path, first_step: int | None) -> None:
-        self.path = path
-        if path.exists() and first_step is not None:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] < first_step]
-            if len(kept) < len(lines):
-                write_whole(path, "".join(line + "\n" for line in kept))
-
-    def append(self, step: int, samples: Sequence[Sample]) -> None:
-        if not samples:
-            return
-        with path_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(_row(step, sample), default=str) + "\n" for sample in samples)
-
-
-def _row(step: int, sample: Sample) -> dict[str, Any]:
-    return {
-        "step": step,
-        "group_index": sample.group_index,
-        "index": sample.index,
-        "prompt": _short(sample.prompt),
-        "response": _short(sample.response),
-        "label": sample.label,
-        "reward": sample.reward,
-        "status": sample.status.value,
-        "response_length": sample.response_length,
-        "weight_versions": list(sample.weight_versions),
-    }
 
 
 def _short(text: Any) -> Any:
@@ -116,6 +68,7 @@ def _message(kind: str, step: int, metrics: Metrics, samples: Sequence[Sample], 
             f"  reward    {first.reward!r}",
         ]
     lines.append(
-        f"  more of them: {where / FILE}; all of them: --dump-details DIR. Does the reward function get what it wants?"
+        f"  more of them: slime show {where}; all of them: --dump-details DIR. "
+        "Does the reward function get what it wants?"
     )
     return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""Samples that a run keeps to be looked at: Parquet files below samples/, one for each step and each evaluation.
+
+    samples/000012.parquet        trained on in step 12
+    samples/eval-000010.parquet   of the evaluation after 10 steps
+
+Every file has the columns of `SCHEMA`, so a directory of them reads as one table. R is the length of the response,
+whose tokens are the last R of `tokens`; a list that the run did not have is null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slime.types import Sample
+from slime.types.directories import path_errors
+from slime.types.files import whole_file
+
+DIRECTORY = "samples"
+TRAIN = "train"
+# Samples of a group that are kept.
+SAMPLES_PER_GROUP = 4
+# Rows that are read together: a page of the viewer.
+ROW_GROUP = 256
+NAME = re.compile(r"(eval-)?(\d{6,})\.parquet")
+# Column, type, meaning.
+SCHEMA = (
+    ("step", "int64", "iteration that trained on the sample; for an evaluation, the iterations before it"),
+    ("dataset", "string", "`train`, or the name of the evaluation set"),
+    ("group_index", "int64", "group: its samples answer one prompt"),
+    ("index", "int64", "sample; unique in the run"),
+    ("prompt", "string", "prompt as the model got it; messages as JSON"),
+    ("response", "string", "response as the reward function got it"),
+    ("label", "string", "label: text, or JSON for any other value"),
+    ("reward", "float64", "reward; null where it is not one number"),
+    ("reward_json", "string", "reward that is not one number, as JSON"),
+    ("status", "string", "how the response ended: `completed`, `truncated`, `aborted`, `failed`"),
+    ("response_length", "int32", "R"),
+    ("tokens", "list<int32>", "prompt and response"),
+    ("loss_mask", "list<uint8>", "R: 1 where a token is trained on; null: everywhere"),
+    ("engine_log_probs", "list<float32>", "R: by the engine that generated the token"),
+    ("trainer_log_probs", "list<float32>", "R: by the trainer, before it trained on the sample; NaN where masked"),
+    ("spans", "list<struct<start:int32,end:int32,weight_version:string>>",
+     "response tokens that the model generated, and the version of its weights"),
+    ("metadata", "string", "metadata of the prompt's row, as JSON"),
+)  # fmt: skip
+
+
+class KeptFile(NamedTuple):
+    """A file of kept samples. step: the iterations before it, for an evaluation."""
+
+    path: Path
+    step: int
+    evaluation: bool
+
+
+def kept_files(run: Path) -> list[KeptFile]:
+    """Lists the files of a run by step, an evaluation before the step that follows it."""
+    try:
+        names = [path for path in (run / DIRECTORY).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(path, match) for path in names if (match := NAME.fullmatch(path.name))]
+    files = [KeptFile(path, int(match[2]), match[1] is not None) for path, match in found]
+    return sorted(files, key=lambda file: (file.step, not file.evaluation))
+
+
+def remove_kept(run: Path, first_step: int = 0) -> None:
+    """Removes the samples of `first_step` and later ones, and the directory where nothing is left in it."""
+    for file in kept_files(run):
+        # The evaluation after `first_step` steps belongs to the step before.
+        if file.step >= first_step + file.evaluation or first_step == 0:
+            file.path.unlink(missing_ok=True)
+    directory = run / DIRECTORY
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
+
+
+class KeptSamples:
+    """Writes the samples of a run; those of `first_step` or later, from before the run was resumed, are removed.
+
+    first_step: None where nothing is written anew.
+    """
+
+    def __init__(self, run: Path, first_step: int | None) -> None:
+        self._run = run
+        if first_step is not None:
+            remove_kept(run, first_step)
+
+    def write(self, step: int, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
+        if not samples:
+            return
+        directory = self._run / DIRECTORY
+        path = directory / f"{'eval-' if evaluation else ''}{step:06d}.parquet"
+        with path_errors(path):
+            directory.mkdir(exist_ok=True)
+        write_file(path, [row(step, sample) for sample in samples])
+
+
+def row(step: int, sample: Sample) -> dict[str, Any]:
+    """Returns the columns of one sample; `dataset` and `trainer_log_probs` are attributes that the run sets on it."""
+    reward = sample.reward
+    scalar = isinstance(reward, (int, float, np.number))
+    return {
+        "step": step,
+        "dataset": getattr(sample, "dataset", TRAIN),
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "prompt": _text(sample.prompt),
+        "response": sample.response,
+        "label": None if sample.label is None else _text(sample.label),
+        "reward": float(reward) if scalar else None,  # type: ignore[arg-type]
+        "reward_json": None if scalar or reward is None else _text(reward),
+        "status": sample.status.value,
+        "response_length": sample.response_length,
+        "tokens": sample.array("tokens"),
+        "loss_mask": sample.array("loss_mask"),
+        "engine_log_probs": sample.array("rollout_log_probs"),
+        "trainer_log_probs": getattr(sample, "trainer_log_probs", None),
+        "spans": [{"start": s.start, "end": s.end, "weight_version": s.weight_version} for s in sample.spans],
+        "metadata": json.dumps(sample.metadata, default=str),
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def write_file(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(list(rows), schema=_arrow_schema())
+    with whole_file(path, "wb") as file:
+        pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP)
+
+
+def _arrow_schema() -> Any:
+    import pyarrow as pa
+
+    span = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("weight_version", pa.string())])
+    types = {
+        "int64": pa.int64(), "int32": pa.int32(), "string": pa.string(), "float64": pa.float64(),
+        "list<int32>": pa.list_(pa.int32()), "list<uint8>": pa.list_(pa.uint8()),
+        "list<float32>": pa.list_(pa.float32()),
+    }  # fmt: skip
+    return pa.schema([(name, types.get(kind, pa.list_(span))) for name, kind, _ in SCHEMA])
+
+
+def count_rows(path: Path) -> int:
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(path).num_rows
+
+
+def read_rows(
+    path: Path, columns: Sequence[str] | None = None, *, start: int = 0, stop: int | None = None
+) -> list[dict[str, Any]]:
+    """Reads rows [start, stop) of a file; only the row groups that hold them."""
+    return list(iterate_rows(path, columns, start=start, stop=stop))
+
+
+def iterate_rows(
+    path: Path, columns: Sequence[str] | None = None, *, start: int = 0, stop: int | None = None
+) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        known = set(file.schema_arrow.names)
+        wanted = None if columns is None else [name for name in columns if name in known]
+        first = 0
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            begin, end = max(start - first, 0), rows if stop is None else min(stop - first, rows)
+            if begin < end:
+                yield from file.read_row_group(number, columns=wanted).slice(begin, end - begin).to_pylist()
+            first += rows
+            if stop is not None and first >= stop:
+                return

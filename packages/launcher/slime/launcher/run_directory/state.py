@@ -1,0 +1,117 @@
+"""state.json: the state of a run, for those who look at its directory while it goes on and afterwards.
+
+running   a process works on it; `phase` says at what
+done      it came to its end
+stopped   by Ctrl-C or a signal
+failed    by an error, which `error` tells, or its process is gone without a word
+unknown   no state.json: an older version wrote the directory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slime.types.errors import SlimeError
+from slime.types.files import write_whole
+
+FILE = "state.json"
+STATES = ("running", "done", "failed", "stopped", "unknown")
+# Seconds between two writes of the phase.
+INTERVAL = 1.0
+# Two clocks of one machine may differ by so much in the start time of a process, in seconds.
+START_TOLERANCE = 2.0
+GONE = "its process is gone without a word: it was killed, or the machine went down; logs/ may say more"
+
+
+@dataclass
+class State:
+    """Times are seconds since 1970. num_steps: iterations of the run, once they are known."""
+
+    state: str = "unknown"
+    phase: str = ""
+    error: str | None = None
+    command: str = ""
+    pid: int | None = None
+    host: str = ""
+    process_started: float | None = None
+    started: float | None = None
+    updated: float | None = None
+    num_steps: int | None = None
+
+
+class RunState:
+    """Writes state.json of one run. A disk that takes no more does not end the run."""
+
+    def __init__(self, directory: Path, command: str) -> None:
+        """command: train or train-async."""
+        now = time.time()
+        self._path = directory / FILE
+        self.state = State(
+            state="running", phase="starting", command=command, pid=os.getpid(), host=socket.gethostname(),
+            process_started=psutil.Process().create_time(), started=now, updated=now,
+        )  # fmt: skip
+        self._write()
+
+    def phase(self, text: str, *, num_steps: int | None = None) -> None:
+        self.state.phase = text
+        self.state.num_steps = self.state.num_steps if num_steps is None else num_steps
+        if num_steps is not None or time.time() - (self.state.updated or 0.0) >= INTERVAL:
+            self._write()
+
+    def end(self, state: str, error: str | None = None) -> None:
+        self.state.state, self.state.error = state, error
+        self._write()
+
+    def _write(self) -> None:
+        self.state.updated = time.time()
+        with contextlib.suppress(OSError, SlimeError):
+            write_whole(self._path, json.dumps(asdict(self.state)) + "\n")
+
+
+@contextmanager
+def recorded(directory: Path, command: str) -> Iterator[RunState]:
+    """Records that a run goes on, and at the end of the block whether it is done, was stopped or has failed."""
+    state = RunState(directory, command)
+    try:
+        yield state
+    except KeyboardInterrupt:
+        state.end("stopped")
+        raise
+    except BaseException as error:
+        state.end("failed", f"{type(error).__name__}: {error}")
+        raise
+    state.end("done")
+
+
+def read_state(directory: Path) -> State:
+    try:
+        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        state = State(**{name: found[name] for name in State.__dataclass_fields__ if name in found})
+    except (OSError, ValueError, TypeError):
+        return State()
+    if state.state == "running" and state.host == socket.gethostname() and not _lives(state):
+        return State(**asdict(state) | {"state": "failed", "error": f"{GONE} (last phase: {state.phase})"})
+    return state
+
+
+def _lives(state: State) -> bool:
+    try:
+        process: Any = psutil.Process(state.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and (
+            state.process_started is None or abs(process.create_time() - state.process_started) < START_TOLERANCE
+        )
+    except (psutil.NoSuchProcess, ValueError, TypeError):
+        return False
+    except psutil.AccessDenied:
+        return True

@@ -1,0 +1,119 @@
+"""Samples and state that a run keeps in its directory, for those who look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime.launcher.metrics.kept_samples import (
+    DIRECTORY,
+    ROW_GROUP,
+    SCHEMA,
+    KeptSamples,
+    count_rows,
+    kept_files,
+    read_rows,
+    remove_kept,
+)
+from slime.launcher.run_directory.state import read_state, recorded
+from slime.types import Sample
+from slime.types.sample import TokenSpan
+
+PAGE = Path(__file__).parents[3] / "docs" / "runs.md"
+
+
+def sample(index: int = 7, response: str = "43", reward: object = 0.5) -> Sample:
+    made = Sample(
+        group_index=3, index=index, prompt="34:", response=response, label="43", reward=reward, response_length=3,
+        tokens=[5, 6, 7, 1, 2, 0], loss_mask=[1, 1, 0], rollout_log_probs=[-0.5, -0.25, -1.0],
+        status=Sample.Status.COMPLETED, metadata={"rm_type": "integer"}, spans=[TokenSpan(0, 3, "policy", "2")],
+    )  # fmt: skip
+    made.trainer_log_probs = np.float32([-0.5, -0.5, -1.5])  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_kept_sample_has_tokens_masks_and_both_log_probs(tmp_path: Path) -> None:
+    held_out = sample(reward={"a": 1.0})
+    held_out.dataset = "gsm"  # type: ignore[attr-defined]
+    held_out.loss_mask = None
+    log = KeptSamples(tmp_path, 0)
+    log.write(2, [sample()])
+    log.write(2, [held_out], evaluation=True)
+    assert [(file.step, file.evaluation) for file in kept_files(tmp_path)] == [(2, True), (2, False)]
+    of_eval, trained = (read_rows(file.path)[0] for file in kept_files(tmp_path))
+    assert trained == {
+        "step": 2, "dataset": "train", "group_index": 3, "index": 7, "prompt": "34:", "response": "43", "label": "43",
+        "reward": 0.5, "reward_json": None, "status": "completed", "response_length": 3, "tokens": [5, 6, 7, 1, 2, 0],
+        "loss_mask": [1, 1, 0], "engine_log_probs": [-0.5, -0.25, -1.0], "trainer_log_probs": [-0.5, -0.5, -1.5],
+        "spans": [{"start": 0, "end": 3, "weight_version": "2"}], "metadata": '{"rm_type": "integer"}',
+    }  # fmt: skip
+    assert list(trained) == [name for name, _, _ in SCHEMA]
+    assert (of_eval["dataset"], of_eval["reward"], of_eval["reward_json"]) == ("gsm", None, '{"a": 1.0}')
+    assert of_eval["loss_mask"] is None
+
+
+def test_samples_of_steps_that_are_done_again_are_written_anew(tmp_path: Path) -> None:
+    log = KeptSamples(tmp_path, 0)
+    log.write(0, [sample()], evaluation=True)
+    for step in range(4):
+        log.write(step, [sample()])
+        log.write(step + 1, [sample()], evaluation=True)
+    (tmp_path / DIRECTORY / "notes.txt").write_text("mine")
+    KeptSamples(tmp_path, None)
+    assert len(kept_files(tmp_path)) == 9
+    KeptSamples(tmp_path, 2).write(2, [sample(response="again")])
+    assert [(f.step, f.evaluation) for f in kept_files(tmp_path)] == [
+        (0, True), (0, False), (1, True), (1, False), (2, True), (2, False),
+    ]  # fmt: skip
+    assert read_rows(kept_files(tmp_path)[-1].path)[0]["response"] == "again"
+    remove_kept(tmp_path)
+    assert [path.name for path in (tmp_path / DIRECTORY).iterdir()] == ["notes.txt"]
+
+
+def test_pages_of_a_large_file_are_read_by_row(tmp_path: Path) -> None:
+    KeptSamples(tmp_path, 0).write(0, [sample(index) for index in range(2 * ROW_GROUP + 10)])
+    path = kept_files(tmp_path)[0].path
+    assert count_rows(path) == 2 * ROW_GROUP + 10
+    for start, stop in ((0, 5), (ROW_GROUP - 2, ROW_GROUP + 2), (2 * ROW_GROUP + 8, 3 * ROW_GROUP), (9999, 10000)):
+        found = [row["index"] for row in read_rows(path, ["index"], start=start, stop=stop)]
+        assert found == list(range(start, min(stop, 2 * ROW_GROUP + 10)))
+
+
+def test_the_page_lists_the_columns() -> None:
+    rows = [line.split("|")[1:4] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    listed = [tuple(cell.strip() for cell in row) for row in rows]
+    assert [row for row in listed if row[0] in {f"`{name}`" for name, _, _ in SCHEMA}] == [
+        (f"`{name}`", kind, meaning) for name, kind, meaning in SCHEMA
+    ]
+
+
+def test_the_state_of_a_run_is_what_its_end_was(tmp_path: Path) -> None:
+    assert read_state(tmp_path).state == "unknown"
+    with recorded(tmp_path, "train") as state:
+        assert (read_state(tmp_path).state, read_state(tmp_path).phase) == ("running", "starting")
+        state.phase("started", num_steps=5)
+        assert (read_state(tmp_path).phase, read_state(tmp_path).num_steps) == ("started", 5)
+    assert read_state(tmp_path).state == "done"
+    for error, expected in ((KeyboardInterrupt(), "stopped"), (ValueError("no engine"), "failed")):
+        with pytest.raises(type(error)), recorded(tmp_path, "train"):
+            raise error
+        assert read_state(tmp_path).state == expected
+    assert read_state(tmp_path).error == "ValueError: no engine"
+
+
+def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib\nfrom slime.launcher.run_directory.state import RunState\n"
+        "RunState(pathlib.Path(sys.argv[1]), 'train').phase('generating')\nos._exit(9)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False).returncode == 9
+    assert json.loads((tmp_path / "state.json").read_text())["state"] == "running"
+    state = read_state(tmp_path)
+    assert state.state == "failed" and "gone without a word" in str(state.error)
