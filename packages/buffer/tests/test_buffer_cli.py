@@ -37,8 +37,10 @@ def test_serves_until_a_signal(write_jsonl, tmp_path, number):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "slime-buffer requires one of serve"),
-        (["run"], "unknown command 'run'; known ones are serve"),
+        ([], "error: a command is required: one of serve"),
+        (["run"], "error: unknown command 'run'; known ones are serve"),
+        (["group", "list"], "error: unknown command 'group'; did you mean groups?"),
+        (["token", "workr"], "error: unknown role 'workr'"),
         (["serve", "--promt-data", "x"], "unknown option --promt-data; did you mean --prompt-data?"),
         (["serve", "--n-samples-per-prompt", "0"], "--n-samples-per-prompt must be at least 1, got 0"),
         (["serve", "--prompt-data", "none.jsonl"], "no such file none.jsonl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,33 @@ def test_groups_of_a_server_are_listed_shown_and_taken_out(served, capsys):
 def test_an_address_that_is_none_is_refused(address, capsys):
     found = command(capsys, "groups", "list", "--address", address, expect=2)
     assert found.startswith("slime-buffer: error: --address must be HOST:PORT")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("groups", "a groups command is required: one of list, show, reject, quarantine; see --help"),
+        ("groups lst", "unknown groups command 'lst'; did you mean list?"),
+        ("groups list", "--address or --buffer-dir is required"),
+        ("groups show --address h:1", "index is required"),
+        ("groups show x --address h:1", "index must be an integer, got 'x'"),
+        ("groups list --address h:1 --buffer-dir d", "--buffer-dir and --address cannot be used together"),
+        ("groups list --address h:1 --state complete", "did you mean completed?"),
+        ("check", "DIR is required"),
+        ("backup d", "DEST is required"),
+    ],
+)
+def test_wrong_words_are_named(words, message, capsys):
+    found = command(capsys, *words.split(), expect=2)
+    assert found.startswith("slime-buffer: error: ") and message in found
+
+
+def test_a_buffer_that_is_not_there_is_told_without_the_words_of_grpc(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        found = command(capsys, "groups", "list", "--address", address, expect=1)
+    assert found == f"slime-buffer: error: cannot connect to {address}: nothing listens there\n"
 
 
 def test_a_call_without_the_token_says_how_to_bring_it_and_prints_no_table(tmp_path, capsys):

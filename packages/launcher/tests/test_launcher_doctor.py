@@ -173,7 +173,10 @@ def test_help_and_wrong_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
     assert left.value.code == 0 and "examples:" in text and "--json" in text and "exit code" in text
     for words in (["--timeout", "soon"], ["--timeout", "0"], ["--timeout"]):
         assert cli.main(["doctor", *words]) == 2
-        assert "--timeout" in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith("slime: error: --timeout ")
+    for word, meant in (("--timout", "--timeout"), ("--timout=5", "--timeout"), ("--jsn", "--json")):
+        assert cli.main(["doctor", word]) == 2
+        assert f"unknown option {word.split('=')[0]}; did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_every_check_has_a_name_and_looks_at_this_very_machine(tmp_path: Path) -> None:

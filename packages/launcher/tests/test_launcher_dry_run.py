@@ -93,7 +93,7 @@ def test_ranks_and_engines_are_on_the_gpus_that_a_run_would_give_them(
         "  GPU 2: trainer rank 2 (tp 0, dp 1)", "  GPU 3: trainer rank 3 (tp 1, dp 1)",
         "  GPU 4: sglang-0 (tp 0)", "  GPU 5: sglang-0 (tp 1)", "  GPU 6: sglang-1 (tp 0)", "  GPU 7: sglang-1 (tp 1)",
     ]  # fmt: skip
-    shared = plan(words, *layout, "--colocate", "--num-gpus-per-node", "4", capsys=capsys)
+    shared = plan(words, *layout, "--colocate", "--dry-run-gpus", "4", capsys=capsys)
     assert "  GPU 3: trainer rank 3 (tp 1, dp 1), sglang-3" in shared
     assert "  colocated: the engines release their memory while the trainer works" in shared
     several = plan(

@@ -121,15 +121,22 @@ def test_overwrite_stops_at_what_somebody_added(words: list[str], used: Path) ->
         run_config.parse([*words, "--overwrite"])
 
 
-def test_an_evaluation_alone_and_a_dry_run_work_on_a_used_directory(
-    words: list[str], used: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_alone_works_on_a_used_directory(words: list[str], used: Path) -> None:
     held = ["--eval-prompt-data", "held", words[3]]
     check_unused(run_config.parse([*words, "--num-rollout", "0", *held]))
+
+
+def test_a_dry_run_prints_its_plan_and_ends_as_the_run_would(
+    words: list[str], used: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.launcher.plan.report.dry_run", lambda *_, **__: ("the plan\n", True))
     monkeypatch.setattr("slime.launcher.doctor.preflight.check_start", lambda _: None)
-    assert cli.main(["train", *words, "--dry-run"]) == 0
-    assert "refuses this: --output-dir" in capsys.readouterr().out
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "the plan\n" and shown.err.startswith("slime: error: --output-dir ")
+    assert "an earlier run left" in shown.err
+    assert cli.main(["train", *words, "--dry-run", "--overwrite"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_doctor_warns_of_it(words: list[str], used: Path) -> None:

@@ -55,6 +55,22 @@ def test_a_help_text_is_a_phrase_that_stands_alone() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["train_async"], "unknown command 'train_async'; did you mean train-async?"),
+        (["doctr"], "unknown command 'doctr'; did you mean doctor?"),
+        (["eval"], "unknown command 'eval'; known ones are train, train-async, doctor"),
+    ],
+)
+def test_a_misspelled_command_is_told_the_nearest(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == f"slime: error: {message}\n"
+
+
 def test_a_default_is_stated_once() -> None:
     """The parser appends the default of a setting that has one."""
     for flag in declared().values():

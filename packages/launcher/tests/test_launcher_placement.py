@@ -219,6 +219,7 @@ def test_nodes_with_free_gpus_come_first_and_others_are_waited_for() -> None:
          ["2 nodes with 6 GPUs each and 8 others for engines of 8", "8, 4, 8"]),
         ([8, 8], {"limit": 2, "ranks": 4, "rollout_num_gpus": 1}, InvalidSetting, ["5 GPUs", "4 on 2 nodes"]),
         ([4, 4], {"limit": 8}, InvalidSetting, ["--num-gpus-per-node must be at most 4, got 8"]),
+        (0, {"limit": 3}, InvalidSetting, ["--num-gpus-per-node 3 requires nodes with 3 GPUs: ", "--dry-run-gpus 3"]),
         ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus": 8}, InvalidSetting,
          ["--rollout-num-gpus must be 16", "--actor-num-nodes 2 x --actor-num-gpus-per-node 8", "16"]),
         ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 16}, NotAvailable,

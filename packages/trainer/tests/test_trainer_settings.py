@@ -136,7 +136,8 @@ SERVE = "serve --hf-checkpoint m --buffer-address a:1 --rollout-address b:2".spl
         ([*SERVE, "--master-address", "c"], "--master-address must be HOST:PORT"),
         ([*SERVE, "--train-backend", "megatron", "--num-layers", "0"], "--num-layers must be at least 1, got 0"),
         ([*SERVE, "--async-save"], "--async-save requires --train-backend megatron"),
-        (["train"], "usage"),
+        (["sevre"], "error: unknown command 'sevre'; did you mean serve?"),
+        ([], "error: a command is required: one of serve; see --help"),
     ],
 )
 def test_wrong_command_lines_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):

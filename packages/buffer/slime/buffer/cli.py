@@ -14,7 +14,7 @@ from slime.types.errors import ConfigError, SlimeError
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
-from slime.types.settings import REQUIRED, Parser, parse, setting
+from slime.types.settings import REQUIRED, Parser, parse, setting, wrong_command
 
 PROG = "slime-buffer"
 DIRECTORY_COMMANDS = {
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in DIRECTORY_COMMANDS:
             return look_after_directory(words[0], words[1:])
         if words[:1] != ["serve"]:
-            raise groups_command.wrong_word(PROG, "command", words, ["serve", "groups", *DIRECTORY_COMMANDS, "token"])
+            raise wrong_command(words, ["serve", "groups", *DIRECTORY_COMMANDS, "token"])
         settings, rpc = parse(
             words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description="Serve a data buffer over gRPC."
         )
@@ -115,7 +115,7 @@ def print_token(words: Sequence[str]) -> int:
         print(f"usage: {PROG} token {{{','.join(Role)}}} --token-file FILE\n\nPrint the token of a role.")
         return 0
     if not words or words[0] not in [*Role]:
-        raise groups_command.wrong_word(f"{PROG} token", "role", words, list(Role))
+        raise wrong_command(words, list(Role), "role")
     (settings,) = parse(words[1:], TokenSettings, prog=f"{PROG} token {words[0]}", description="Print a role's token.")
     token = read_token(RpcSettings(token_file=settings.token_file))
     print(role_token(str(token), Role(words[0])))

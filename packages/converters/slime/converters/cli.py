@@ -22,7 +22,7 @@ from slime.converters.settings import (
     VerifySettings,
 )
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag
-from slime.types.settings import Parser, add_flags, build
+from slime.types.settings import Parser, add_flags, build, wrong_command
 
 USAGE = """usage: slime-convert COMMAND ...
 
@@ -58,10 +58,7 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
         "verify": _verify,
     }
     if words[0] not in commands:
-        print(
-            f"slime-convert: error: {InvalidSetting.unknown('command', words[0], commands)}",
-            file=sys.stderr,
-        )
+        print(f"slime-convert: error: {wrong_command(words, commands)}", file=sys.stderr)
         return 2
     try:
         return commands[words[0]](words[1:])

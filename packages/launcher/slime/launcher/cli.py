@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.settings import wrong_command
 
 if TYPE_CHECKING:
     from slime.launcher.config.run_config import RunConfig
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return doctor(words[1:])
     if words[0] not in ("train", "train-async"):
-        print(f"slime: error: unknown command {words[0]!r}, expected train, train-async or doctor", file=sys.stderr)
+        print(f"slime: error: {wrong_command(words, ('train', 'train-async', 'doctor'))}", file=sys.stderr)
         return 2
     return run_train(words[1:], asynchronous=words[0] == "train-async")
 
@@ -120,7 +121,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
 def _planned(config: RunConfig, asynchronous: bool) -> int | None:
     """Prints the plan of a run with --dry-run and returns its exit code; None for a run that is to be started.
 
-    Raises InvalidSetting for flags of a plan without --dry-run.
+    Raises InvalidSetting for flags of a plan without --dry-run, and for a plan that would not be started.
     """
     settings = config.launcher
     for flag, value in (("--dry-run-gpus", settings.dry_run_gpus), ("--dry-run-gpu-gib", settings.dry_run_gpu_gib)):
@@ -133,11 +134,8 @@ def _planned(config: RunConfig, asynchronous: bool) -> int | None:
 
         text, fits = dry_run(config, asynchronous=asynchronous)
         check_start(config)
-        print(text, end="")
-        try:
-            check_unused(config)
-        except InvalidSetting as error:
-            print(f"\n`slime train` refuses this: {error}")
+        print(text, end="", flush=True)
+        check_unused(config)
         return 0 if fits else DOES_NOT_FIT
     return None
 

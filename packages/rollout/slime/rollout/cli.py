@@ -13,9 +13,9 @@ from pathlib import Path
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
-from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.errors import ConfigError, SlimeError
 from slime.types.rpc import RpcSettings
-from slime.types.settings import REQUIRED, parse, setting
+from slime.types.settings import REQUIRED, parse, setting, wrong_command
 
 USAGE = """usage: slime-rollout {serve,generate} [flags]
 
@@ -53,12 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wants_help:
             print(USAGE)
             return 0
-        error = (
-            InvalidSetting.unknown("command", words[0], commands, field="slime-rollout")
-            if words
-            else InvalidSetting.requires("slime-rollout", f"one of {', '.join(commands)}", "see --help")
-        )
-        print(f"slime-rollout: error: {error}", file=sys.stderr)
+        print(f"slime-rollout: error: {wrong_command(words, commands)}", file=sys.stderr)
         return 2
     # SIGTERM ends a command as Ctrl-C does, so that engines are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

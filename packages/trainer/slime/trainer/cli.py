@@ -16,7 +16,7 @@ from slime.types.addresses import check_address, parse_address
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
 from slime.types.setting_values import flag_name
-from slime.types.settings import parse, setting
+from slime.types.settings import parse, setting, wrong_command
 
 USAGE = """\
 usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...
@@ -84,9 +84,12 @@ class PlaceSettings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after a clean stop, 2 for a wrong command line or file, 1 for any other failure."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] != "serve":
-        print(USAGE, file=sys.stderr if arguments[:1] not in (["-h"], ["--help"]) else sys.stdout)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if arguments[:1] != ["serve"]:
+        print(f"slime-trainer: error: {wrong_command(arguments, ['serve'])}", file=sys.stderr)
+        return 2
     try:
         settings, megatron, rpc, place = parse(
             arguments[1:],

@@ -152,6 +152,13 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions if getattr(action, "refused", "") for name in action.option_strings]
 
 
+def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "command") -> InvalidSetting:
+    """Returns the error for a command line whose first word is none of `known`, or which has none."""
+    if words:
+        return InvalidSetting.unknown(kind, words[0], known)
+    return InvalidSetting.required(f"a {kind}", f"one of {', '.join(known)}; see --help")
+
+
 def _worded(message: str) -> InvalidSetting:
     """Returns the error for a message of argparse, in the words of other errors."""
     if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):

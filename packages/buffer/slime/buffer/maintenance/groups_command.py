@@ -15,10 +15,10 @@ from slime.buffer.store.base import State
 from slime.types import Sample
 from slime.types.addresses import check_address
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidField, InvalidSetting, MissingFile, Unauthenticated
+from slime.types.errors import InvalidField, MissingFile, Unauthenticated
 from slime.types.rpc import RpcSettings
 from slime.types.sample.validate import validate_finished
-from slime.types.settings import Parser
+from slime.types.settings import Parser, wrong_command
 
 SHOWN_TEXT = 500
 COLUMNS = ("group", "state", "step", "samples", "bytes", "attempt", "worker", "reason")
@@ -39,7 +39,7 @@ def main(words: Sequence[str], prog: str) -> int:
         print(usage(prog))
         return 0
     if not words or words[0] not in ACTIONS:
-        raise wrong_word(prog, "action", words, list(ACTIONS))
+        raise wrong_command(words, ACTIONS, "groups command")
     action = words[0]
     options = vars(_parser(action, f"{prog} {action}").parse_strict(words[1:]))
     with _connected(options) as client:
@@ -54,13 +54,6 @@ def main(words: Sequence[str], prog: str) -> int:
             if steps:
                 print(f"to be sealed and planned again: steps {', '.join(map(str, steps))}")
     return 0
-
-
-def wrong_word(prog: str, kind: str, words: Sequence[str], known: Sequence[str]) -> InvalidSetting:
-    """Returns the error for a first word that is missing or unknown. kind: of word, as in "command"."""
-    if words:
-        return InvalidSetting.unknown(kind, words[0], known, field=prog)
-    return InvalidSetting.requires(prog, f"one of {', '.join(known)}", "see --help")
 
 
 def usage(prog: str) -> str:

@@ -20,7 +20,8 @@ from slime.launcher.doctor.plugins import check_each_plugin
 from slime.launcher.doctor.ports import check_ports
 from slime.launcher.doctor.run import check_run
 from slime.launcher.doctor.versions import check_versions
-from slime.types.errors import ConfigError, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, nearest
+from slime.types.settings import Parser
 
 CHECKS: Mapping[str, Check] = {
     "versions": check_versions,
@@ -55,15 +56,13 @@ exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of doctor
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong --timeout, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(
+    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
+    parser = Parser(
         prog="slime doctor",
         usage="slime doctor [--json] [--timeout SECONDS] [flags of slime train]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: {ok, findings: [{check, status, what, todo}]}"
@@ -73,11 +72,11 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         own, words = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
+        if not own.timeout > 0:
+            raise InvalidSetting.must_be("--timeout", "greater than 0", got=own.timeout)
+        _refuse_slips(words, parser.flag_names())
+    except ConfigError as error:
         print(f"slime: error: {error}", file=sys.stderr)
-        return 2
-    if not own.timeout > 0:
-        print(f"slime: error: --timeout: got {own.timeout:g}, expected more than 0", file=sys.stderr)
         return 2
     while words and words[0] in PASTED:
         del words[0]
@@ -100,6 +99,17 @@ def main(argv: Sequence[str]) -> int:
     if own.json:
         print(json.dumps({"ok": code == 0, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     return code
+
+
+def _refuse_slips(words: Sequence[str], own: list[str]) -> None:
+    """Raises UnknownFlag for a flag that is none of `slime train` and nearer to one of the doctor's own."""
+    from slime.launcher.config.catalogue import training_parser
+
+    flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
+    known = training_parser().flag_names() if flags else []
+    for flag in flags:
+        if flag not in known and nearest(flag, [*own, *known]) in own:
+            raise UnknownFlag.unknown("option", flag, own)
 
 
 def examine(words: Sequence[str], seconds: float, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:

@@ -119,6 +119,12 @@ def plan_placement(
     if not any(counts):
         if asked:
             raise no_gpu_for(asked)
+        if launcher.num_gpus_per_node is not None:
+            limit = launcher.num_gpus_per_node
+            raise InvalidSetting.requires(
+                f"--num-gpus-per-node {limit}", f"nodes with {counted(limit, 'GPU')}",
+                f"there is no GPU here; --dry-run --dry-run-gpus {limit} plans for nodes that have them",
+            )  # fmt: skip
         trainer_nodes = tuple(range(nodes))
         return Placement(
             nodes * ranks,

@@ -32,14 +32,11 @@ def hardware_of(config: RunConfig) -> Hardware:
         words = f"{counted(len(found), 'GPU')} of this machine"
         size = set_size or min(gpu.total_bytes for gpu in found)
         return Hardware(tuple(gpu.name for gpu in found), size if size > 0 else None, words)
-    for flag, count in (
-        ("--dry-run-gpus", settings.dry_run_gpus),
-        ("--num-gpus-per-node", settings.num_gpus_per_node),
-    ):
-        if count is not None:
-            return Hardware(
-                tuple(map(str, range(count))), set_size, f"{counted(count, 'GPU')}, by {flag}", assumed=True
-            )
+    if settings.dry_run_gpus is not None:
+        count = settings.dry_run_gpus
+        return Hardware(
+            tuple(map(str, range(count))), set_size, f"{counted(count, 'GPU')}, by --dry-run-gpus", assumed=True
+        )
     return Hardware((), None, "no GPU on this machine: processes on the CPU (--dry-run-gpus N plans for N GPUs)")
 
 

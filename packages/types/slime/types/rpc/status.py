@@ -37,6 +37,14 @@ LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", 
 # gRPC's details of calls that this side cancelled.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
+# Parts of gRPC's details of a connection that failed -> the reason.
+_NO_CONNECTION = {
+    "Connection refused": "nothing listens there",
+    "errors resolving": "there is no host of that name",
+    "DNS resolution failed": "there is no host of that name",
+    "SETTINGS frame": "the server there does not answer as a gRPC server does; one with TLS requires --tls-ca",
+}
+
 # Classes for statuses without a detail, as other implementations send them.
 _BY_CODE: dict[grpc.StatusCode, type[SlimeError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
@@ -111,6 +119,10 @@ def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: floa
         return MessageTooLarge(f"{where}: {text}", field="--max-message-mb")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidField("request", text, "a valid request", message=f"{where}: {text}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        reason = next((words for part, words in _NO_CONNECTION.items() if part in text), None)
+        if reason is not None:
+            return Unavailable(f"cannot connect to {address}: {reason}", field=address)
     return _BY_CODE.get(code, RemoteError)(f"{where}: {text}", field=address)
 
 
