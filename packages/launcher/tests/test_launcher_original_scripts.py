@@ -63,7 +63,6 @@ REFUSED = {
     "examples_fully_async_run-qwen2.5-0.5B-fully_async": "--rollout-function-path slime.rollout.fully_async_rollout",
     "examples_fully_async_run-qwen3.5-9B-fully_async": "--use-gated-attention",
     "examples_on_policy_distillation_run-qwen3-8B-opd-megatron": "--use-opd",
-    "examples_retool_retool_qwen3_4b_sft": "--lr-warmup-fraction",
     "scripts_low_precision_run-qwen3-30b-a3b-fp8": "--fp8-format",
     "scripts_run-deepseek-r1": "--rollout-num-gpus-per-engine 64",
     "scripts_run-glm4.7-355B-A32B": "--rollout-num-gpus-per-engine 32",
@@ -71,8 +70,6 @@ REFUSED = {
     "scripts_run-kimi-k2-Instruct": "--rollout-num-gpus-per-engine 16",
     "scripts_run-kimi-k2-Thinking": "--rollout-num-gpus-per-engine 16",
     "scripts_run-minimax-m2": "--spec slime_plugins.models.minimax_m2",
-    "scripts_run-qwen3-235B-A22B-sft": "--lr-warmup-fraction",
-    "scripts_run-qwen3-4B-base-sft": "--lr-warmup-fraction",
     "scripts_run-qwen3.5-27B": "--use-gated-attention",
     "scripts_run-qwen3.5-35B-A3B-sft": "--use-gated-attention",
 }
@@ -147,4 +144,4 @@ def test_a_script_is_planned_or_refused_in_one_sentence(
 
 def test_the_number_of_scripts_that_pass_does_not_fall() -> None:
     assert REFUSED.keys() <= SCRIPTS.keys()
-    assert len(SCRIPTS) - len(REFUSED) >= 13
+    assert len(SCRIPTS) - len(REFUSED) >= 16

@@ -10,6 +10,7 @@ import pytest
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.cli import PlaceSettings, main
 from slime.trainer.settings.advice import advice
+from slime.trainer.settings.checks import require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.settings import parse
@@ -28,7 +29,8 @@ def settings(**values: Any) -> TrainerSettings:
         ({"use_tis": True, "use_rollout_logprobs": True}, ("--use-tis", "--use-rollout-logprobs")),
         ({"advantage_estimator": "reinforce_plus_plus"}, ("reinforce_plus_plus", "--normalize-advantages")),
         ({"use_dynamic_batch_size": True}, ("--use-dynamic-batch-size", "--max-tokens-per-gpu")),
-        ({"lr_decay_style": "cosine"}, ("--lr-decay-style cosine", "--lr-decay-iters")),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 3")),
+        ({"lr_warmup_fraction": 1.0, "lr_decay_style": "linear"}, ("--lr-warmup-fraction 1.0", "linear")),
         ({"update_weight_transport": "disk"}, ("--update-weight-transport disk", "--update-weight-disk-dir")),
         ({"update_weight_transport": "ipc"}, ("--update-weight-transport ipc", "--colocate")),
         ({"update_weight_transport": "nccl", "colocate": True}, ("--update-weight-transport nccl", "--colocate")),
@@ -92,6 +94,31 @@ def test_learning_rates():
     s = settings(lr=1.0, lr_decay_style="cosine", lr_decay_iters=4)
     assert [learning_rate(s, i) for i in range(5)] == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
     assert learning_rate(settings(lr=3.0), 10**6) == 3.0
+    s = settings(lr=1.0, lr_warmup_fraction=0.25, lr_decay_style="linear", lr_decay_iters=8)
+    assert [learning_rate(s, i) for i in (0, 1, 2, 5, 8)] == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+    s = settings(lr=1.0, lr_warmup_fraction=0.25, lr_decay_iters=8)
+    assert [learning_rate(s, i) for i in (0, 1, 9)] == pytest.approx([0.5, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("values", [{"lr_decay_style": "cosine"}, {"lr_warmup_fraction": 0.1}])
+def test_a_trainer_alone_is_told_how_long_the_learning_rate_falls(values: dict[str, Any]):
+    with pytest.raises(InvalidSetting, match="requires --lr-decay-iters N: a trainer alone does not know"):
+        require_schedule(settings(**values))
+    require_schedule(settings(**values, lr_decay_iters=4))
+    require_schedule(settings())
+
+
+@pytest.mark.parametrize(
+    ("values", "updates"),
+    [
+        ({}, 1),
+        ({"num_steps_per_rollout": 3}, 3),
+        ({"rollout_batch_size": 8, "n_samples_per_prompt": 2, "global_batch_size": 4}, 4),
+        ({"rollout_batch_size": 8, "use_dynamic_global_batch_size": True}, 1),
+    ],
+)
+def test_updates_of_an_iteration(values: dict[str, Any], updates: int):
+    assert settings(**values).updates_per_iteration == updates
 
 
 def test_flags_and_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch):

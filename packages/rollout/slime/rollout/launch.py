@@ -24,11 +24,14 @@ from slime.types.errors import InvalidSetting
 
 
 def open_state(
-    settings: RolloutSettings, extra_args: dict[str, Any] | None = None, hosted: Sequence[RunningEngine] = ()
+    settings: RolloutSettings,
+    extra_args: dict[str, Any] | None = None,
+    hosted: Sequence[RunningEngine] | None = None,
 ) -> RolloutState:
     """Raises ConfigError and its kin, before any engine is started where that can be known; leaves nothing running.
 
-    hosted: engines of this run that others have started, in place of any that would be here.
+    hosted: engines of this run that others have started, in place of any that would be here; an empty list for a run
+        whose rollout function needs none.
     """
     check_directory(settings.hf_checkpoint)
     if settings.rm_type:
@@ -36,7 +39,7 @@ def open_state(
     plugins = RolloutPlugins(settings)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, settings.hf_checkpoint)
-        engines = list(hosted) or start_engines(settings)
+        engines = start_engines(settings) if hosted is None else list(hosted)
     loop = LoopThread()
     fleet = Fleet(engines, loop, fleet_options(settings))
     try:

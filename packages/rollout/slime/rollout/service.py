@@ -310,12 +310,13 @@ def serve(
     *,
     buffer_address: str,
     extra_args: dict[str, Any] | None = None,
-    engines: Sequence[HostedEngine] = (),
+    engines: Sequence[HostedEngine] | None = None,
 ) -> RunningService:
     """Starts engines and the service. Raises ConfigError and its kin for what cannot work, before anything is started
     where that can be known.
 
-    engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here.
+    engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here;
+        an empty list for a run without engines.
     """
     check_exposure(rpc)
     state = open_state(settings, extra_args, engines)

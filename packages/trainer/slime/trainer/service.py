@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from slime.trainer.process.worker import Worker
+from slime.trainer.settings.checks import require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.blobs import BlobReader
 from slime.types.clients import BufferClient, RolloutClient, Writer
@@ -162,6 +163,7 @@ def serve(
     """
     if not 0 <= rank < world_size:
         raise InvalidField("rank", rank, f"less than the world size {world_size}")
+    require_schedule(settings)
     check_exposure(rpc)
     worker = Worker(f"trainer-{rank}")
     stack = contextlib.ExitStack()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.launcher.config.catalogue import as_typed
+from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import InvalidSetting
 from slime.types.files import check_readable
 
@@ -61,19 +62,16 @@ def _check_halves(args: Mapping[str, Any]) -> None:
         half = "load_debug_rollout_data" if args["load_debug_rollout_data"] else "debug_train_only"
         raise _conflict(args, "debug_rollout_only", half, "each leaves out the other half of the system")
     if args["debug_train_only"]:
-        if not args["load_debug_rollout_data"]:
-            raise InvalidSetting.requires("--debug-train-only", "--load-debug-rollout-data PATH", "there is no data")
-        if args["num_epoch"] is not None:
-            raise _conflict(
-                args, "num_epoch", "debug_train_only", "--num-rollout says how many recorded rollouts to train on"
-            )
         if args["num_rollout"] == 0:
             raise _conflict(args, "num_rollout", "debug_train_only", "nothing is evaluated, so nothing is left to do")
-        if args["save_debug_rollout_data"]:
-            raise _conflict(args, "save_debug_rollout_data", "debug_train_only", "nothing is generated")
-        from slime.rollout.recordings.rollouts import check_template
-
-        check_template("--load-debug-rollout-data", args["load_debug_rollout_data"], required=False)
+        if args["load_debug_rollout_data"]:
+            _check_replay(args)
+        elif args["rollout_function_path"] == DEFAULT_ROLLOUT_FUNCTION:
+            raise InvalidSetting.requires(
+                "--debug-train-only",
+                "--load-debug-rollout-data PATH or --rollout-function-path",
+                "there are no engines, which the default rollout function generates with",
+            )
     elif args["load_debug_rollout_data_subsample"] is not None:
         raise InvalidSetting.requires(
             as_typed("load_debug_rollout_data_subsample", args["load_debug_rollout_data_subsample"]),
@@ -83,6 +81,18 @@ def _check_halves(args: Mapping[str, Any]) -> None:
         for name in ("save_interval", "save_debug_train_data"):
             if args[name]:
                 raise _conflict(args, name, "debug_rollout_only", "there is no trainer")
+
+
+def _check_replay(args: Mapping[str, Any]) -> None:
+    if args["num_epoch"] is not None:
+        raise _conflict(
+            args, "num_epoch", "debug_train_only", "--num-rollout says how many recorded rollouts to train on"
+        )
+    if args["save_debug_rollout_data"]:
+        raise _conflict(args, "save_debug_rollout_data", "debug_train_only", "nothing is generated")
+    from slime.rollout.recordings.rollouts import check_template
+
+    check_template("--load-debug-rollout-data", args["load_debug_rollout_data"], required=False)
 
 
 def check_recordings(args: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def check_run(args: Mapping[str, Any]) -> None:
             as_typed("num_epoch", args["num_epoch"]), "--data-source-path",
             "the prompts of the data source cannot be counted; use --num-rollout",
         )  # fmt: skip
-    needs_prompts = args["rollout_global_dataset"] and args["num_rollout"] != 0 and not args["debug_train_only"]
+    needs_prompts = args["rollout_global_dataset"] and args["num_rollout"] != 0 and not args["load_debug_rollout_data"]
     if args["prompt_data"] is None and needs_prompts and not own_source:
         raise InvalidSetting.required(
             "--prompt-data", "a jsonl or parquet file; with --disable-rollout-global-dataset clients add the prompts"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.check_loop import imply_debugging
+from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
 
 MEGATRON_SETTINGS = (
@@ -31,6 +33,42 @@ def imply(values: dict[str, Any]) -> None:
     if values.get("true_on_policy_mode") is True and values.get("global_batch_size") is None:
         values.setdefault("num_steps_per_rollout", 1)
     imply_debugging(values)
+
+
+def share_optimizer(values: dict[str, Any]) -> None:
+    """Turns --use-distributed-optimizer on where several replicas of a Megatron model can share its optimizer."""
+    if values.get("train_backend") != "megatron" or values.get("use_distributed_optimizer") is not None:
+        return
+    ranks = (values.get("actor_num_nodes") or 1) * values["actor_num_gpus_per_node"]
+    parts = math.prod(
+        values.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context")
+    )
+    if ranks > parts:
+        values["use_distributed_optimizer"] = True
+
+
+def other_defaults(trainer: TrainerSettings, explicit: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each default by which a command line of slime's original would train otherwise here."""
+    if trainer.train_backend == "megatron" and "lr_decay_style" not in explicit:
+        yield (
+            f"--lr-decay-style is not given: the learning rate stays {trainer.lr:g}, where slime's original lowers it "
+            "to --min-lr over the run; --lr-decay-style linear does that"
+        )
+
+
+def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: int | None) -> None:
+    """Sets --lr-decay-iters to the updates of the run, where the learning rates depend on it and it was not given.
+
+    Raises InvalidSetting for a warm-up that is as long as the run.
+    """
+    if not trainer.depends_on_length or trainer.lr_decay_iters is not None or not num_rollout:
+        return
+    updates = num_rollout * trainer.updates_per_iteration
+    if trainer.lr_warmup_iters >= updates:
+        raise InvalidSetting.must_be(
+            "--lr-warmup-iters", f"less than {updates}, the updates of the run", got=trainer.lr_warmup_iters
+        )
+    trainer.lr_decay_iters = flat["lr_decay_iters"] = updates
 
 
 def check_on_policy(args: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_pars
 from slime.launcher.config.check_megatron import check_megatron, check_model
 from slime.launcher.config.check_run import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
 from slime.launcher.config.completion import with_needs_of_training
-from slime.launcher.config.derived import imply
+from slime.launcher.config.derived import decay_over_run, imply, share_optimizer
 from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.known_flags import why_not
 from slime.launcher.config.settings import LauncherSettings
@@ -71,8 +71,17 @@ class RunConfig:
         return Path(self.output_dir, "tensorboard", *names)
 
     @property
+    def generates(self) -> bool:
+        """Returns whether a rollout service makes the samples; recorded ones need none."""
+        return self.launcher.load_debug_rollout_data is None
+
+    @property
+    def has_engines(self) -> bool:
+        return not self.launcher.debug_train_only
+
+    @property
     def evaluates(self) -> bool:
-        return bool(self.buffer.eval_prompt_data) and not self.launcher.debug_train_only
+        return bool(self.buffer.eval_prompt_data) and self.has_engines
 
     def evaluates_after(self, rollout_id: int) -> bool:
         """Returns whether an evaluation follows the rollout: after the last one, and every `eval_interval`-th."""
@@ -130,6 +139,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
         _find_weights(values)
     config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
     check_run(config.flat)
+    decay_over_run(config.trainer, config.flat, config.launcher.num_rollout)
     check_megatron(config.launcher, given(config.megatron))
     if spelled.get("rollout_num_gpus_per_engine", ("",))[0] == "--sglang-tp-size":
         check_tensor_parallel(config.rollout)
@@ -180,6 +190,7 @@ def _assemble(
     _name_run(values)
     if values.get("actor_num_gpus_per_node") is None:
         values["actor_num_gpus_per_node"] = ranks_needed(values) if values.get("train_backend") == "megatron" else 1
+    share_optimizer(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # The buffer keeps what the class gives; it has no prompts and no choice of its own.

@@ -40,7 +40,9 @@ class LoopSettings:
 
     debug_rollout_only: bool = setting(False, "Only generate and evaluate; start no trainer")
     debug_train_only: bool = setting(
-        False, "Only train, on the rollouts of --load-debug-rollout-data; start no engine and evaluate nothing"
+        False,
+        "Only train, on the rollouts of --load-debug-rollout-data or of a --rollout-function-path that needs no "
+        "engine; start no engine and evaluate nothing",
     )
     load_debug_rollout_data: str | None = setting(
         None,

@@ -26,12 +26,11 @@ OWN_WAYS = ("rollout_function_path", "custom_generate_function_path")
 def check_start(config: RunConfig) -> None:
     """Raises InvalidFile or InvalidSetting naming the flag."""
     subject = Subject(config.flat, frozenset(config.explicit), config)
-    generates = not config.launcher.debug_train_only
-    if generates:
+    if config.generates:
         _raise_first(check_data(subject))
         check_rewards(config)
     directory = Path(config.trainer.hf_checkpoint)
-    if generates:
+    if config.generates:
         check_tokenizer(directory)
     # Weights may come from elsewhere, as a plan needs none; those that are there have to be whole.
     if any(directory.glob("*.safetensors*")):

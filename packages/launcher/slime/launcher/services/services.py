@@ -1,6 +1,7 @@
 """The services of one run behind the few calls that the training loop makes; `start.py` starts them.
 
-A run that only generates has no trainer, and one that only trains no engines: calls of the missing half do nothing.
+A run that only generates has no trainer, and one that only trains no engines: calls of the missing half do nothing. Its
+samples are recorded ones, or those of a rollout function that needs no engine.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Services:
 
     def _generate(self, rollout_id: int, num_groups: int) -> Metrics:
         rollout = self.rollout
-        assert rollout is not None, "a run without engines replays"
+        assert rollout is not None, "a run without a rollout service replays"
         result = self._supervisor.call(
             lambda: rollout.generate(
                 rollout_id,
@@ -265,7 +266,7 @@ class Services:
     def offload(self) -> Metrics:
         """Has the engines release their GPU memory to the trainer, in a run that offloads them."""
         rollout = self.rollout
-        if not self.placement.offloads or rollout is None or not self.trainers:
+        if not (self.placement.offloads and self.config.has_engines) or rollout is None or not self.trainers:
             return {}
         self.progress("offloading the engines", 0, 0)
         self._engines_offloaded = True
@@ -275,7 +276,7 @@ class Services:
     def onload(self) -> Metrics:
         """Has the engines take back memory for the next weights; the trainer's push has them take the rest."""
         rollout = self.rollout
-        if not self.placement.offloads or rollout is None or not self.trainers:
+        if not (self.placement.offloads and self.config.has_engines) or rollout is None or not self.trainers:
             return {}
         self.progress("onloading the engines", 0, 0)
         self._engines_offloaded = False
@@ -289,7 +290,7 @@ class Services:
 
     def update_weights(self, version: int) -> Metrics:
         """Pushes the policy to the engines as `version`."""
-        if self.rollout is None:
+        if not self.config.has_engines:
             return {}
         self.progress("updating weights", 0, 0)
         return self._on_every_rank(

@@ -14,6 +14,7 @@ from slime.converters.megatron.flags import given
 from slime.launcher.blob_stores.base import KeeperReader, KeptWriter
 from slime.launcher.blob_stores.nixl import NixlReader, NixlWriter
 from slime.launcher.blob_stores.object_store import ObjectStoreReader, ObjectStoreWriter
+from slime.launcher.config.derived import decay_over_run
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, ServiceNode, shared_devices, trainer_environment
@@ -34,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 class StartedServices:
     """Clients of the services of a run, and where the run begins.
 
-    rollout: None for a run that only trains; trainers: empty for one that only generates.
+    rollout: None for a run that trains on recorded rollouts; trainers: empty for one that only generates.
     notes: what a person should know about how the run begins.
     """
 
@@ -78,13 +79,15 @@ class _Start:
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
         hosts: list[Process] = []
         rollout = None
-        if not settings.debug_train_only:
+        if config.has_engines:
             hosts = [
                 supervisor.spawn(name, self._engine_options(share, trainers))
                 for name, share in placement.engine_hosts().items()
             ]
             alone = placement.rollout if hosts else self._engine_options(placement.engines[0], trainers)
             rollout = supervisor.spawn("rollout", alone)
+        elif config.generates:
+            rollout = supervisor.spawn("rollout", {"num_cpus": 0})
 
         prompts = self._buffer_settings(generates=rollout is not None, trains=bool(trainers))
         blobs = self._blob_writer(buffer)
@@ -94,7 +97,8 @@ class _Start:
         if rollout is not None and trainers:
             started.notes += self._notes_on_prompts(started.buffer, prompts.data_place)
         if rollout is not None:
-            started.rollout = self._start_rollout(rollout, self._start_engines(hosts), buffer_address)
+            engines = self._start_engines(hosts) if hosts or not config.has_engines else None
+            started.rollout = self._start_rollout(rollout, engines, buffer_address)
         if trainers:
             self._start_trainers(trainers, started, self._blob_reader(buffer, rpc))
         else:
@@ -167,9 +171,12 @@ class _Start:
                 f"--prompt-data has {prompts}",
             )
         self.config.launcher.num_rollout = config.flat["num_rollout"] = epochs * (prompts // groups)
+        decay_over_run(config.trainer, config.flat, config.launcher.num_rollout)
 
     def _start_engines(self, hosts: list[Process]) -> list[HostedEngine]:
-        """Starts the engines of all nodes, in order; none where the rollout service starts them itself."""
+        """Starts the engines of all nodes, in order."""
+        if not hosts:
+            return []
         rollout, supervisor = self.config.rollout, self.supervisor
         settings, options = [], []
         gpus = embedded = 0
@@ -185,7 +192,10 @@ class _Start:
         each = supervisor.call_all([partial(supervisor.get, host, host.actor.engines.remote()) for host in hosts])
         return [engine for engines in each for engine in engines]
 
-    def _start_rollout(self, rollout: Process, engines: list[HostedEngine], buffer_address: str) -> RolloutClient:
+    def _start_rollout(
+        self, rollout: Process, engines: list[HostedEngine] | None, buffer_address: str
+    ) -> RolloutClient:
+        """engines: None where the service starts its own."""
         config, supervisor = self.config, self.supervisor
         address = supervisor.start(
             rollout,
@@ -211,7 +221,7 @@ class _Start:
             world_size=len(trainers),
             master_address=master,
             buffer_address=started.buffer.address,
-            rollout_address=None if started.rollout is None else started.rollout.address,
+            rollout_address=started.rollout.address if started.rollout is not None and config.has_engines else None,
             extra_args=config.flat,
             megatron=given(config.megatron),
             blobs=blobs,

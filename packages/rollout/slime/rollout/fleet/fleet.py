@@ -196,6 +196,11 @@ class Fleet:
         session_id: str | None,
         member: Member | None,
     ) -> list[dict[str, Any]]:
+        if not self.members:
+            raise EngineError(
+                "this run has no engine to generate with (--debug-train-only)", field="--debug-train-only",
+                expected="a rollout function that needs none",
+            )  # fmt: skip
         headers = {"X-SMG-Routing-Key": session_id} if session_id else None
         keys = rids or ()
         extra: dict[str, Any] = {"image_data": images} if any(images or ()) else {}

@@ -88,7 +88,8 @@ class RolloutState:
         """The semaphore of the running loop: a plug-in may have a loop of its own."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(self.args.sglang_server_concurrency * len(self.fleet.members))
+            engines = max(1, len(self.fleet.members))
+            self._semaphores[loop] = asyncio.Semaphore(self.args.sglang_server_concurrency * engines)
         return self._semaphores[loop]
 
     @property
@@ -178,9 +179,9 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
         args.over_sampling_batch_size = args.rollout_batch_size
     args.rollout_max_prompt_len = settings.max_prompt_len
     args.eval_reward_key = settings.eval_reward_key or settings.reward_key
-    address = urlsplit(fleet.members[0].url)
-    args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port
     args.rollout_engine_urls = [member.url for member in fleet.members]
+    first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
+    args.sglang_router_ip, args.sglang_router_port = (first.hostname, first.port) if first else (None, None)
     return args
 
 

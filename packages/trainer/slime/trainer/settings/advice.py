@@ -33,19 +33,9 @@ def advice(settings: TrainerSettings, *, asynchronous: bool = False) -> Iterator
             "train-async trains on rollouts of older weights, and nothing corrects for them: add --use-tis, "
             "--use-rollout-logprobs or --keep-old-actor (docs/training-loops.md compares them)"
         )
-    moves = _updates(s) > 1 or s.use_rollout_logprobs or s.keep_old_actor
+    moves = s.updates_per_iteration > 1 or s.use_rollout_logprobs or s.keep_old_actor
     if s.use_opsm and not moves:
         yield (
             "--use-opsm drops nothing: with one update per iteration the old policy is the policy itself; use "
             "--use-rollout-logprobs, --keep-old-actor or --num-steps-per-rollout above 1"
         )
-
-
-def _updates(settings: TrainerSettings) -> int:
-    """Optimizer updates per iteration, as far as the settings say."""
-    s = settings
-    if s.num_steps_per_rollout:
-        return s.num_steps_per_rollout
-    if s.global_batch_size and s.rollout_batch_size:
-        return s.rollout_batch_size * s.n_samples_per_prompt // s.global_batch_size
-    return 1

@@ -54,14 +54,24 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
         if getattr(s, name) and not s.use_dynamic_batch_size:
             _requires(s, name, "--use-dynamic-batch-size")
-    if s.lr_decay_style != "constant" and s.lr_decay_iters is None:
-        _requires(s, "lr_decay_style", "--lr-decay-iters N")
+    if s.lr_warmup_fraction is not None and s.lr_warmup_iters:
+        _conflict(s, "lr_warmup_fraction", "lr_warmup_iters", "both set the length of the warm-up")
+    if s.lr_warmup_fraction == 1 and s.lr_decay_style != "constant":
+        _conflict(s, "lr_warmup_fraction", "lr_decay_style", "the decay must end after the warm-up")
     if s.lr_decay_iters is not None and s.lr_decay_iters <= s.lr_warmup_iters:
         _conflict(s, "lr_decay_iters", "lr_warmup_iters", "the decay must end after the warm-up")
     if s.min_lr > s.lr:
         _conflict(s, "min_lr", "lr", "the last learning rate must be at most the first")
     _check_transport(s)
     _check_batch_sizes(s)
+
+
+def require_schedule(settings: TrainerSettings) -> None:
+    """Raises InvalidSetting for a trainer whose learning rates depend on a number of updates that it was not given."""
+    s = settings
+    if s.depends_on_length and s.lr_decay_iters is None:
+        name = "lr_warmup_fraction" if s.lr_warmup_fraction else "lr_decay_style"
+        _requires(s, name, "--lr-decay-iters N", "a trainer alone does not know how long the run is")
 
 
 def _check_estimator(s: TrainerSettings) -> None:

@@ -88,8 +88,13 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         "constant", "Shape of the learning rate's decay", choices=("constant", "linear", "cosine")
     )
     lr_warmup_iters: int = setting(0, "Optimizer updates of linear warm-up", minimum=0)
+    lr_warmup_fraction: float | None = setting(
+        None, "Share of --lr-decay-iters that is warm-up, in place of --lr-warmup-iters", minimum=0, maximum=1
+    )
     lr_decay_iters: int | None = setting(
-        None, "Optimizer updates until the learning rate is --min-lr, warm-up included", minimum=1
+        None,
+        "Optimizer updates until the learning rate is --min-lr, warm-up included (default: those of the run)",
+        minimum=1,
     )
     weight_decay: float = setting(0.01, "Weight decay of AdamW, for matrices only; vectors are not decayed", minimum=0)
     adam_beta1: float = setting(0.9, "Decay rate of AdamW's first moment", minimum=0, maximum=1)
@@ -276,6 +281,27 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         refuse_unavailable(self)
         self.check_debugging()
         refuse_contradictions(self)
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimizer updates of an iteration, as far as the settings say."""
+        if self.use_dynamic_global_batch_size or self.num_steps_per_rollout:
+            return self.num_steps_per_rollout or 1
+        if self.global_batch_size and self.rollout_batch_size:
+            return max(1, self.rollout_batch_size * self.n_samples_per_prompt // self.global_batch_size)
+        return 1
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the learning rates depend on --lr-decay-iters."""
+        return self.lr_decay_style != "constant" or bool(self.lr_warmup_fraction)
+
+    @property
+    def warmup_updates(self) -> int:
+        """Optimizer updates of warm-up."""
+        if self.lr_warmup_fraction is None or self.lr_decay_iters is None:
+            return self.lr_warmup_iters
+        return round(self.lr_warmup_fraction * self.lr_decay_iters)
 
     @property
     def needs_reference(self) -> bool:

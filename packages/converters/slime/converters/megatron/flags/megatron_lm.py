@@ -39,7 +39,11 @@ DEST = {
 }
 
 # Defaults of Megatron-LM's command line that differ from those of the dataclasses.
-DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "rope_type": None}
+# That of the scale is slime's, which the trainer sets (slime.trainer.backends.build).
+DEFAULTS = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "rope_type": None,
+    "mtp_loss_scaling_factor": 0.2,
+}  # fmt: skip
 
 # Fields whose flag has fewer choices, or more than the type says.
 CHOICES = {
@@ -57,7 +61,7 @@ TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 LOGGING = "metrics go to --output-dir, see --use-tensorboard"
 INFERENCE = "engines generate, not Megatron"
 LOOP = "--num-rollout and the batch sizes say how long a run is"
-SCHEDULE = "see --lr, --min-lr, --lr-decay-style, --lr-warmup-iters"
+SCHEDULE = "see --lr, --min-lr, --lr-decay-style, --lr-decay-iters, --lr-warmup-iters, --lr-warmup-fraction"
 CHECKPOINT = "checkpoints are written and read by the trainer"
 FSDP = "sharded data parallelism is --train-backend fsdp"
 TE = "performance only: used where Transformer Engine is installed, elsewhere the same numbers come without it"
@@ -131,7 +135,7 @@ REFUSED = {
     "only models of megatron-core": "use-legacy-models yaml-cfg",
     "optimizers other than adam and sgd": "muon-*",
     "separate learning rates of embedding and output layer": "decoupled-lr decoupled-min-lr",
-    SCHEDULE: """lr-decay-samples lr-warmup-fraction lr-warmup-samples lr-warmup-init lr-wsd-decay-style
+    SCHEDULE: """lr-decay-samples lr-warmup-samples lr-warmup-init lr-wsd-decay-style
         lr-wsd-decay-iters lr-wsd-decay-samples override-opt-param-scheduler override-opt_param-scheduler
         use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler start-weight-decay end-weight-decay
         weight-decay-incr-style no-weight-decay-cond-type""",
