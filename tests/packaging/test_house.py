@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -113,3 +114,48 @@ def test_a_public_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+CONFIG_ERRORS = ("InvalidSetting", "NotAvailable", "UnknownFlag", "InvalidFile", "MissingFile", "PluginError")
+# The words of slime.types.errors.ConfigError's constructors.
+GRAMMARS = {
+    "conflict": r"cannot be used together|\bcontradicts?\b|\bexcludes?\b",
+    "requires": r"\b(requires?|needs?)\b|\bonly with\b",
+    "required": r"\bis required\b",
+    "unavailable": r"\bnot (supported|available)\b",
+    "unknown": r"\bunknown\b|\bdid you mean\b|\bknown ones are\b",
+    "must_be or one_of": r"\bmust be\b|\bexpected one of\b",
+}
+
+
+def hand_spelled(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yields (line, constructor, message) of errors that are worded as a constructor words them, without it."""
+    assigned = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CONFIG_ERRORS):
+            continue
+        words = node.args[0] if node.args else None
+        message = assigned.get(words.id, words) if isinstance(words, ast.Name) else words
+        text = "".join(
+            part.value
+            for part in (ast.walk(message) if message else ())
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        )
+        for constructor, grammar in GRAMMARS.items():
+            if re.search(grammar, text):
+                yield node.lineno, constructor, text
+
+
+def test_errors_are_worded_by_their_constructors() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {constructor}: {text}"
+        for path in MODULES.values()
+        for line, constructor, text in hand_spelled(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert wrong == []

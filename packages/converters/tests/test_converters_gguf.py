@@ -163,7 +163,7 @@ def test_a_complete_directory_is_kept(source: Path, tmp_path: Path) -> None:
     converter.convert(source, target)
     after = (target / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    with pytest.raises(InvalidSetting, match="holds float32 weights, --dtype is bfloat16"):
+    with pytest.raises(InvalidSetting, match="bfloat16 cannot be used together: the directory holds float32 weights"):
         converter.convert(source, target, dtype="bfloat16")
     (target / "tokenizer.json").unlink()
     with pytest.raises(InvalidSetting, match="no tokenizer.json"):

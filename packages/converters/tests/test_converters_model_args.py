@@ -97,7 +97,7 @@ def test_every_contradiction_is_named_with_both_values_and_the_key(tmp_path: Pat
     with pytest.raises(InvalidSetting) as caught:
         check_model_args(values, model_config("qwen3-4B"), source="here")
     assert str(caught.value).splitlines() == [
-        "4 of the model's flags contradict here:",
+        "4 of the model's flags differ from here:",
         "  --ffn-hidden-size 6912: config.json says 9728 (intermediate_size = 9728)",
         "  --num-attention-heads 20: config.json says 32 (num_attention_heads = 32)",
         "  --num-query-groups 4: config.json says 8 (num_key_value_heads = 8)",
@@ -236,7 +236,7 @@ def test_the_command_makes_a_script_from_a_config_and_holds_others_against_it(
         assert cli.main(["model-args", *wrong]) == 2, wrong
     made.write_text("MODEL_ARGS=(--hidden-sise 3)")
     assert cli.main(["model-args", "--model-type", "qwen3-0.6b", "--check", str(made)]) == 1
-    assert "--hidden-sise is no flag of Megatron" in capsys.readouterr().err
+    assert "unknown flag of Megatron --hidden-sise; did you mean --hidden-size?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

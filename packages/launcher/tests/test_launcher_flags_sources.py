@@ -83,7 +83,12 @@ def test_variables_are_read_as_flags_are(parse: Parse) -> None:
         ("SLIME_COLOCATE", "yes", InvalidSetting, ["SLIME_COLOCATE", "--colocate", "true, false, 1 or 0"]),
         ("SLIME_TRAIN_ENV_VARS", "{", InvalidSetting, ["SLIME_TRAIN_ENV_VARS", "--train-env-vars"]),
         ("SLIME_ROLLOUT_BACH_SIZE", "4", UnknownFlag, ["did you mean SLIME_ROLLOUT_BATCH_SIZE"]),
-        ("SLIME_SGLANG_PROT", "4", UnknownFlag, ["SLIME_SGLANG_PROT: unknown setting; see slime train --help"]),
+        (
+            "SLIME_SGLANG_PROT",
+            "4",
+            UnknownFlag,
+            ["unknown variable 'SLIME_SGLANG_PROT'; use one that `slime train --help` lists"],
+        ),
         ("SLIME_USE_OPD", "1", NotAvailable, ["SLIME_USE_OPD", "--use-opd is not supported yet"]),
     ],
 )

@@ -215,5 +215,5 @@ def test_attention_that_rows_cannot_have_is_refused_by_name(tmp_path: Path):
     with pytest.raises(NotAvailable, match="LlamaAttention does not tell its layers which tokens see which"):
         model(torch.zeros(1, 1, dtype=torch.int64))
     model._supports_attention_backend = False
-    with pytest.raises(NotAvailable, match="LlamaForCausalLM has attention of its own"):
+    with pytest.raises(NotAvailable, match="LlamaForCausalLM does not call transformers' attention"):
         use_packed_attention(model, flag="--hf-checkpoint")

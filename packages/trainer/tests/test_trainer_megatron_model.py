@@ -92,10 +92,14 @@ def test_transformer_engine_is_asked_for_what_its_kernels_can_do(monkeypatch: py
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"hiden_size": 32}, "hiden_size", "not an argument of Megatron"),
+        ({"hiden_size": 32}, "hiden_size", "unknown argument of Megatron .* did you mean hidden_size"),
         ({"hidden_dropout": 0.2}, "hidden_dropout", "log-probs"),
         ({"kv_lora_rank": 16}, "kv_lora_rank", "multi_latent_attention"),
-        ({"num_experts": 4, "tensor_model_parallel_size": 2}, "sequence_parallel", "num_experts needs"),
+        (
+            {"num_experts": 4, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size",
+            "requires sequence_par",
+        ),
         (
             {"num_layers_per_virtual_pipeline_stage": 1},
             "--num-layers-per-virtual-pipeline-stage",

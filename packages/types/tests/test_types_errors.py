@@ -99,6 +99,16 @@ WORDED: list[tuple[errors.ConfigError, str, str, str, str]] = [
         "--prot", "", "--port, --host",
     ),
     (
+        UnknownFlag.unknown("option", "--model", ["--mode"], instead="--hf-checkpoint DIR"),
+        "unknown option --model; use --hf-checkpoint DIR",
+        "--model", "", "--hf-checkpoint DIR",
+    ),
+    (
+        NotAvailable.unavailable("rope_type 'yarn'", "the family has linear").at("config.json"),
+        "config.json: rope_type 'yarn' is not supported yet: the family has linear",
+        "rope_type", "'yarn'", "",
+    ),
+    (
         InvalidSetting.unknown("reward function", "foo", ["math", "integer"], field="--rm-type"),
         "--rm-type: unknown reward function 'foo'; known ones are math, integer",
         "--rm-type", "foo", "math, integer",

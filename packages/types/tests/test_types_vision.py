@@ -57,7 +57,7 @@ def test_models_are_known_by_their_config(tmp_path: Path) -> None:
     assert qwen is not None and (qwen.image_token, qwen.merge, qwen.grids) == (7, 4, "image_grid_thw")
     for config, error, named in (
         ({"model_type": "qwen3"}, InvalidSetting, "reads text alone"),
-        ({"model_type": "gemma3", "vision_config": {}}, NotAvailable, "images of a gemma3"),
+        ({"model_type": "gemma3", "vision_config": {}}, NotAvailable, "with a gemma3"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(error, match=f"--flag.*{named}"):

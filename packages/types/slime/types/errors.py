@@ -136,6 +136,10 @@ class ConfigError(SlimeError):
 
     status = "INVALID_ARGUMENT"
 
+    def at(self, source: str) -> Self:
+        """Returns the error with the file or variable before it that the setting stands in: `config.json: ...`."""
+        return type(self)(f"{source}: {self.message}", field=self.field, value=self.value, expected=self.expected)
+
     @classmethod
     def must_be(cls, setting: str, expected: str, *, got: object, reason: str = "") -> Self:
         """Reports a wrong value: `must_be("--temperature", "greater than 0", got=-1)`."""
@@ -172,17 +176,21 @@ class ConfigError(SlimeError):
 
     @classmethod
     def unknown(
-        cls, kind: str, name: object, known: Iterable[object], *, field: str = "", refused: Iterable[str] = ()
-    ) -> Self:
+        cls, kind: str, name: object, known: Iterable[object], *, field: str = "", refused: Iterable[str] = (),
+        instead: str | None = None,
+    ) -> Self:  # fmt: skip
         """Reports an unknown name, with the nearest known one, or all of them if none is similar.
 
         field: the setting that has the name as its value; without it the name itself is the field.
         refused: known names that would be an error, too, and so are not suggested.
+        instead: what to use in its place, where that is known for certain.
         """
         names = [str(each) for each in known]
         shown = str(name) if str(name).startswith("--") else repr(name)
         near = nearest(str(name), names)
         near = None if near in set(refused) else near
+        if instead:
+            return cls(f"unknown {kind} {shown}; use {instead}", field=field or str(name), expected=instead)
         rest = "; see --help" if shown.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
         message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(shown)}{_did_you_mean(near) or rest}"
         return cls(message, field=field or str(name), value=name if field else "", expected=near or ", ".join(names))

@@ -113,14 +113,9 @@ def require_vision(directory: str, flag: str) -> Vision:
         return found
     known = ", ".join(FAMILIES)
     if "vision_config" in config:
-        raise NotAvailable(
-            f"{flag}: the images of a {kind} ({directory}) are not available, expected one of {known}",
-            field=flag, value=kind, expected=known,
-        )  # fmt: skip
-    raise InvalidSetting(
-        f"{flag}: the model in {directory} ({kind}) reads text alone, expected one that reads images: {known}",
-        field=flag, value=kind, expected=known,
-    )  # fmt: skip
+        raise NotAvailable.unavailable(f"{flag} with a {kind} ({directory})", f"known families are {known}")
+    reason = f"the one in {directory} ({kind}) reads text alone; families that read images are {known}"
+    raise InvalidSetting.requires(flag, "a model that reads images", reason)
 
 
 def images_of(inputs: Mapping[str, Any] | None) -> list[bytes]:

@@ -183,9 +183,5 @@ def _check_complete(target: Path, dtype: str) -> None:
             expected="a new directory, or one that an earlier conversion wrote",
         ) from None
     if found != dtype or not weights.tensors:
-        raise InvalidSetting(
-            f"--output-dir {target} holds {found} weights, --dtype is {dtype}",
-            field="--output-dir",
-            value=str(target),
-            expected=f"a directory of {dtype} weights, or a new one",
-        )
+        reason = f"the directory holds {found} weights"
+        raise InvalidSetting.conflict(f"--output-dir {target}", f"--dtype {dtype}", reason)

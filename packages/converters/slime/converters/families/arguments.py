@@ -79,12 +79,8 @@ def _rope_scaling(config: Config) -> dict[str, Any]:
         for key, value in LLAMA3.items():
             refuse(values, key, value, "Megatron scales as Llama 3 does")
         return {"use_rope_scaling": True, "rope_scaling_factor": values["factor"]}
-    raise NotAvailable(
-        f"config.json: rotary positions of type {kind!r} are not supported yet for {config['model_type']}",
-        field="rope_type",
-        value=kind,
-        expected="default, linear or llama3",
-    )
+    reason = f"models of type {config['model_type']} have default, linear or llama3 here"
+    raise NotAvailable.unavailable(f"rope_type {kind!r}", reason).at("config.json")
 
 
 def experts(config: Config, count: int) -> dict[str, Any]:
@@ -118,13 +114,11 @@ def sigmoid_router(config: Config) -> dict[str, Any]:
     if groups > chosen:
         each = config["num_experts_per_tok"] // chosen
         if each != BEST_OF_GROUP:
-            raise NotAvailable(
-                f"config.json: num_experts_per_tok = {config['num_experts_per_tok']} with topk_group = {chosen} is not "
-                f"available: the family scores a group of experts by its best {BEST_OF_GROUP}, Megatron by {each}",
-                field="topk_group",
-                value=chosen,
-                expected=f"num_experts_per_tok // topk_group = {BEST_OF_GROUP}",
+            reason = (
+                f"the family scores a group of experts by its best {BEST_OF_GROUP}, Megatron by "
+                f"num_experts_per_tok // topk_group = {config['num_experts_per_tok']} // {chosen} = {each}"
             )
+            raise NotAvailable.unavailable(f"topk_group {chosen}", reason).at("config.json")
         args |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     shared = config.get("n_shared_experts") or 0
     if shared:

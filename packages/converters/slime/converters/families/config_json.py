@@ -20,8 +20,7 @@ def refuse(config: Config, key: str, expected: Any, why: str) -> None:
     """Raises NotAvailable where config.json sets `key` to something that is neither `expected` nor null."""
     value = config.get(key)
     if value is not None and value != expected:
-        message = f"config.json: {key} = {value!r} is not supported yet: {why}"
-        raise NotAvailable(message, field=key, value=value, expected=repr(expected))
+        raise NotAvailable.unavailable(f"{key} {value!r}", why).at("config.json")
 
 
 def tied(config: Config) -> bool:

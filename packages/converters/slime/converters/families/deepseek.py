@@ -46,12 +46,8 @@ def _rope(config: Config) -> dict[str, Any]:
     if kind == "default":
         return {"rope_type": "rope"}
     if kind != "yarn":
-        raise NotAvailable(
-            f"config.json: rotary positions of type {kind!r} are not supported yet with latent attention",
-            field="rope_type",
-            value=kind,
-            expected="default or yarn",
-        )
+        reason = "latent attention has default or yarn here"
+        raise NotAvailable.unavailable(f"rope_type {kind!r}", reason).at("config.json")
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": values["factor"],

@@ -160,7 +160,7 @@ def check_model_args(values: Mapping[str, Any], config: Config, *, source: str =
     if lines:
         text = "\n".join(f"  {line}" for line in lines)
         raise InvalidSetting(
-            f"{len(lines)} of the model's flags contradict {source}:\n{text}",
+            f"{len(lines)} of the model's flags differ from {source}:\n{text}",
             field=lines[0].split()[0],
             expected="flags that describe the checkpoint",
         )

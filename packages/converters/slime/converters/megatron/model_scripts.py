@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.converters.files.safetensors_dir import disk_errors
 from slime.converters.megatron.args import PRECISION, check_model_args, parse_model_args, render_flags
+from slime.converters.megatron.flags import table
 from slime.converters.settings import ModelArgsSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
 
@@ -127,18 +128,17 @@ def check_script(path: str | Path, config: Config, *, source: str) -> None:
     for words among MODEL_ARGS that are no flag of Megatron."""
     values, rest = parse_model_args(read_script(path))
     if rest:
-        raise InvalidSetting(f"{path}: MODEL_ARGS: {rest[0]} is no flag of Megatron", field=rest[0], value=rest[0])
+        known = [flag for row in table() for flag in row.flags]
+        raise InvalidSetting.unknown("flag of Megatron", rest[0], known).at(f"{path}: MODEL_ARGS")
     check_model_args(values, config, source=source)
 
 
 def run(settings: ModelArgsSettings) -> int:
     """`slime-convert model-args`. Exit code: 0 done, 1 the file contradicts the model."""
     if (settings.hf_checkpoint is None) == (settings.model_type is None):
-        raise InvalidSetting(
-            "expected one of --hf-checkpoint and --model-type", field="--hf-checkpoint", expected="--hf-checkpoint DIR"
-        )
+        raise InvalidSetting.required("--hf-checkpoint or --model-type", "one of them, the model that is described")
     if settings.check is not None and settings.output is not None:
-        raise InvalidSetting("--check writes nothing: expected no --output", field="--output", value=settings.output)
+        raise InvalidSetting.conflict("--check", "--output", "--check writes nothing")
     if settings.model_type is not None:
         config = model_config(settings.model_type)
         source, text = f"--model-type {settings.model_type}", known_script(settings.model_type)

@@ -225,7 +225,7 @@ def _check_model(flag: str, directory: Path, *, tokenizer: bool) -> None:
         raise InvalidFile(f"{flag}: {directory} has no config.json", field=flag, value=value, expected="config.json")
     if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidFile(
-            f"{flag}: {directory} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}",
+            f"{flag}: {directory} has no tokenizer ({' or '.join(TOKENIZER_FILES)})",
             field=flag,
             value=value,
             expected="tokenizer.json",

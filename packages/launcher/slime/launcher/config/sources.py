@@ -56,10 +56,10 @@ class Sources:
             key = variable.removeprefix(PREFIX).lower()
             try:
                 found = self._variable(key, variables[variable])
+            except UnknownFlag:
+                raise
             except ConfigError as error:
-                raise type(error)(
-                    f"{variable}: {error.message}", field=error.field, value=error.value, expected=error.expected
-                ) from None
+                raise error.at(variable) from None
             for name, value in found.items():
                 merge(values, name, value, FAMILIES)
         return values
@@ -95,8 +95,9 @@ class Sources:
         near = difflib.get_close_matches(name, self.available, n=1, cutoff=SLIP)
         if near:
             variable = PREFIX + near[0][2:].replace("-", "_").upper()
-            hint = "see slime train --help" if near[0] in self.parser.refused_flags() else f"did you mean {variable}?"
-            raise UnknownFlag(f"unknown setting; {hint}", field=name, expected=variable)
+            instead = "one that `slime train --help` lists" if near[0] in self.parser.refused_flags() else None
+            typed = PREFIX + name[2:].replace("-", "_").upper()
+            raise UnknownFlag.unknown("variable", typed, [variable], instead=instead)
 
     def _settings(
         self, keys: Mapping[str, Any], source: str, *, keep_unknown: bool = False
@@ -118,10 +119,7 @@ class Sources:
                 found = {flag.name: not value}
             for name, new in found.items():
                 if flag is not None and name in values and values[name] != new:
-                    raise InvalidSetting(
-                        f"{source}: {key} and {spelled[name]} cannot be used together: both name one setting",
-                        field=key, value=value, expected=f"{key} or {spelled[name]}",
-                    )  # fmt: skip
+                    raise InvalidSetting.conflict(key, spelled[name], "both name one setting").at(source)
                 spelled[name] = key
                 merge(values, name, new, FAMILIES)
         return values, other
@@ -142,9 +140,7 @@ class Sources:
             self.refuse_names([name])
             raise self._unknown(f"--{name}")
         except ConfigError as error:
-            raise type(error)(
-                f"{source}: {key}: {error.message}", field=error.field, value=error.value, expected=error.expected
-            ) from None
+            raise error.at(f"{source}: {key}") from None
 
     def refuse_names(self, names: Sequence[str]) -> None:
         """Raises NotAvailable or UnknownFlag for the first of `names` (flags without dashes) that is not available."""
@@ -154,7 +150,7 @@ class Sources:
                 continue
             here = ELSEWHERE.get(name)
             if here is not None:
-                raise UnknownFlag(f"unknown option {flag}; use {here}", field=flag, expected=here)
+                raise UnknownFlag.unknown("option", flag, self.available, instead=here)
             reason = why_not(name)
             if reason is not None:
                 raise NotAvailable.unavailable(flag, reason)

@@ -112,10 +112,7 @@ def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting | N
     size = f" for engines of {request.per_engine}" if request.per_engine > 1 else ""
     beside = f" and {request.engines} others{size}" if request.engines else ""
     expected = f"{counted(request.nodes, 'node')} with {request.ranks} GPUs each{beside}"
-    return InvalidSetting(
-        f"{request} requires {expected}: {has}",
-        field="--actor-num-gpus-per-node", value=request.ranks, expected=expected,
-    )  # fmt: skip
+    return InvalidSetting.requires(str(request), expected, has)
 
 
 def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> None:

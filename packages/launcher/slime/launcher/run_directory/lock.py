@@ -38,7 +38,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidSetting(
-                f"--output-dir {directory}: another run writes there; each run needs a directory of its own",
+                f"--output-dir {directory}: another run writes there; give each run a directory of its own",
                 field="--output-dir", value=str(directory), expected="a directory that no other run writes to",
             ) from None  # fmt: skip
         except OSError:

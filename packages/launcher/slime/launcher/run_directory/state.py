@@ -35,7 +35,7 @@ GONE = "its process is gone without a word: it was killed, or the machine went d
 
 
 @dataclass
-class State:
+class RunStatus:
     """Times are seconds since 1970. num_steps: iterations of the run, once they are known."""
 
     state: str = "unknown"
@@ -57,7 +57,7 @@ class RunState:
         """command: train or train-async."""
         now = time.time()
         self._path = directory / FILE
-        self.state = State(
+        self.state = RunStatus(
             state="running", phase="starting", command=command, pid=os.getpid(), host=socket.gethostname(),
             process_started=psutil.Process().create_time(), started=now, updated=now,
         )  # fmt: skip
@@ -94,18 +94,18 @@ def recorded(directory: Path, command: str) -> Iterator[RunState]:
     state.end("done")
 
 
-def read_state(directory: Path) -> State:
+def read_state(directory: Path) -> RunStatus:
     try:
         found = json.loads((directory / FILE).read_text(encoding="utf-8"))
-        state = State(**{name: found[name] for name in State.__dataclass_fields__ if name in found})
+        state = RunStatus(**{name: found[name] for name in RunStatus.__dataclass_fields__ if name in found})
     except (OSError, ValueError, TypeError):
-        return State()
+        return RunStatus()
     if state.state == "running" and state.host == socket.gethostname() and not _lives(state):
-        return State(**asdict(state) | {"state": "failed", "error": f"{GONE} (last phase: {state.phase})"})
+        return RunStatus(**asdict(state) | {"state": "failed", "error": f"{GONE} (last phase: {state.phase})"})
     return state
 
 
-def _lives(state: State) -> bool:
+def _lives(state: RunStatus) -> bool:
     try:
         process: Any = psutil.Process(state.pid)
         return process.status() != psutil.STATUS_ZOMBIE and (

@@ -116,10 +116,11 @@ def _slurm_nodes() -> list[str]:
     hosts = os.environ.get("SLURM_JOB_HOSTNAMES", "").split()
     rank = os.environ.get("SLURM_NODEID", "")
     if not hosts or not rank:
-        raise InvalidSetting(
-            "multinode needs SLURM_JOB_HOSTNAMES (of `scontrol show hostnames`) and SLURM_NODEID in the environment",
-            field="multinode", value=True,
-        )  # fmt: skip
+        raise InvalidSetting.requires(
+            "multinode",
+            "SLURM_JOB_HOSTNAMES and SLURM_NODEID in the environment",
+            "run it in a Slurm job, with the hosts that `scontrol show hostnames` prints",
+        )
     return [
         "--master-addr", hosts[0], "--master-port", str(MEGATRON_PORT), "--nnodes", str(len(hosts)), "--node-rank", rank
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slime.trainer.algorithms.ratio import LARGEST_LOG_RATIO, clamp
+from slime.types.errors import InvalidSetting
 
 
 def approximate_kl(
@@ -28,7 +29,7 @@ def approximate_kl(
         delta = clamp(delta, -LARGEST_LOG_RATIO, torch.inf)
         estimate = torch.expm1(-delta) + delta
     else:
-        raise ValueError(f"kl estimator: got {kind!r}, expected k1, k2, k3 or low_var_kl")
+        raise InvalidSetting.one_of("kl estimator", ("k1", "k2", "k3", "low_var_kl"), got=kind)
     if importance_ratio is not None:
         estimate = importance_ratio * estimate
     return clamp(estimate, -10, 10) if kind == "low_var_kl" else estimate

@@ -79,7 +79,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float |
         value = F.pad(value, (0, width - value_width))
     if runs.shared is not None:
         if window is not None:
-            raise NotAvailable("attention with a sliding window over shared prompts", field="--hf-checkpoint")
+            raise NotAvailable.unavailable("sliding_window over shared prompts", "their keys have to be gathered")
         return attend_sharing(query, key, value, runs, scale)[..., :value_width]
     heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_ABOUT_HEADS else {}
     output = varlen_attn(

@@ -76,11 +76,8 @@ def token_source(address: str, settings: RpcSettings) -> Callable[[], str | None
         return lambda: token_files.find(address)
     plain = not settings.tls_ca and not address.startswith("unix:")
     if plain and not settings.insecure and not is_loopback(address.rpartition(":")[0]):
-        raise InvalidSetting(
-            f"--token-file requires --tls-ca FILE to call {address}: without TLS the token can be read on the network "
-            "(--insecure sends it all the same)",
-            field="--tls-ca", value="", expected="the authority that signed the server's certificate",
-        )  # fmt: skip
+        reason = "without TLS the token can be read on the network (--insecure sends it all the same)"
+        raise InvalidSetting.requires("--token-file", f"--tls-ca FILE to call {address}", reason)
     return lambda: token
 
 

@@ -23,10 +23,8 @@ def use_packed_attention(decoder: Any, *, flag: str) -> None:
     """
     AttentionInterface.register(_NAME, packed_attention)
     if not decoder._supports_attention_backend:
-        raise NotAvailable(
-            f"{flag}: {type(decoder).__name__} has attention of its own, which cannot take packed rows",
-            field=flag, value=type(decoder).__name__, expected="a model that calls transformers' attention functions",
-        )  # fmt: skip
+        reason = f"{type(decoder).__name__} does not call transformers' attention functions"
+        raise NotAvailable.unavailable("packed rows of this model", reason).at(flag)
     decoder.set_attn_implementation(_NAME)
 
 
@@ -50,10 +48,8 @@ def packed_attention(
     unknown = [name for name in _UNKNOWN if others.get(name) is not None]
     if runs is None or unknown:
         what = "does not tell its layers which tokens see which" if runs is None else f"has attention with {unknown[0]}"
-        raise NotAvailable(
-            f"{type(module).__name__} {what}: packed rows of this model are not available yet",
-            field="--hf-checkpoint", value=type(module).__name__,
-        )  # fmt: skip
+        reason = f"{type(module).__name__} {what}"
+        raise NotAvailable.unavailable("packed rows of this model", reason).at("--hf-checkpoint")
     q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
     # Of models whose rotary embeddings are float32 beside weights in bfloat16.
     q, k = q.to(v.dtype), k.to(v.dtype)

@@ -101,10 +101,8 @@ class FsdpBackend(Backend):
         """Tells if every rank has all weights and gradients, the same on all ranks."""
         bf16, ranks, choice = bool(self.settings.bf16), self.ranks.world_size, self.settings.fsdp_sharding
         if choice == "optimizer" and not bf16:
-            raise InvalidSetting(
-                "--fsdp-sharding optimizer requires --bf16: its float32 weights are what is sharded",
-                field="--fsdp-sharding", value=choice, expected="--bf16, or --fsdp-sharding parameters",
-            )  # fmt: skip
+            reason = "it shards the float32 weights that are kept beside those in bfloat16"
+            raise InvalidSetting.requires("--fsdp-sharding optimizer", "--bf16", reason)
         if ranks == 1 or not bf16 or choice != "auto":
             return bf16 and (ranks == 1 or choice == "optimizer")
         if self.device.type != "cuda":

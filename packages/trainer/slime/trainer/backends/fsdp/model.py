@@ -36,7 +36,7 @@ def load_model(path: str, *, flag: str) -> nn.Module:
     _turn_off_dropout(config)
     for kind in layer_types(config):
         if kind not in _PACKABLE:
-            raise NotAvailable(f"{flag}: layers of type {kind} are not available yet", field=flag, value=kind)
+            raise NotAvailable.unavailable(f"layer_types {kind}", "such layers take no packed rows").at(flag)
     try:
         kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
         model = kind.from_pretrained(

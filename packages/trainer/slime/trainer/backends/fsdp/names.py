@@ -24,7 +24,7 @@ def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     except ImportError as error:
         if vision_of(model.config.to_dict()) is None:
             return {name: tensor}
-        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
+        raise NotAvailable.requires("images", "the package transformers 5", "pip install 'transformers>=5'") from error
     parts: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     return parts
 

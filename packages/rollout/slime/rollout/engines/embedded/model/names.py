@@ -40,7 +40,7 @@ def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
         # Before transformers 5 models of text had the names of their files.
         if vision_of(model.config.to_dict()) is None:
             return state
-        raise NotAvailable("models that read images need transformers 5", field="transformers") from error
+        raise NotAvailable.requires("images", "the package transformers 5", "pip install 'transformers>=5'") from error
     try:
         views = revert_weight_conversion(model, {name: t.as_subclass(_InPlace) for name, t in state.items()})
     except Exception as error:

@@ -60,14 +60,14 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         row = by_dest().get(name)
         if row is None:
-            raise InvalidSetting(f"{name}: not an argument of Megatron", field=name, value=value)
+            raise InvalidSetting.unknown("argument of Megatron", name, by_dest())
         # Where a family says so by itself these are Megatron's defaults; a switch that is off asks for nothing.
         if row.status == "same" and row.accepts and value not in (None, False, row.default, *row.accepts):
             raise InvalidSetting(f"{name}: {row.note}", field=name, value=value, expected=str(list(row.accepts)))
     if not args.get("multi_latent_attention"):
         for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             if args.get(name) not in (None, by_dest()[name].default):
-                raise InvalidSetting(f"{name}: only with multi_latent_attention", field=name, value=args[name])
+                raise InvalidSetting.requires(f"{name} {args[name]}", "multi_latent_attention")
     _check_sequence_parallel(args)
 
 
@@ -76,12 +76,7 @@ def _check_sequence_parallel(args: Mapping[str, Any]) -> None:
     needs = [name for name in ("num_experts", "multi_latent_attention") if args.get(name)]
     if size > 1 and needs and not args.get("sequence_parallel"):
         # megatron-core does not train experts without; of keys that heads share ranks have parts of the gradient.
-        raise InvalidSetting(
-            f"tensor_model_parallel_size {size} with {needs[0]} needs sequence_parallel",
-            field="sequence_parallel",
-            value=False,
-            expected="True",
-        )
+        raise InvalidSetting.requires(f"tensor_model_parallel_size {size} with {needs[0]}", "sequence_parallel")
 
 
 def _shape(args: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

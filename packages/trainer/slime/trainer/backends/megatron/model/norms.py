@@ -40,17 +40,10 @@ class LatentNorm(RMSNorm):
 def norm_of(config: TransformerConfig) -> type[nn.Module]:
     """The class for `config.normalization`. Raises InvalidSetting for one that it has no class for."""
     if config.layernorm_zero_centered_gamma:
-        raise InvalidSetting(
-            "apply_layernorm_1p needs Transformer Engine", field="apply_layernorm_1p", value=True, expected="False"
-        )
+        raise InvalidSetting.requires("apply_layernorm_1p", "Transformer Engine")
     classes = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
     if config.normalization not in classes:
-        raise InvalidSetting(
-            f"normalization: got {config.normalization}",
-            field="normalization",
-            value=config.normalization,
-            expected=" or ".join(classes),
-        )
+        raise InvalidSetting.one_of("normalization", classes, got=config.normalization)
     return classes[config.normalization]
 
 

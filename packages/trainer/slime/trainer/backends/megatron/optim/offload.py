@@ -21,26 +21,13 @@ def check_optimizer(args: Mapping[str, Any], *, bf16: bool, on_gpu: bool) -> Non
     """Raises InvalidSetting where what the flags need is missing: a GPU to relieve, bfloat16, Transformer Engine."""
     offload = args.get("optimizer_cpu_offload")
     if args.get("use_precision_aware_optimizer") and not offload and not find_spec("transformer_engine"):
-        raise InvalidSetting(
-            "--use-precision-aware-optimizer needs Transformer Engine, which is not installed",
-            field="--use-precision-aware-optimizer",
-            value=True,
-            expected=f"transformer_engine, or {FLAG}",
+        raise InvalidSetting.requires(
+            "--use-precision-aware-optimizer", f"Transformer Engine or {FLAG}", "Transformer Engine is not installed"
         )
     if offload and not on_gpu:
-        raise InvalidSetting(
-            f"{FLAG} moves the optimizer off a GPU, and none is here: it is on the CPU already",
-            field=FLAG,
-            value=True,
-            expected=f"no {FLAG} without a GPU",
-        )
+        raise InvalidSetting.requires(FLAG, "a GPU", "without one the optimizer is on the CPU already")
     if offload and not bf16:
-        raise InvalidSetting(
-            f"{FLAG} requires --bf16: what it keeps on the host are float32 copies of bfloat16 weights",
-            field=FLAG,
-            value=True,
-            expected="--bf16",
-        )
+        raise InvalidSetting.requires(FLAG, "--bf16", "it keeps float32 copies of bfloat16 weights on the host")
 
 
 @torch.no_grad()
