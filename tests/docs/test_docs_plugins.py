@@ -45,6 +45,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "--rollout-data-postprocess-path": {},
     "--custom-tis-function-path": {"use_tis": True},
     "--custom-pg-loss-reducer-function-path": {},
+    "--custom-loss-function-path": {"loss_type": "custom_loss"},
     "--custom-megatron-init-path": {"train_backend": "megatron"},
     "--custom-megatron-before-log-prob-hook-path": {"train_backend": "megatron", "use_kl_loss": True},
     "--custom-megatron-before-train-step-hook-path": {"train_backend": "megatron"},
@@ -55,8 +56,6 @@ TRAINED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("flag", CONTRACTS)
 def test_the_page_shows_the_arguments_of_each_contract(flag: str) -> None:
     text, contract = content(PAGE), CONTRACTS[flag]
-    if flag == "--custom-loss-function-path":  # not supported yet
-        return
     assert flag in text
     for parameters in (contract.parameters, *contract.alternatives):
         assert ", ".join(parameters) in text
@@ -87,7 +86,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_shows_every_plugin_of_the_command_line() -> None:
     """docs/flags.md is held to the parsers."""
-    not_functions = {"--custom-config-path", "--custom-loss-function-path", "--megatron-config-path"}
+    not_functions = {"--custom-config-path", "--megatron-config-path"}
     flags = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     available = {
         line.split("`")[1] for line in flags.splitlines() if re.match(r"\| `--[a-z-]+-path` .*available", line)

@@ -188,6 +188,20 @@ def test_hooks_are_held_to_their_contracts(megatron: list[str], tmp_path: Path) 
         run_config.parse([*megatron, "--custom-megatron-before-train-step-hook-path", f"{tmp_path}/hooks.py:other"])
 
 
+def test_a_loss_function_that_takes_logits_needs_a_rank_with_the_whole_vocabulary(
+    megatron: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "def a(args, batch, sum_of_sample_mean): ...\ndef b(args, batch, logits, sum_of_sample_mean): ...\n"
+    )
+    words = [*megatron, "--loss-type", "custom_loss", "--custom-loss-function-path"]
+    run_config.parse([*words, f"{file}:a", "--tensor-model-parallel-size", "2"])
+    run_config.parse([*words, f"{file}:b"])
+    with pytest.raises(NotAvailable, match="losses.py:b with --tensor-model-parallel-size 2 is not supported yet"):
+        run_config.parse([*words, f"{file}:b", "--tensor-model-parallel-size", "2"])
+
+
 def checkpoint(directory: Path) -> Path:
     with whole_directory(directory, "test") as partial:
         (partial / STATE_FILE).write_text("{}")

@@ -57,7 +57,6 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
     [
         {"advantage_estimator": "ppo"},
         {"update_weight_mode": "delta"},
-        {"loss_type": "custom_loss"},
     ],
 )
 def test_known_values_without_an_implementation(values: dict[str, Any]):

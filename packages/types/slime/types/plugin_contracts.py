@@ -48,6 +48,13 @@ class Contract:
             return True
         return False
 
+    def alternative(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Returns the list of positional arguments that the function takes, the first of those that fit."""
+        for parameters in (self.parameters, *self.alternatives):
+            if dataclasses.replace(self, parameters=parameters, alternatives=()).fits(function):
+                return parameters
+        raise TypeError(f"{function} takes none of {self}")
+
     def __str__(self) -> str:
         """`(args, sample[, evaluation=])`."""
         keywords = [f"{name}=" for name in self.keywords]
@@ -115,6 +122,7 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "--custom-loss-function-path": Contract(
         ("args", "batch", "logits", "sum_of_sample_mean"), "(loss, metrics)",
+        alternatives=(("args", "batch", "sum_of_sample_mean"),), names=("custom_loss", "loss_function"),
     ),
     "--custom-tis-function-path": Contract(
         (), "(pg_loss, loss masks, metrics)",

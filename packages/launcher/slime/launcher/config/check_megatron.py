@@ -10,7 +10,10 @@ from slime.converters.megatron import rank_layout
 from slime.converters.megatron.flags import check_backend
 from slime.launcher.config.settings import LauncherSettings
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.plugin_contracts import CONTRACTS
+from slime.types.plugins import load_setting
+from slime.types.setting_values import flag_name
 
 
 def check_megatron(launcher: LauncherSettings, values: Mapping[str, Any]) -> None:
@@ -53,6 +56,22 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
         for flag, directory in (("--load", trainer.load), ("--ref-load", trainer.ref_load)):
             _check_checkpoint(flag, directory, config, source, trainer.model_name)
         rank_layout.sizes_of(model_args(config, values), _ranks(launcher))
+        _check_loss(trainer, values)
+
+
+def _check_loss(trainer: TrainerSettings, values: Mapping[str, Any]) -> None:
+    """Raises NotAvailable for a loss function that takes logits of which every rank has a part."""
+    flag = "--custom-loss-function-path"
+    function = load_setting(trainer, "custom_loss_function_path")
+    if function is None or "logits" not in CONTRACTS[flag].alternative(function):
+        return
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if (values.get(name) or 1) > 1:
+            raise NotAvailable.unavailable(
+                f"{flag} {trainer.custom_loss_function_path} with {flag_name(name)} {values[name]}",
+                "the function takes logits, of which no rank has all",
+                f"a function of the form {CONTRACTS[flag].alternatives[0]}".replace("'", ""),
+            )
 
 
 def _check_checkpoint(

@@ -45,6 +45,8 @@ class Outputs:
     log_probs: Tensor
     # None unless it was asked for, and with a gradient only if that was.
     entropy: Tensor | None
+    # [J, V] at the tokens with loss mask 1, before the temperature; None unless it was asked for.
+    logits: Tensor | None = None
 
 
 # (number of the micro-batch, its rows, the model's outputs for them) -> scalar.
@@ -118,11 +120,14 @@ class Backend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+    def forward_backward(
+        self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
+    ) -> None:
         """Adds the gradient of the sum of `loss(i, batches[i], outputs)` to the gradients; replicas add up.
 
         `loss` is called on the ranks that have the outputs; the rank that leads the replica is one of them.
         entropy: "none", "value" (no gradient) or "gradient".
+        logits: whether the outputs have them, with a gradient. Raises NotAvailable where no rank has them whole.
         """
 
     def model_losses(self) -> dict[str, float]:

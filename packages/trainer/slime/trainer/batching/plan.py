@@ -156,6 +156,8 @@ class Planner:
             or s.custom_advantage_function_path
             or s.custom_pg_loss_reducer_function_path
             or s.rollout_data_postprocess_path
+            # A loss of the user may compare samples, and see what the formulas here do not.
+            or s.loss_type == "custom_loss"
             # That entropy is a mean over every sample.
             or s.use_rollout_entropy
         ):

@@ -20,6 +20,12 @@ MEGATRON_ONLY = (
 )  # fmt: skip
 
 
+# Terms and corrections of the policy loss.
+POLICY_LOSS_ONLY = (
+    "kl_loss_coef", "use_tis", "use_opsm", "custom_tis_function_path", "custom_pg_loss_reducer_function_path",
+)  # fmt: skip
+
+
 def refuse_unavailable(settings: TrainerSettings) -> None:
     """Raises NotAvailable, and InvalidSetting for an unknown estimator."""
     reason = find_estimator(settings.advantage_estimator).unsupported
@@ -27,7 +33,6 @@ def refuse_unavailable(settings: TrainerSettings) -> None:
         estimators = estimators_that(lambda row: True)
         raise NotAvailable.unavailable(spelled(settings, "advantage_estimator"), reason, f"one of {estimators}")
     for field, value, reason, alternative in (
-        ("loss_type", "custom_loss", "the trainer calls no loss function of a user", "policy_loss or sft_loss"),
         ("update_weight_mode", "delta", "weights are pushed as a whole", "full"),
     ):
         if getattr(settings, field) == value:
@@ -93,8 +98,13 @@ def _used_by(estimators: str) -> str:
 def _check_losses(s: TrainerSettings) -> None:
     if s.loss_type == "policy_loss" and not s.compute_advantages_and_returns:
         _conflict(s, "loss_type", "compute_advantages_and_returns", "the policy loss is made of advantages")
-    if s.custom_loss_function_path is not None:
+    if s.custom_loss_function_path is not None and s.loss_type != "custom_loss":
         _requires(s, "custom_loss_function_path", "--loss-type custom_loss")
+    if s.loss_type == "custom_loss" and s.custom_loss_function_path is None:
+        _requires(s, "loss_type", "--custom-loss-function-path PATH")
+    for name in POLICY_LOSS_ONLY:
+        if s.loss_type == "custom_loss" and getattr(s, name):
+            _requires(s, name, "--loss-type policy_loss", "a loss function of yours is the whole loss")
     if s.kl_coef and s.kl_loss_coef:
         _conflict(s, "kl_coef", "kl_loss_coef", "the KL counts in the reward or in the loss, not in both")
     if s.kl_loss_coef and not s.use_kl_loss:

@@ -112,7 +112,9 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
 
     # Loss
     loss_type: str = setting("policy_loss", "Loss to minimise", choices=("policy_loss", "sft_loss", "custom_loss"))
-    custom_loss_function_path: str | None = setting(None, "Loss function of --loss-type custom_loss", metavar="PATH")
+    custom_loss_function_path: str | None = setting(
+        None, "Function that computes the loss of a packed row, for --loss-type custom_loss", metavar="PATH"
+    )
     advantage_estimator: str = setting(
         "grpo",
         "Advantage estimator (the algorithm). "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from slime.trainer.algorithms.ratio import probability_ratio
 from slime.trainer.backends.base import Outputs
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
+from slime.trainer.step.custom_loss import CustomLoss
 from slime.types.plugins import load_setting
+from slime.types.sample import Sample
 
 Sums = dict[str, Any]
 
@@ -55,6 +58,7 @@ class Loss:
         self._estimator = find_estimator(settings.advantage_estimator)
         self._tis = load_setting(settings, "custom_tis_function_path")
         self._reducer = load_setting(settings, "custom_pg_loss_reducer_function_path")
+        self._custom = CustomLoss(settings, self.args) if settings.loss_type == "custom_loss" else None
 
         # A sample without advantage is never clipped, so these are known for samples that were skipped, too. A constant
         # ratio is clipped whatever the advantage is.
@@ -65,20 +69,36 @@ class Loss:
     @property
     def entropy(self) -> str:
         """Kind of entropies that the loss needs: see `Backend.forward_backward`."""
-        if self.settings.loss_type != "policy_loss":
+        if self.settings.loss_type == "sft_loss":
             return "none"
-        return "gradient" if self.settings.entropy_coef else "value"
+        without_gradient = "value" if self.settings.loss_type == "policy_loss" else "none"
+        return "gradient" if self.settings.entropy_coef else without_gradient
+
+    @property
+    def logits(self) -> bool:
+        """True if the loss needs logits."""
+        return self._custom is not None and self._custom.takes_logits
 
     def __call__(
-        self, batch: PackedBatch, outputs: Outputs, targets: Targets | None, denominator: float, sums: Sums
+        self,
+        batch: PackedBatch,
+        outputs: Outputs,
+        targets: Targets | None,
+        samples: Sequence[Sample],
+        denominator: float,
+        sums: Sums,
     ) -> Tensor:
         """The loss of one row, its metrics added to `sums`.
 
-        denominator: trajectories of the update, or its tokens with per-token loss; for a custom reducer.
+        samples: of the row. denominator: trajectories of the update, or its tokens with per-token loss; for functions
+        of the user.
         """
         if self.settings.loss_type == "sft_loss":
             loss = weighted_sum(-outputs.log_probs, batch.weights)
             return _add(sums, {"loss": loss}, loss)
+        if self._custom is not None:
+            loss, metrics = self._custom(batch, outputs, targets, samples, denominator)
+            return _add(sums, metrics | {"loss": loss}, loss)
         assert targets is not None
         return self._policy_loss(batch, outputs, targets, denominator, sums)
 
@@ -89,7 +109,7 @@ class Loss:
         they are fed, so no number depends on which samples are skipped.
         """
         if self.settings.loss_type != "policy_loss":
-            return {"loss": 0.0} | {name: total for name, total in totals.items() if name in LOSS_TERMS}
+            return {"loss": 0.0} | totals
         found = {"loss": 0.0, "pg_loss": 0.0} | dict.fromkeys(self._over_all, 0.0)
         for name, total in totals.items():
             if name in LOSS_TERMS:

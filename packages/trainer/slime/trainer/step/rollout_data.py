@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
-from slime.trainer.step.loss import Targets
 from slime.types.errors import InvalidField
 
 if TYPE_CHECKING:
+    from slime.trainer.step.loss import Targets
     from slime.trainer.step.targets import Work
 
 # Name in the dictionary -> attribute: tensors [R] of each sample, which a plug-in may replace or change in place.
@@ -24,13 +24,13 @@ OF_TARGETS = {
 OF_BATCH = {"loss_masks": "mask", "rollout_log_probs": "rollout_log_probs"}
 
 
-def of_batch(batch: PackedBatch, targets: Targets) -> dict[str, Any]:
+def of_batch(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
     """A micro-batch as a dictionary; None in place of a list that was not computed."""
 
     def split(values: Tensor | None) -> list[Tensor] | None:
         return None if values is None or len(values) != len(batch.mask) else list(values.clone().split(batch.lengths))
 
-    data: dict[str, Any] = {name: split(getattr(targets, field)) for name, field in OF_TARGETS.items()}
+    data: dict[str, Any] = {name: split(getattr(targets, field, None)) for name, field in OF_TARGETS.items()}
     data |= {name: split(getattr(batch, field)) for name, field in OF_BATCH.items()}
     return data | {
         "rewards": batch.rewards.tolist(), "response_lengths": batch.lengths, "total_lengths": batch.total_lengths,

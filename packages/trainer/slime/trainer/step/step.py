@@ -181,9 +181,10 @@ class TrainStep:
                 parts = scored.cpu().split(batch.lengths)
                 found = zip(batch.positions, parts, strict=True)
                 self.log_probs.update({p: part.numpy() for p, part in found if p in positions})
-            return self.loss(batch, outputs, work.targets[number], max(1, denominator), sums)
+            samples = [work.samples[position] for position in batch.positions]
+            return self.loss(batch, outputs, work.targets[number], samples, max(1, denominator), sums)
 
-        self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy)
+        self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy, logits=self.loss.logits)
         added = self.backend.model_losses()
         try:
             norm, lr = self.backend.optimizer_step()

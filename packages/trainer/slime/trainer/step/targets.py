@@ -78,7 +78,7 @@ class Preparation:
     def _needs_old_log_probs(self, updates: int) -> bool:
         """False where the policy at the start of the update is the old policy: `log_probs.detach()` is the same."""
         s = self.settings
-        if s.loss_type != "policy_loss":
+        if s.loss_type == "sft_loss":
             return False
         if s.use_rollout_logprobs:
             return s.get_mismatch_metrics and updates > 1

@@ -7,6 +7,7 @@ gathers the weights of a layer, as bfloat16, when it is run.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -227,22 +228,28 @@ class FsdpBackend(Backend):
     def drop(self, name: str) -> None:
         self.snapshots.drop(name)
 
-    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+    def forward_backward(
+        self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
+    ) -> None:
         for number, batch in enumerate(batches):
-            self._forward_backward(number, batch, loss, entropy)
+            self._forward_backward(number, batch, loss, entropy, logits)
 
-    def _forward_backward(self, number: int, batch: MaybeBatch, loss: LossFunction, entropy: str) -> None:
+    def _forward_backward(
+        self, number: int, batch: MaybeBatch, loss: LossFunction, entropy: str, with_logits: bool
+    ) -> None:
         # FSDP2 averages gradients over ranks, the plan's weights expect their sum.
         scale = self.ranks.world_size if self._cut else 1
         if batch is None:
             if self._cut:
                 self._idle(self.policy).backward()
-        elif not self._compiles:
+        elif not self._compiles or with_logits:
             logits = self._logits(self.policy, batch)
             if self.settings.recompute_loss_function:
                 outputs = checkpoint(self._outputs, batch, logits, entropy, use_reentrant=False)
             else:
                 outputs = self._outputs(batch, logits, entropy)
+            if with_logits:
+                outputs = dataclasses.replace(outputs, logits=logits)
             self._add_gradients([loss(number, batch, outputs) * scale])
         elif self._rows is not None and StaticRows.takes(batch):
             self._rows.forward_backward(self.policy, number, batch, loss, entropy, scale)

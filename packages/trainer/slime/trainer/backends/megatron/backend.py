@@ -178,7 +178,9 @@ class MegatronBackend(Backend):
             yield from ((b.grad_data, False) for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
         yield from ((tensor, True) for tensor in self.optimizer.tensors())
 
-    def forward_backward(self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none") -> None:
+    def forward_backward(
+        self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
+    ) -> None:
         aux_losses.clear(self.chunks)
         self._micro_batches = len(batches)
         if not batches:
@@ -186,7 +188,7 @@ class MegatronBackend(Backend):
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.scale = self._loss_scale(batches)
-        self._pipeline.train(batches, loss, entropy, self.optimizer.scale)
+        self._pipeline.train(batches, loss, entropy, self.optimizer.scale, logits=logits)
 
     def model_losses(self) -> dict[str, float]:
         if not self.needs_every_sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from slime.trainer.backends.megatron.model.head import Head
 from slime.trainer.backends.megatron.model.row import RankRow, cut
 from slime.trainer.backends.megatron.model.vocabulary import Scoring, real_columns
 from slime.trainer.batching.packing import PackedBatch
+from slime.types.errors import NotAvailable
 
 Chunks = list[torch.nn.Module]
 
@@ -75,8 +77,21 @@ class Pipeline:
         loss: Callable[[int, PackedBatch, Outputs], Tensor],
         entropy: str,
         scale: float,
+        *,
+        logits: bool = False,
     ) -> None:
-        """Adds the gradient of `scale` times the sum of losses to what the parameters hold."""
+        """Adds the gradient of `scale` times the sum of losses to what the parameters hold.
+
+        logits: whether the outputs have them. Raises NotAvailable where ranks have parts of them.
+        """
+        if logits and (self._context.size() > 1 or self._vocabulary.size() > 1):
+            raise NotAvailable(
+                "logits cannot be handed to a loss function with --tensor-model-parallel-size or "
+                "--context-parallel-size above 1: no rank has all of them; the function can do without them, as "
+                "fn(args, batch, sum_of_sample_mean)",
+                field="--custom-loss-function-path",
+            )
+        with_logits = logits
 
         def compute(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
@@ -85,6 +100,8 @@ class Pipeline:
                 outputs = checkpoint(self._outputs, batch, row, logits, entropy, use_reentrant=False)
             else:
                 outputs = self._outputs(batch, row, logits, entropy)
+            if with_logits:
+                outputs = dataclasses.replace(outputs, logits=self._scored(logits)[0][: len(batch.targets)])
             value = loss(number, batch, outputs)
             if row.trained is not None and self._vocabulary.size() == 1:
                 return value * scale, None
