@@ -28,7 +28,7 @@ from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.known_flags import why_not
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.config.sources import Sources
-from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
+from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet, steps
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
@@ -176,8 +176,9 @@ def _find_weights(values: dict[str, Any]) -> None:
         del values["load"]
     elif isinstance(load, str):
         values["load"] = find_checkpoint(load, step=values.get("ckpt_step"))
-    if isinstance(values.get("ref_load"), str) and values.get("ref_ckpt_step") is not None:
-        values["ref_load"] = find_checkpoint(values["ref_load"], flag="--ref-load", step=values["ref_ckpt_step"])
+    reference, step = values.get("ref_load"), values.get("ref_ckpt_step")
+    if isinstance(reference, str) and (step is not None or steps(Path(reference))):
+        values["ref_load"] = find_checkpoint(reference, flag="--ref-load", step=step)
 
 
 def _assemble(
