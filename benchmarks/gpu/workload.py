@@ -13,7 +13,7 @@ import torch
 
 from slime.types import Sample
 
-# Of SmolLM2-135M, Qwen3-0.6B, 4B and 8B; `tiny` is for trying the script.
+# Shapes of SmolLM2-135M, Qwen3-0.6B, 4B and 8B; `tiny` is for trying the script.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "135m": ("LlamaConfig", dict(
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,

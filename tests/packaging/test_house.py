@@ -104,6 +104,19 @@ def test_docstrings_begin_with_what_they_name_or_do(where: str) -> None:
     assert wrong == []
 
 
+def test_comments_begin_with_what_they_are_about() -> None:
+    """In the code of the packages; of the words of docstrings a comment may begin a whole sentence with these."""
+    words = [word for word in BANNED if word not in ("As", "Where")]
+    begins = re.compile(rf"^\s*# ({'|'.join(words)}) ")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in MODULES.values()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if begins.match(line)
+    ]
+    assert wrong == []
+
+
 def test_a_public_class_name_means_one_thing() -> None:
     scripts = [
         path for folder in ("benchmarks", "examples", "scripts", "tools") for path in (ROOT / folder).rglob("*.py")

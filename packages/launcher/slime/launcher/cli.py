@@ -29,7 +29,7 @@ commands:
 """
 
 
-# The exit code of a dry run whose GPUs are too small.
+# Exit code of a dry run that finds the GPUs too small.
 DOES_NOT_FIT = 3
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
-    # Before anything heavy is imported.
+    # Imports below take seconds; Ctrl-C has to work from the start.
     from slime.launcher.platform.signals import Terminated, farewell, terminate_as_interrupt
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -36,13 +36,13 @@ class Prefetch:
         self._run = run
         self._size = size
         self._next, self._stop = steps.start, steps.stop
-        # Rollouts that were begun and not taken, by number.
+        # Rollouts that have begun and were not taken yet, by number.
         self._waiting: dict[int, Future[Rollout]] = {}
         self._in_flight: Future[Rollout] | None = None
         self._paused = False
-        # When each generation began and ended; None while it lasts.
+        # Start and end of each generation; the end is None while it runs.
         self._times: dict[int, tuple[float, float | None]] = {}
-        # A call that is over when it is begun comes back here at once, in the same thread.
+        # A future that is done already calls back at once, in the same thread.
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:

@@ -77,7 +77,7 @@ class Trainer:
         self._convert = load_setting(settings, "custom_convert_samples_to_train_data_path")
         if settings.keep_old_actor:
             self._step.preparation.old_policies = OldPolicies(self.backend, self.state.weight_version)
-        # What the last iteration answered, for a call that is repeated.
+        # The answer of the last iteration, for a call that is repeated.
         self._last = TrainedStep()
         self._acknowledged = True
         self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train)

@@ -67,7 +67,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         reader = GGUFReader(path)
         end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
-    # What numpy and struct raise on a file that ends early differs with where it ends.
+    # numpy and struct raise different errors, depending on where the file ends.
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise _invalid(path, f"cut short or damaged: {error}") from None
     if path.stat().st_size < end:
@@ -112,7 +112,7 @@ def _write_model(source: Path, target: Path, metadata: dict[str, Any], dtype: st
     progress("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _set_special_tokens(tokenizer, metadata)
-    # Attributes alone are not saved; arguments of the constructor are.
+    # save_pretrained writes init_kwargs, not attributes.
     tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side = "left"
     tokenizer.model_max_length = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
     for name in ("is_local", "local_files_only"):
@@ -141,7 +141,7 @@ def _write_model(source: Path, target: Path, metadata: dict[str, Any], dtype: st
 
 
 def _set_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
-    # transformers' defaults for a tokenizer family win over the file's ids otherwise.
+    # Otherwise transformers' defaults for a tokenizer family override the file's ids.
     for name in ("bos", "eos", "pad", "unk"):
         token_id = metadata[name]
         if token_id is not None:

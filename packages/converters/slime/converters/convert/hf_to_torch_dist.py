@@ -241,7 +241,7 @@ def write_chunks(job: ImportJob) -> list[WrittenChunk]:
             for rows in chunk_rows(parameter, dtype):
                 tensor = source.load_rows(parameter, rows, dtype)
                 file.add(place, parameter.shape, tensor, (rows.start, *(0 for _ in parameter.shape[1:])), aliases)
-                # Before the next one is made.
+                # Frees the memory before the next piece is allocated.
                 del tensor
     source.close()
     return file.chunks

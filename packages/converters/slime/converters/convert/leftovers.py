@@ -24,7 +24,7 @@ from slime.converters.files.safetensors_dir import write
 from slime.converters.torch_dist.reader import TorchDist
 from slime.types.errors import InvalidFile
 
-# Within the `hf` directory of a checkpoint.
+# Directory inside `hf` of a checkpoint.
 OTHERS = "others"
 SMALL_BYTES = 1 << 20
 SHOWN = 10

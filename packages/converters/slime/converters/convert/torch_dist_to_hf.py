@@ -31,7 +31,7 @@ from slime.converters.torch_dist.reader import Parameters, TorchDist
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile, NotFound
 
-# What belongs to the model among the keys of a checkpoint; others are of the optimizer or of the run.
+# Keys of the model in a checkpoint; others belong to the optimizer or to the run.
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 Progress = Callable[[str], None]
@@ -271,7 +271,7 @@ def write_tensors(job: ExportJob) -> None:
                         index = (slice(first + shift, last + shift), *piece.hf_index[1:])
                         source = (slice(first - rows.start, last - rows.start), *piece.index[1:])
                         files.write(piece.hf_name, index, data[source])
-                # Before the next one is made.
+                # Frees the memory before the next piece is allocated.
                 del data
     found.checkpoint.close()
 

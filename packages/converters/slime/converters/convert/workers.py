@@ -116,7 +116,7 @@ def _end_with_parent() -> None:
     assert parent is not None
 
     def watch() -> None:
-        # This thread has nothing else to do, and the process ends when the parent does.
+        # No deadline: a daemon thread may wait as long as the process lives.
         wait([parent.sentinel])
         os._exit(1)
 

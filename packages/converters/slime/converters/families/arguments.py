@@ -19,10 +19,10 @@ from slime.converters.families.config_json import (
 )
 from slime.types.errors import NotAvailable
 
-# What Megatron's code has for Llama 3's rotary scaling, without arguments.
+# Constants of Llama 3's rotary scaling in Megatron's code, which no argument changes.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# Experts of a group whose scores make up the group's; Megatron takes topk // chosen groups.
+# A group's score is the sum over its best experts, this many; Megatron takes topk // chosen groups.
 BEST_OF_GROUP = 2
 
 
@@ -105,7 +105,7 @@ def sigmoid_router(config: Config) -> dict[str, Any]:
     args: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # A policy is trained with the choice of experts that engines make.
+        # Trainer and engines must choose the same experts, so the bias stays fixed.
         "moe_router_bias_update_rate": 0.0,
     }
     if config.get("routed_scaling_factor", 1.0) != 1.0:

@@ -12,7 +12,7 @@ from slime.converters.families.base import Config
 from slime.converters.families.config_json import query_groups, required, tied
 from slime.converters.families.mapping import Parameter, copy, qkv, stack
 
-# Every family's, but for layers that predict ahead.
+# Shared by all families except in layers for multi-token prediction.
 LAYER, HF_LAYER = "decoder.layers.{}.", "model.layers.{}."
 
 

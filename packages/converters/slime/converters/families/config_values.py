@@ -26,7 +26,7 @@ def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole(0), value))
 
 
-# (the kind in words, whether a value is of it, the keys); null is a key that is not there.
+# (description, test of a value, keys); null counts as missing.
 _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("a whole number of at least 1", _whole(1), (
         "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
@@ -55,7 +55,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("an object", lambda value: isinstance(value, dict), ("rope_scaling", "rope_parameters", "quantization_config")),
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# (a key, another one, whether their values go together, what the first is of the second)
+# (key, other key, test of both values, description of the relation)
 _RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
     ("num_key_value_heads", "num_attention_heads", lambda a, b: b % a == 0, "a divisor of"),
     ("n_group", "n_routed_experts", lambda a, b: b % a == 0, "a divisor of"),

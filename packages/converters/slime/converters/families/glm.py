@@ -11,10 +11,10 @@ from slime.converters.families.config_json import head_dim, moe_layers, num_mtp_
 from slime.converters.families.mapping import Parameter, copy
 from slime.converters.families.mtp import mtp_parameters, shared_copies
 
-# Of transformers' Glm4Config.
+# Defaults of transformers' Glm4Config.
 GLM4_HEAD_DIM = 128
 GLM4_NORM_EPSILON = 1.5625e-07
-# Of a head's channels, the part that positions rotate by default.
+# Default share of a head's channels that rotary positions rotate.
 ROTATED = 0.5
 
 

@@ -10,7 +10,7 @@ from slime.converters.families.base import Config, Family
 from slime.converters.families.config_json import head_dim, moe_layers, refuse, required
 from slime.converters.families.mapping import Parameter
 
-# Of transformers' Qwen3Config and Qwen3MoeConfig.
+# Defaults of transformers' Qwen3Config and Qwen3MoeConfig.
 QWEN3_HEAD_DIM = {"qwen3": 128, "qwen3_moe": None}
 
 

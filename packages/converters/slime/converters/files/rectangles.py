@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 BUFFER_BYTES = 16 << 20
-# Of a tensor that goes from file to file.
+# Most bytes of a tensor that are held while it is copied between files.
 PIECE_BYTES = 64 << 20
 
 

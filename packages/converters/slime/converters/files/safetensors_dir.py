@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Of a file's name: of how many it is one.
+# The number of shards in the name of one.
 _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 SHARD_BYTES = 5 << 30
 # The format's own limit on its JSON header.
@@ -222,7 +222,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     with disk_errors(path):
         save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors makes files that only their owner reads; these are read by engines of other users too.
+        # safetensors creates files that only their owner may read; engines of other users read these, too.
         os.chmod(path, 0o644)
 
 
@@ -240,7 +240,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         raise OutOfSpace(f"no space left while writing {path}", field="path", value=str(path)) from None
     except RuntimeError as error:
-        # torch.save raises one of its own on the way out, with what the file raised as its context.
+        # torch.save raises an error of its own, with the file's error as context.
         if not isinstance(error.__context__, OSError):
             raise
         raise write_error(error.__context__, path) from None

@@ -24,7 +24,7 @@ from slime.types.settings import Parser, add_flags, build
 
 Config = Mapping[str, Any]
 
-# What of a model each argument says -> the keys of config.json that say the same, as the families read them.
+# Arguments that describe a model -> the keys of config.json with the same meaning, as the families read them.
 MODEL: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "num_layers"),
     "hidden_size": ("hidden_size",),
@@ -76,7 +76,7 @@ MODEL: dict[str, tuple[str, ...]] = {
     "mscale_all_dim": ("rope_scaling",),
     "mtp_num_layers": ("num_nextn_predict_layers",),
 }
-# Of those, the ones that mean nothing without another: argument -> the one that must be set.
+# Arguments that have no effect without another -> that other one.
 ONLY_WITH = {
     **dict.fromkeys(
         ("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"), "num_experts"
@@ -89,7 +89,7 @@ ONLY_WITH = {
     ),
     "rope_scaling_factor": "use_rope_scaling",
 }
-# Also part of MODEL_ARGS, beside the flags of the table.
+# Allowed in MODEL_ARGS beside the flags of the table.
 PRECISION = ("--bf16",)
 
 
@@ -219,10 +219,10 @@ def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[s
     if name == "mtp_num_layers":
         return a <= b
     if name == "moe_router_pre_softmax":
-        # A sigmoid of each expert is the same before and after the choice.
+        # Sigmoid scores do not depend on whether they are computed before or after the choice.
         return theirs["moe_router_score_function"] == "sigmoid" or a == b
     if name in ("mscale", "mscale_all_dim") and mine["rotary_scaling_factor"] == theirs["rotary_scaling_factor"] == 1:
-        # Both scale attention by a logarithm of the factor, which is 0.
+        # Both multiply log(factor), which is 0 here.
         return True
     if name in ("group_query_attention", "kv_channels") and theirs["multi_latent_attention"]:
         return True

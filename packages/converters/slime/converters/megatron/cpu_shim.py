@@ -93,7 +93,7 @@ def _is_cuda(device: object) -> bool:
         return device.split(":")[0] == "cuda"
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    # A device of no type is an ordinal of the accelerator: what torch.cuda.current_device returns on a GPU.
+    # A bare integer is the index of an accelerator, as torch.cuda.current_device returns it.
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -166,7 +166,7 @@ def random_numbers() -> None:
         torch.cuda, get_rng_state=get, set_rng_state=put, manual_seed=torch.manual_seed, manual_seed_all=_ignored_seed
     )
     _replace(random, _get_cuda_rng_state=get, _set_cuda_rng_state=put)
-    # It compares the generators, which are one here.
+    # Megatron compares the CPU and GPU generators, which are the same here.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )

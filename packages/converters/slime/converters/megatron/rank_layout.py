@@ -195,7 +195,7 @@ def _size(args: Args, name: str) -> int:
     size = args.get(name)
     if name == EXPERT_TENSOR and size is None:
         size = args.get(TENSOR)
-    # A value of another type has not been checked yet, and is refused where its setting is read.
+    # A value of a wrong type is refused later, where its setting is read.
     return size if type(size) is int and size > 0 else 1
 
 

@@ -22,7 +22,7 @@ from slime.converters.files.rectangles import Stored
 from slime.converters.torch_dist.unpickle import AllowList, loads_saved
 from slime.types.errors import InvalidFile
 
-# Of a zip's local file header, before the name.
+# Fixed part of a zip's local file header.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 

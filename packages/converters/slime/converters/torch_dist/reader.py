@@ -75,7 +75,7 @@ class TorchDist:
         self.description = self._read_description()
 
     def _read_metadata(self, metadata: Any) -> None:
-        # Of objects that are no tensors the index has no offset.
+        # Entries of objects that are not tensors have no offset.
         where = {
             (index.fqn, tuple(getattr(index, "offset", None) or ())): stored
             for index, stored in metadata.storage_data.items()

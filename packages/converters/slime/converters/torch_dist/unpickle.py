@@ -84,7 +84,7 @@ _METADATA = {
         "filesystem._StoragePrefix",
     )
 }
-# Settings of Megatron's that `common.pt` holds and that are of no use to a converter.
+# Megatron's settings in `common.pt`, which a converter does not need.
 _STAND_INS = (
     "megatron.core.enums.",
     "megatron.core.transformer.enums.",
@@ -125,7 +125,7 @@ class AllowList(pickle.Unpickler):
         self._known = _PLAIN | (extra or {})
 
     def find_class(self, module: str, name: str) -> Any:
-        # torch.save's pickles spell it as Python 2 did.
+        # torch.save writes pickles of protocol 2, where the module has Python 2's name.
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full in self._known:
             return self._known[full]

@@ -75,7 +75,7 @@ class ChunkFile:
         """
         offset = self._file.tell()
         with disk_errors(self.path):
-            # A view would be saved with all of what it is a view of.
+            # torch.save writes the whole storage of a view.
             dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
             torch.save(dense.view([1] * len(place.lead) + list(tensor.shape)), self._file)
         keys = (place.key, *(alias.key for alias in aliases))
@@ -117,7 +117,7 @@ def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
 
     Raises InvalidFile for parts that are not one tensor, OutOfSpace.
     """
-    # Seconds to import, and of no use to those that write tensors.
+    # Takes seconds to import, and workers that only write tensors do not need it.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

@@ -46,7 +46,7 @@ class KeeperReader(BlobReader):
         except ray.exceptions.GetTimeoutError:
             raise self.late(wanted) from None
         except ray.exceptions.RayError as error:
-            # The keeper died, and what it had put went with it, or a node did that held it.
+            # Objects in Ray go with the keeper that put them, and with the node that held them.
             raise self.gone(wanted, first_line(error)) from None
 
     def late(self, wanted: Sequence[bytes]) -> DeadlineExceeded:

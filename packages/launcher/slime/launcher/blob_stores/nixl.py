@@ -28,7 +28,7 @@ KIND = "DRAM"
 UNDER_WAY = "PROC"
 POLL_SECONDS = 0.0005
 
-# Agents are not for several threads at a time; memory may be forgotten wherever its last user ends.
+# Agents are not thread-safe, and garbage collection may release memory in any thread.
 _agent_lock = threading.RLock()
 _abandoned: list[_Region] = []
 
@@ -54,7 +54,7 @@ class _Region:
         self.address = data.ctypes.data
         with _agent_lock:
             registered = agent.register_memory([(self.address, data.nbytes, 0, "")], KIND)
-        # What it is called with keeps the memory for as long as it is registered.
+        # The arguments of the finalizer keep the memory alive while it is registered.
         self.end = weakref.finalize(self, _forget, agent, registered, data)
 
 
@@ -124,7 +124,7 @@ class NixlReader(KeeperReader):
         with _agent_lock:
             state = _copied(agent, metadata, here, there, deadline)
         if state == UNDER_WAY:
-            # What may still be written must stay.
+            # A peer may still write into this memory, so it is never freed.
             _abandoned.append(region)
             raise self.late(wanted)
         region.end()

@@ -26,10 +26,10 @@ SETTINGS: dict[str, type] = {
     "megatron": MegatronSettings,
 }
 
-# Flags that other programs define, under a prefix.
+# Flags that other programs define, passed on under a prefix.
 FAMILIES: tuple[FlagFamily, ...] = (SGLANG_FLAGS,)
 
-# The launcher gives these to the services itself, from the addresses that it gets when it starts them.
+# The launcher sets these itself, to the addresses of the services that it starts.
 WIRED = frozenset({"buffer_address", "rollout_address"})
 
 

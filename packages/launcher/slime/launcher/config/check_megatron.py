@@ -88,7 +88,7 @@ def _check_checkpoint(
     if (hf_dir / "config.json").is_file():
         carried = read_model_config(hf_dir, model_name)
         described = find_family(carried).arguments(carried)
-        # Layers that predict ahead may be left out of a checkpoint and of a model alike; lengths are no weights.
+        # A checkpoint may leave out layers for multi-token prediction, and a length changes no weight.
         for name in ("mtp_num_layers", "max_position_embeddings"):
             described.pop(name, None)
         check_model_args(described, config, source=f"{source}, by the checkpoint of {flag} {directory}")

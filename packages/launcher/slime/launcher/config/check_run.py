@@ -39,7 +39,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ROW_SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
 
-# A larger number is a slip of the finger, and would be planned rank by rank.
+# A larger number is a typing error, and planning it rank by rank would take for ever.
 MOST_GPUS = 1_000_000
 
 
@@ -173,7 +173,7 @@ def _check_batch(args: Mapping[str, Any]) -> None:
 def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Raises MissingFile or InvalidFile naming the flag, without reading the files as a whole."""
     for name in ("hf_checkpoint", "ref_load"):
-        # The reference may be a Megatron checkpoint; the tokenizer lies beside the initial weights.
+        # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
         may_be_megatron = name == "ref_load" and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
             _check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
@@ -256,7 +256,7 @@ def check_plugins(args: Mapping[str, Any]) -> None:
 
 
 def _check_agents(args: Mapping[str, Any]) -> None:
-    # As the rollout service shows them to plug-ins.
+    # Plug-ins get SGLang's flags under these names from the rollout service, too.
     of_sglang = {f"sglang_{name}": value for name, value in args["sglang_args"].items()}
     settings = AgentSettings.from_args(SimpleNamespace(**{**args, **of_sglang}))
     if settings.region is not None and importlib.util.find_spec("boto3") is None:

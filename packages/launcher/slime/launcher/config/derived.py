@@ -28,7 +28,7 @@ def imply(values: dict[str, Any]) -> None:
                 raise InvalidSetting.conflict("--offload", as_typed(name, False), "it sets the opposite")
             values[name] = True
     if any(values.get(name) is not None for name in MEGATRON_SETTINGS):
-        # Command lines for a system that has no other backend do not name it.
+        # Command lines of the original never name the backend: it has only Megatron.
         values.setdefault("train_backend", "megatron")
     if values.get("true_on_policy_mode") is True and values.get("global_batch_size") is None:
         values.setdefault("num_steps_per_rollout", 1)

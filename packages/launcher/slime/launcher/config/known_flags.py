@@ -13,7 +13,7 @@ from slime.launcher.config.catalogue import Flag, declared, type_name
 from slime.rollout.engines.sglang.reserved import RESERVED
 from slime.types.settings import flag_help, flag_names
 
-# Reason -> names. A name that a package declares as a setting is available, whatever stands here.
+# Names by the reason why they are refused. A setting that a package declares is available even if it is listed here.
 PLANNED: dict[str, str] = {
     "checks for the test runs of the original system": """ci-test ci-disable-kl-checker
         ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm""",
@@ -45,7 +45,7 @@ ROUTER = "a setting of SGLang's router; this version sends to its own engines di
 KNOWN: dict[str, str] = {name: reason for reason, names in PLANNED.items() for name in names.split()}
 
 
-# Words of other tools -> what says the same here. The nearest spelling would be another thing.
+# Flags of other tools -> ours that mean the same; the nearest spelling here would mean something else.
 ELSEWHERE: dict[str, str] = {
     "model": "--hf-checkpoint DIR",
     "model-name-or-path": "--hf-checkpoint DIR",
@@ -220,7 +220,7 @@ def _shown(default: Any) -> str:
     if default is dataclasses.MISSING:
         return "required"
     if isinstance(default, bool):
-        return "off"  # the flag of what is on by default is the one that turns it off
+        return "off"  # the table shows the flag that changes the default
     return "" if default is None else f"`{default}`"
 
 

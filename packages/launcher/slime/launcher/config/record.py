@@ -19,7 +19,7 @@ from slime.launcher.config.run_config import RunConfig
 from slime.types.files import write_whole
 
 SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
-# They name the one run that has this file; another needs its own.
+# These identify the run itself; a repetition needs values of its own.
 OWN = ("output_dir", "run_name", "overwrite")
 GIT_SECONDS = 5.0
 

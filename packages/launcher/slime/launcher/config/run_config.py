@@ -100,7 +100,7 @@ class RunConfig:
         done, stop = rollout_id + 1, self.launcher.num_rollout
         if done == stop or interval is None:
             return done == stop
-        # --num-epoch is counted into --num-rollout when the run starts.
+        # --num-rollout has been computed from --num-epoch by now.
         epoch = (stop or 0) // (self.launcher.num_epoch or 1) if self.launcher.num_epoch else 0
         return done % interval == 0 or bool(epoch and done % epoch == 0)
 
@@ -157,7 +157,7 @@ def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
     flags = declared()
     parser = training_parser()
     declared_names = set(build_parser(flags).flag_names())
-    # A name that is known here keeps its reason, also where a family has a flag of that name.
+    # A name that is refused here stays refused even if a family of flags has it.
     available = [name for name in parser.flag_names() if name in declared_names or why_not(name[2:]) is None]
     return flags, parser, available
 
@@ -194,7 +194,7 @@ def _assemble(
     share_optimizer(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
-        # The buffer keeps what the class gives; it has no prompts and no choice of its own.
+        # With a data source of the user's the buffer neither reads prompts nor chooses among them.
         parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
     parts["buffer"] = with_needs_of_training(parts["buffer"], parts["trainer"], vocab_size=values.get("vocab_size"))
     flat = dict(extra)
@@ -211,7 +211,7 @@ def _assemble(
 def _name_run(values: dict[str, Any]) -> None:
     output_dir = values.get("output_dir")
     if not values.get("run_name"):
-        # Unlike Path.resolve, says nothing of a loop of links: the check of the directory does.
+        # Path.resolve would raise on a loop of links, which the check of the directory reports better.
         name = Path(os.path.realpath(output_dir)).name if isinstance(output_dir, str) else ""
         values["run_name"] = name or f"{datetime.now():%Y%m%d-%H%M%S}"
     if not output_dir:

@@ -18,7 +18,7 @@ from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvai
 from slime.types.settings import Parser, flag_names, merge
 
 PREFIX = "SLIME_"
-# Variables with that prefix that are no settings of a run: names and beginnings of names.
+# Variables that begin like settings but are none: whole names and prefixes.
 OTHER = ("SLIME_MEGATRON_FLAGS", "SLIME_PANTS_", "SLIME_TEST_", "SLIME_DIR")
 # The similarity from which a variable counts as a misspelled flag.
 SLIP = 0.85
@@ -170,7 +170,7 @@ def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:
 
 def _keys(flag: Flag) -> list[str]:
     names = _own_keys(flag)
-    # argparse makes the second of the two flags that such a switch has.
+    # argparse adds the --no- form of such a switch by itself.
     both = _is_switch(flag) and flag.default is None and flag.field.metadata["switch"] is None
     return [*names, *(f"no_{key}" for key in names if both)]
 

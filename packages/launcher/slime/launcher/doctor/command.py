@@ -36,7 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "run": check_run,
 }
 
-# In front of the flags, where somebody pastes a whole command.
+# Words in front of the flags, for those who paste a whole command.
 PASTED = ("slime", "train", "train-async")
 
 DESCRIPTION = """Checks this machine before a run costs money. It changes nothing.
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     while words and words[0] in PASTED:
         del words[0]
-    # Plug-ins are loaded: that must leave no compiled file beside them, and nothing of theirs between our lines.
+    # Loading plug-ins must leave no compiled file beside them, and their output must not mix with ours.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     output = sys.stdout
     try:

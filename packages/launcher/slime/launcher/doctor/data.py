@@ -15,7 +15,7 @@ from slime.types.errors import ConfigError, SlimeError
 from slime.types.files import check_readable
 from slime.types.vision import IMAGE
 
-# Rows of a file that are read however long it takes, and how long more of them are read; a run reads all.
+# The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all.
 ROWS = 2000
 SECONDS = 5.0
 

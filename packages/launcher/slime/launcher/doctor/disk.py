@@ -10,7 +10,7 @@ from slime.launcher.doctor.needs import checkpoints
 from slime.launcher.plan.trainer_memory import byte_size
 from slime.launcher.platform import probes
 
-# Logs, metrics and the state of the buffer.
+# Room for logs, metrics and the state of the buffer.
 LEAST_BYTES = 1 << 30
 DIRECTORIES = {
     "output_dir": "--output-dir",

@@ -76,7 +76,7 @@ def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[
                 found.put(finding)
         except SlimeError as error:
             found.put(fail(str(error), "mend what the message names"))
-        except (Exception, SystemExit) as error:  # whatever it was, the other checks still have something to say
+        except (Exception, SystemExit) as error:  # one broken check must not hide the others
             found.put(
                 fail(f"{name}: {type(error).__name__}: {error}", "the check itself broke here; look at it by hand")
             )

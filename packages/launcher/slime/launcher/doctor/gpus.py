@@ -59,7 +59,7 @@ def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
 
 def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Finding]:
     if subject.config is None or subject.flag("ray_address") or os.environ.get("RAY_ADDRESS"):
-        return  # the GPUs that count are the cluster's
+        return  # only the cluster's GPUs count
     from slime.launcher.plan.run_plan import Hardware, make_plan
     from slime.types.errors import ConfigError
 

@@ -8,9 +8,9 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes
 
-# A process of a run on a CPU: Python, torch and gRPC, before any weights.
+# Memory of one process of a CPU run before it loads weights: Python, torch and gRPC.
 PROCESS_BYTES = 1 << 30
-# NCCL passes tensors between the GPUs of a machine through it, Ray its objects.
+# NCCL and Ray pass data between the processes of a machine through shared memory.
 SHARED_BYTES = 1 << 30
 LEAST_SHARED_BYTES = 64 << 20
 OPEN_FILES = 4096

@@ -79,7 +79,7 @@ def check_tokenizer(flag: str, directory: Path) -> Iterator[Finding]:
 
     try:
         tokenizer = load_tokenizer(str(directory))
-    except Exception as error:  # the library of tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises plain exceptions
         yield fail(f"{flag} {directory}: the tokenizer does not load: {_first_line(error)}", AGAIN)
         return
     yield ok(f"{flag}: tokenizer of {len(tokenizer):,} tokens")

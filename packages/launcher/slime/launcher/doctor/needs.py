@@ -20,7 +20,7 @@ def machine_memory(subject: Subject) -> tuple[float, str] | None:
         plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in found), size or None, "this machine"))
         return plan.host_memory()
     except ConfigError:
-        return None  # what is wrong with the flags or the model, other checks say
+        return None  # other checks report what is wrong with the flags or the model
 
 
 def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
@@ -37,8 +37,8 @@ def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
     except ConfigError:
         return None
     size, words = checkpoint_bytes(trainer, parameters)
-    # With --num-epoch their number is known when the data has been counted.
+    # With --num-epoch the number of rollouts is known only when the data has been counted.
     written = sum(config.saves_after(rollout) for rollout in range(settings.num_rollout or 1))
-    # An older one is deleted when the newer is complete.
+    # An older checkpoint is deleted only when the newer one is complete, so both exist for a while.
     kept = min(written, settings.save_keep + 1) if settings.save_keep else written
     return size, kept, words

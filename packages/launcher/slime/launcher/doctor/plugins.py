@@ -16,7 +16,7 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
     settings = declared()
     paths = [name for name in settings if flag_name(name) in CONTRACTS]
     without = {name: flag.default for name, flag in settings.items()}
-    # Keys of --custom-config-path and of --sglang-NAME are what some plug-ins are configured by.
+    # Some plug-ins are configured by keys of --custom-config-path and of --sglang-NAME.
     own = {name: value for name, value in subject.args.items() if name not in settings}
     own["sglang_args"] = subject.flag("sglang_args") or {}
     for name in ("rm_type", "eval_overrides", *paths):

@@ -19,7 +19,7 @@ from slime.launcher.doctor.model import check_weights
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
 from slime.types.errors import InvalidFile, InvalidSetting
 
-# Who scores, or makes, samples in a way of their own need not have a reward function.
+# A run with one of these plug-ins may score samples itself and needs no reward function.
 OWN_WAYS = ("rollout_function_path", "custom_generate_function_path")
 
 
@@ -32,7 +32,7 @@ def check_start(config: RunConfig) -> None:
     directory = Path(config.trainer.hf_checkpoint)
     if config.generates:
         check_tokenizer(directory)
-    # Weights may come from elsewhere, as a plan needs none; those that are there have to be whole.
+    # The weights may come from --load instead; files that exist have to be complete.
     if any(directory.glob("*.safetensors*")):
         _raise_first(check_weights("--hf-checkpoint", directory))
 
@@ -46,7 +46,7 @@ def check_tokenizer(directory: Path) -> None:
 
     try:
         Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # tokenizers raises plain exceptions
         raise InvalidFile(
             f"--hf-checkpoint {directory}: its tokenizer does not load: {path.name}: {error}",
             field="--hf-checkpoint", value=str(directory), expected="a tokenizer",
@@ -61,7 +61,7 @@ def check_rewards(config: RunConfig) -> None:
     if any(args[name] != flags[name].default for name in OWN_WAYS):
         return
     if args["data_source_path"] != DEFAULT_DATA_SOURCE or not args["rollout_global_dataset"]:
-        return  # samples of clients and of the user's class may name their own
+        return  # clients and the user's own class may name a reward in each sample
     for where, row in _rows(str(args["prompt_data"])):
         metadata = row.get(args["metadata_key"])
         if not isinstance(metadata, dict) or not metadata.get("rm_type"):

@@ -13,7 +13,7 @@ from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkp
 from slime.launcher.run_directory.earlier_run import check_unused
 from slime.types.errors import ConfigError
 
-# The checks of the model and of the data have said what is wrong with these.
+# The checks of the model and of the data report these flags.
 SAID = ("--hf-checkpoint", "--ref-load", "--load", "--prompt-data", "--eval-prompt-data")
 
 

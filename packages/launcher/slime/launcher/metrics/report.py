@@ -37,9 +37,9 @@ COLUMNS = (
 )
 SHOWN_EXAMPLES = 3
 REWARD = "rollout/raw_reward"
-# The first evaluation's samples.
+# Samples of the first evaluation.
 EXAMPLES = "eval_samples.json"
-# Of what else is told of an evaluation set.
+# Keys of an evaluation set besides its score.
 DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long|accuracy|n_samples|failed)$")
 
 
@@ -114,7 +114,7 @@ class Report:
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
         self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
-        # A run that only evaluates adds to what is there.
+        # A run that only evaluates appends to the metrics of the earlier run.
         written_from = first_step if self._num_steps > 0 else None
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)
         self._samples = KeptSamples(self.output_dir, written_from)
@@ -172,7 +172,7 @@ class Report:
         if self.log_samples:
             self._samples.write(step, samples)
         self._write(step, metrics)
-        if REWARD in metrics:  # not where the groups of an earlier start are trained on again
+        if REWARD in metrics:  # missing when groups of an earlier start are trained on again
             self._rewards[step] = metrics[REWARD]
         if self._first:
             self._print("  ".join(f"{heading:>10}" for heading, _, _ in COLUMNS))

@@ -16,7 +16,7 @@ from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
 DROPPED = "rollout/dynamic_filter/drop_"
-# Rejections that no filter of a rollout decided on.
+# Rejections that do not come from a filter of the rollout.
 OTHERS = (RETURNED, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
@@ -31,7 +31,7 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
         return metrics
     metrics |= rollout_metrics(sealed_groups(sealed), args)
     if args.rollout_function_path == RolloutSettings.rollout_function_path:
-        # It counts these; where the run ended before it could say so, nothing was given back since.
+        # The rollout counts these; without its metrics, because the run ended before, there were none.
         metrics = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0} | metrics
     for reason in ("prompt_too_long", "prompt_unusable"):
         if f"rollout/{reason}" in metrics or reason in sealed.rejected:

@@ -11,7 +11,7 @@ from slime.launcher.metrics.files import Metrics
 from slime.types import Sample
 
 LONGEST_TEXT = 4000
-# So many steps in a row without a gradient are no accident.
+# This many steps in a row without a gradient are no accident.
 SILENT_STEPS = 2
 
 

@@ -51,7 +51,7 @@ def choose_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, .
 
 def _engines_on_one(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
     engines = request.engines
-    # The tightest fit leaves whole nodes to the trainer.
+    # The tightest fit leaves the most whole nodes to the trainer.
     for place in sorted(
         (i for i, count in enumerate(gpus) if count >= engines), key=lambda i: gpus[i] if engines else i
     ):
@@ -67,7 +67,7 @@ def _engines_on_several(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
         return (gpus[node] - taken) // request.per_engine * request.per_engine
 
     fitting = [i for i, count in enumerate(gpus) if count >= request.ranks]
-    # The trainer goes where it takes least away from the engines.
+    # The trainer takes the nodes where it costs the engines least.
     trainer = sorted(sorted(fitting, key=lambda i: room(i, 0) - room(i, request.ranks))[: request.nodes])
     if len(trainer) < request.nodes:
         return None

@@ -30,7 +30,7 @@ from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting
 
-# The engine works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
+# Trainer and engine share the cores: OpenMP threads that spin while they wait slow both down tenfold.
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -108,7 +108,7 @@ def plan_placement(
     asked, engine = rollout.rollout_num_gpus, rollout.rollout_num_gpus_per_engine
     external = bool(rollout.rollout_external_engine_addrs) or launcher.debug_train_only
     if launcher.debug_rollout_only:
-        # What the trainer would have shared with the engines is theirs alone.
+        # Without a trainer the engines get the GPUs that they would have shared with it.
         asked = asked or (nodes * ranks if launcher.colocate else None)
         nodes, ranks = 1, 0
     if nodes > len(counts):
@@ -193,9 +193,9 @@ def trainer_environment(launcher: LauncherSettings, gpus: bool) -> dict[str, str
     """Environment variables of a trainer's process, over those that it inherits."""
     variables = {} if gpus else dict(SHARED_CORES)
     if gpus and launcher.train_backend == "megatron" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
-        # Megatron overlaps tensor-parallel communication with computation by the order in one hardware queue.
+        # Megatron's overlap of communication and computation relies on the order of one hardware queue.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if gpus and not launcher.colocate and "NCCL_CUMEM_ENABLE" not in os.environ:
-        # SGLang's processes run without; of two sides that differ NCCL says `invalid argument` in the first broadcast.
+        # SGLang switches this off; if both sides differ, NCCL's first broadcast fails with `invalid argument`.
         variables["NCCL_CUMEM_ENABLE"] = "0"
     return variables | launcher.train_env_vars

@@ -92,7 +92,7 @@ def of_stages(config: Config, args: Mapping[str, Any], sizes: Sizes) -> list[Hel
             if parameter.is_expert:
                 match = _EXPERT.search(parameter.name)
                 assert match is not None
-                # Rank 0 of the expert group stands for all: they share experts evenly.
+                # Ranks share experts evenly, so that rank 0 of the expert group stands for all.
                 if int(match[1]) < int(args["num_experts"]) // sizes.expert:
                     experts[stage] += math.prod(parameter.local_shape(sizes.expert_tensor))
             else:

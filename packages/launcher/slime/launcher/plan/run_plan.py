@@ -50,7 +50,7 @@ def _place(config: RunConfig, hardware: Hardware) -> Placement:
         one = nodes == 1 and not (hardware.assumed and asked > count)
         if one or engine > count:
             raise
-    # Whole engines alone fill as many.
+    # The engines need no more than nodes of their own.
     most = nodes + -(-asked // (count // engine * engine))
     for several in range(nodes + 1, most):
         try:

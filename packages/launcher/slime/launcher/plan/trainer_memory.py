@@ -20,9 +20,9 @@ from slime.trainer.settings.trainer import TrainerSettings
 GIB = 1 << 30
 # CUDA's context, its libraries' kernels and NCCL's buffers of a process.
 CONTEXT_BYTES = 1 << 30
-# Bytes that a layer keeps for the backward pass for each token and each unit of: hidden size, width of the queries,
-# width of the keys, inner size of the MLP. Norms are in float32 whatever the rest is. Counted from tensors that
-# autograd saved; Megatron's in bfloat16 from the peak on a GPU, where its MLP is fused.
+# Bytes that a layer keeps for the backward pass, per token and per unit of hidden size, width of the queries,
+# width of the keys and inner size of the MLP. Norms are always float32. Counted from the tensors that
+# autograd saved; for Megatron in bfloat16 from the peak on a GPU, where its MLP is fused.
 KEPT = {
     "fsdp float32": (24, 16, 16, 16),
     "fsdp bfloat16": (16, 10, 10, 8),
@@ -30,7 +30,7 @@ KEPT = {
     "megatron float32": (25, 25, 13, 21),
     "megatron bfloat16": (14, 12, 12, 6),
 }
-# Logits, their log-softmax and its gradient in float32, or 16-bit logits with their gradient and both of the others.
+# Logits, log-softmax and its gradient in float32; or 16-bit logits and gradient beside the other two.
 BYTES_A_LOGIT = 12
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 

@@ -20,7 +20,7 @@ import psutil
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 
 SHARED_MEMORY = Path("/dev/shm")
-# Where Ray notes the address of the cluster that was started on this machine.
+# Ray writes the address of the cluster that was started on this machine into this file.
 RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 

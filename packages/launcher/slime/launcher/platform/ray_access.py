@@ -21,7 +21,7 @@ AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY
 # of Ray binds to it. Given 127.0.0.1 as an address, Ray would take another one of this machine in its place.
 SEVERAL_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 CHECK_SECONDS = 10.0
-# Any call of Ray's that changes nothing.
+# A call of Ray's that changes nothing, to see whether it asks for a token.
 CHECKED_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
@@ -66,7 +66,7 @@ def own_cluster() -> Iterator[None]:
     from ray._private import ray_constants
     from ray._raylet import Config
 
-    # Where Ray was imported earlier, it has read both variables already.
+    # If Ray was imported before, it has read both variables already.
     Config.initialize("")
     several_nodes, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:

@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 RAY_STOP_SECONDS = 1.0
-# A start that has been told to end gets this long to be over with, and then to break off, before it is ended.
+# Seconds that a start of Ray gets to finish after a signal, and again to break off, before it is killed.
 PATIENCE_SECONDS = 2.0
 START_SECONDS = 180.0
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray
-OBJECT_STORE_BYTES = 100 << 20  # where samples travel by gRPC: Ray carries only settings and addresses
+OBJECT_STORE_BYTES = 100 << 20  # samples travel by gRPC here, Ray carries only settings and addresses
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def ray_cluster(
 
     stack = ExitStack()
     try:
-        # Ray puts a handler of its own in place, which aborts this process; a start that is interrupted leaves some.
+        # Ray's own signal handler would abort this process, and an interrupted start leaves processes behind.
         with deferred(PATIENCE_SECONDS, abandon):
             if address:
                 _join(address, options)
@@ -88,7 +88,7 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
                 include_dashboard=False,
                 **options,
             )
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray also raises plain exceptions
         raise Unavailable(
             f"Ray did not start on this machine: {str(error).partition(chr(10))[0]} ({_load()}). End other work and "
             "try again, or start Ray beforehand (RAY_AUTH_MODE=token ray start --head) and give --ray-address auto",
@@ -108,7 +108,7 @@ def _patient() -> Iterator[None]:
     deadline = time.monotonic() + START_SECONDS
 
     def get_node(gcs_address: str, node_id: str) -> Any:
-        # Ray's look-up holds Python's lock while it waits: no signal would be handled meanwhile.
+        # Ray's look-up holds the GIL while it waits, so that no signal would be handled.
         while time.monotonic() < deadline and not _has_nodes(gcs_address):
             time.sleep(LOOK_SECONDS)
         return look_up(gcs_address, node_id)
@@ -126,7 +126,7 @@ def _has_nodes(gcs_address: str) -> bool:
 
     try:
         return bool(GcsClient(address=gcs_address).get_all_node_info(timeout=ANSWER_SECONDS))
-    except Exception as error:  # Ray has errors of its own, and plain ones, for a service that does not answer
+    except Exception as error:  # Ray raises its own and plain exceptions if a service does not answer
         log.debug("Ray at %s: %s", gcs_address, error)
         return False
 
@@ -167,7 +167,7 @@ def _leave(signum: int) -> None:
     """Ends this process where its main thread is inside Ray and does not come back."""
     text, code = farewell(signum)
     if sys.stdout.isatty():
-        print("\033[?25h", end="", flush=True)  # the cursor, which a progress display has hidden
+        print("\033[?25h", end="", flush=True)  # a progress display has hidden the cursor
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 
@@ -180,7 +180,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
             f"--ray-address {address}", "a run has to be started on a node of the cluster", "`ray job submit`"
         )
     if "PYTHONPATH" in os.environ and IN_A_JOB not in os.environ:
-        # The nodes were started without it. A job brings the environment that it was submitted with.
+        # Nodes of the cluster were started without our PYTHONPATH; a submitted job brings its own.
         options = options | {"runtime_env": {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}}
     try:
         _check_that_somebody_listens(address)

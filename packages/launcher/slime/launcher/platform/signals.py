@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# SIGHUP comes where the terminal closes.
+# SIGHUP arrives when the terminal closes.
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 

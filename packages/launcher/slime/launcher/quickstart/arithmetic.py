@@ -8,7 +8,7 @@ from pathlib import Path
 from slime.launcher.quickstart.rows import write_rows
 
 HELD_OUT = 64
-DRAWS = 6000  # reasoning-gym samples with replacement; this many show each of the 200 expressions
+DRAWS = 6000  # reasoning-gym draws with replacement: this many draws contain each of the 200 expressions
 
 
 def expressions() -> dict[str, dict]:

@@ -19,11 +19,11 @@ from slime.types.errors import InvalidSetting, MissingFile
 
 log = logging.getLogger(__name__)
 
-PLACE_FILE = "data_place.jsonl"  # the place in the data, as the buffer describes it
-STATE_FILE = "trainer.json"  # the trainer writes it into every checkpoint; a directory appears complete or not at all
+PLACE_FILE = "data_place.jsonl"  # position in the prompt data, written by the buffer
+STATE_FILE = "trainer.json"  # in every checkpoint of the trainer, which appears complete or not at all
 NAME = re.compile(r"(?:step|iter)_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
-# Of weights without a run around them, which training can begin with: a Hugging Face model, a converted torch_dist one.
+# Files of plain weights that training can start from: a Hugging Face model or a converted torch_dist one.
 MODEL_FILES = ("config.json", ".metadata", TRACKER)
 
 
@@ -99,7 +99,7 @@ def continued_step(load: str | None, start_rollout_id: int | None) -> int | None
     try:
         step = int(json.loads(state.read_text())["step"])
     except (ValueError, KeyError, TypeError):
-        return None  # the trainer says what is wrong with it
+        return None  # the trainer reports what is wrong with it
     return step if step >= 0 and start_rollout_id in (None, step + 1) else None
 
 

@@ -12,7 +12,7 @@ from slime.launcher.run_directory.state import FILE as STATE
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidSetting
 
-# In --output-dir, beside checkpoints, TensorBoard events and the trained model.
+# Files in --output-dir beside checkpoints, TensorBoard events and the trained model.
 FILES = ("metrics.jsonl", "eval.json", "eval_samples.json", "reward.png")
 MODEL = "model"
 SHOWN = 4
@@ -72,7 +72,7 @@ def resumes(config: Run) -> bool:
     if load is None:
         return False
     if config.trainer.load is None and (config.output_dir / MODEL).exists():
-        return False  # nothing to load, and the earlier run went to its end
+        return False  # the earlier run finished and left nothing to load
     path = Path(os.path.realpath(load))
     return any(path.is_relative_to(os.path.realpath(own)) for own in (config.checkpoint_dir, config.output_dir))
 

@@ -42,7 +42,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
                 field="--output-dir", value=str(directory), expected="a directory that no other run writes to",
             ) from None  # fmt: skip
         except OSError:
-            # Some network file systems have no locks for directories.
+            # Some network file systems cannot lock directories.
             pass
         yield
     finally:

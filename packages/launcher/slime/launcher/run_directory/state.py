@@ -29,7 +29,7 @@ FILE = "state.json"
 STATES = ("running", "done", "failed", "stopped", "unknown")
 # Seconds between two writes of the phase.
 INTERVAL = 1.0
-# Two clocks of one machine may differ by so much in the start time of a process, in seconds.
+# Seconds by which two readings of a process's start time may differ.
 START_TOLERANCE = 2.0
 GONE = "its process is gone without a word: it was killed, or the machine went down; logs/ may say more"
 

@@ -17,7 +17,7 @@ from slime.types.errors import InvalidSetting
 from slime.types.files import check_file_place
 from slime.types.setting_values import flag_name
 
-# Settings that name a directory to write into; fields in braces are the last part of one.
+# Settings that name a directory to write into; only the last part of its path may have fields in braces.
 DIRECTORIES = (
     "output_dir", "save", "save_hf", "buffer_dir", "update_weight_disk_dir", "dump_details", "memory_snapshot_dir",
     "profile_dir", "wandb_dir",
@@ -36,7 +36,7 @@ def check_places(args: Mapping[str, Any]) -> None:
         if value:
             before, braces, _ = str(value).partition("{")
             path = Path(before or ".")
-            # A model appears beside what it replaces.
+            # An export is written beside the directory that it replaces.
             _check(flag_name(name), str(value), path.parent if name == "save_hf" and not braces else path)
     for flag, path in _replaced(args):
         check_replaceable(path, field=flag)
@@ -89,7 +89,7 @@ def _replaced(args: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 def _check(flag: str, value: str, path: Path) -> None:
     with path_errors(path, flag):
         while not path.exists() and path != path.parent:
-            # A link that leads nowhere does not exist, and no directory can be made there.
+            # For Path.exists a dangling link is nothing, but mkdir fails on it.
             if path.is_symlink():
                 break
             path = path.parent
@@ -103,6 +103,6 @@ def _check(flag: str, value: str, path: Path) -> None:
             f"{flag} {value}: no permission to write in {path}",
             field=flag, value=value, expected="a directory that this user may write",
         )  # fmt: skip
-    # Permissions do not say it all, to root least: there is /proc, and what is mounted to be read only.
+    # Permission bits are not enough, least for root: think of /proc and read-only mounts.
     with path_errors(path, flag):
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=path))

@@ -17,7 +17,7 @@ from slime.types.errors import InvalidSetting, MissingFile, nearest
 AGENT_ROLLOUT = "slime.rollout.agents.rollout.generate_rollout"
 AGENT_REWARDS = "slime.rollout.agents.rewards.normalize_episode_rewards"
 
-# Any of these among `extra_flags` says where the rewards of the local path come from.
+# With any of these among `extra_flags` the local path has rewards.
 REWARD_FLAGS = ("--rm-type", "--custom-rm-path", "--rollout-function-path", "--rm-url", "--config")
 LABEL_FLAGS = ("--label-key", "--config")
 
@@ -143,7 +143,7 @@ def _sglang(runner: RunnerFields) -> list[str]:
 
 
 def _cuda(runner: RunnerFields) -> list[str]:
-    # The trainer's processes do not inherit the environment of the job.
+    # Trainer processes do not inherit the environment of the job.
     return ["--train-env-vars", json.dumps(cuda_environment(runner.cuda_home))] if runner.cuda_home else []
 
 

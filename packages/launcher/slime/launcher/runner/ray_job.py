@@ -40,7 +40,7 @@ class RunFailed(SlimeError, subprocess.CalledProcessError):
     """A command ended with an exit code other than 0. `str()` leaves out its environment, which may hold keys."""
 
     def __init__(self, what: str, returncode: int, command: Sequence[str]) -> None:
-        # SlimeError's own would call that of CalledProcessError with a message alone.
+        # SlimeError.__init__ would call CalledProcessError.__init__ with the message alone.
         subprocess.CalledProcessError.__init__(self, returncode, list(command))
         self.message = f"{what} ended with exit code {returncode}"
         self.field, self.value, self.expected = "exit code", str(returncode), "0"
@@ -81,7 +81,7 @@ def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
 def runtime_env_file(runtime_env: Mapping[str, Any]) -> Iterator[str]:
     """Path of a file for `ray job submit --runtime-env`, which only this user can read, while the context lasts."""
     with tempfile.NamedTemporaryFile("w", prefix="slime-runtime-env-", suffix=".yaml", encoding="utf-8") as file:
-        json.dump(runtime_env, file)  # which is YAML, too
+        json.dump(runtime_env, file)  # JSON is YAML, too
         file.flush()
         yield file.name
 
@@ -92,7 +92,7 @@ def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | N
     On Linux it is told to stop as well where this process is killed, and can do nothing more itself.
     Raises RunFailed naming `what`.
     """
-    # In a session of its own Ctrl-C reaches only this process, which then sends one signal, not two.
+    # In a session of its own the child gets one signal from us, and not a second one from Ctrl-C.
     process = subprocess.Popen(
         list(command), env=environment(extra), start_new_session=True, preexec_fn=_stop_with_parent(os.getpid())
     )
@@ -137,7 +137,7 @@ def stop_tree(process: subprocess.Popen[bytes], grace: float = STOP_SECONDS) -> 
     _, left = psutil.wait_procs(family, timeout=5)
     for child in left:
         try:
-            child.kill()  # psutil compares the start time: never a stranger that has the number now
+            child.kill()  # psutil compares the start time, so a process that reused the id is safe
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(left, timeout=5)
@@ -169,7 +169,7 @@ class RayHead:
         self.dashboard_port = dashboard_port
         self._inherited = dict(inherited or {})
         self.variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-        # Only who has the token may give it work, on this machine too.
+        # Other users of this machine must not be able to submit jobs.
         if os.environ.get(AUTH_MODE) != "token":
             self.variables |= {AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)}
         if host == LOOPBACK:
@@ -206,9 +206,9 @@ class RayHead:
         check_jobs_available()
         if self.dashboard_port and listens(LOOPBACK, self.dashboard_port):
             raise in_use(self.dashboard_port)
-        # Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
+        # Paths of Unix sockets are limited to 107 characters, which Ray's exceed below a long TMPDIR.
         self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
-        # Ray opens its own to every user of the machine: this one's stays closed.
+        # Every user of the machine may enter Ray's directory, but not this one around it.
         (self._directory / "ray").mkdir()
         command = self._command()
         variables = environment(self._inherited | self.variables)
@@ -236,7 +236,7 @@ class RayHead:
     def _command(self) -> list[str]:
         assert self._directory is not None
         with ExitStack() as held:
-            # All are held until all are known, so that they differ.
+            # Ports are held until all are chosen, so that they differ.
             gcs, dashboard, agent, client = (_bind(held) for _ in range(4))
         self.dashboard_port = self.dashboard_port or dashboard
         gpus = [] if self.num_gpus is None else ["--num-gpus", str(self.num_gpus)]
@@ -259,17 +259,17 @@ class RayHead:
 
     def _answers(self) -> bool:
         token = environment(self.variables).get("RAY_AUTH_TOKEN")
-        # The list of jobs, for it comes from the part of the dashboard that jobs are sent to.
+        # Asking for the list of jobs shows that the part of the dashboard that takes jobs is up.
         request = urllib.request.Request(
             f"{self.url}/api/jobs/", headers={"Authorization": f"Bearer {token}"} if token else {}
         )
-        # Never through a proxy: this is the loopback interface.
+        # A proxy cannot reach our loopback interface.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=5):
                 return True
         except urllib.error.HTTPError as error:
-            # A token that is Ray's to find, in a file: `ray job submit` finds it too.
+            # Ray itself finds a token in its file, and so does `ray job submit`.
             return error.code in (401, 403)
         except OSError:
             return False

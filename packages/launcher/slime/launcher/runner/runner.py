@@ -182,7 +182,7 @@ class SlimeRunner(RunnerFields):
             flags = runner_flags.available(self, runner_flags.cpu_flags(self, num_rollout, config_path))
             variables = dict(runtime_env["env_vars"])
             variables |= {"PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], module_path()])}
-            # Engines on GPUs take the parsers as flags, which the embedded one does not have.
+            # Engines on GPUs get the parsers as flags, which the embedded engine does not have.
             variables |= {"SGLANG_TOOL_CALL_PARSER": self.sglang_tool_call_parser}
             if self.sglang_reasoning_parser:
                 variables |= {"SGLANG_REASONING_PARSER": self.sglang_reasoning_parser}

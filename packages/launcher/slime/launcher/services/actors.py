@@ -38,13 +38,13 @@ class ServiceActor:
         self._service: Any = None
         self._blobs: KeptWriter | None = None
         if os.path.isdir(directory):
-            # Ray starts processes where the node was started.
+            # Ray starts processes in the directory where the node was started.
             os.chdir(directory)
         _redirect_output(Path(log_dir) / f"{name}.log")
         self._directory: str | None = None
         interface = interface_of(host)
         if interface is not None:
-            # Left alone, gloo takes the address of this host's name, which others may reach, or nobody.
+            # By default gloo listens at the address of the host's name, which may be public or wrong.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if interface is not None and is_loopback(host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -128,7 +128,7 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Ray has replaced the Python streams of a worker: give them back to the file descriptors.
+    # Ray has replaced sys.stdout and sys.stderr of its workers; write to the file descriptors again.
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     logging.basicConfig(

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 CURVE = ec.SECP256R1()
 CA, ADDRESSES = "ca.pem", "addresses.json"
-# Clocks of nodes differ. The authority's key ends with the run, so that nothing is gained by a short life.
+# Clocks of nodes differ. A short life would gain nothing, for the authority's key ends with the run.
 EARLIER, LATER = datetime.timedelta(days=1), datetime.timedelta(days=3650)
 
 
@@ -80,7 +80,7 @@ class Authority:
         key = serialization.load_der_public_key(public_key)
         assert isinstance(key, ec.EllipticCurvePublicKey)
         sender = ec.generate_private_key(CURVE)
-        # The key is of one use, as the sender's is: a fixed nonce repeats with none.
+        # Both keys are used once, so that a fixed nonce is safe.
         sealed = AESGCM(_shared(sender, key)).encrypt(bytes(12), self.token.encode(), None)
         grant = Grant(_public(sender), sealed)
         if not self._several_nodes:
@@ -135,7 +135,7 @@ def remove_access(directory: Path) -> None:
         if directory.is_symlink() or not directory.is_dir():
             return
         for path in directory.iterdir():
-            # `write_private` begins under a name like ".feed.token.1a2b3c4d".
+            # `write_private` writes to a temporary name like ".feed.token.1a2b3c4d" first.
             if path.name in names or (path.name.startswith(".") and path.stem[1:] in names):
                 path.unlink()
         directory.rmdir()

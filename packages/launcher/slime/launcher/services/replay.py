@@ -37,7 +37,7 @@ class Replay:
             groups = head_and_tail(groups, args.load_debug_rollout_data_subsample)
         if not groups:
             raise InvalidFile(f"{FLAG}: {path} has no samples", field=FLAG, value=str(path), expected="samples")
-        # Groups of clients keep the order in which they were added, which is the one they are trained in.
+        # The buffer trains groups of clients in the order in which they were added.
         self._buffer.add_prompts([_prompt(group) for group in groups], key=f"replay-{rollout_id}")
         leased: list[Any] = []
         while len(leased) < len(groups):

@@ -32,9 +32,9 @@ from slime.types.clients.buffer import SealedStep
 from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss
 
-# Added to the start time of the engines: the time in which the service itself is loaded.
+# Time for the service itself to load, added to the start time of the engines.
 SERVICE_START_SECONDS = 60.0
-# Below --output-dir, while the run lasts: addresses, and tokens for the user's own clients.
+# Directory below --output-dir with addresses and tokens for the user's own clients, while the run lasts.
 ACCESS = "access"
 
 Metrics = dict[str, float]
@@ -85,7 +85,7 @@ class Services:
         self._stop()
 
     def _start(self) -> None:
-        # Of a run that was killed: its tokens open nothing, and its addresses may be those of others now.
+        # A killed run left its access files: their tokens are void, and their ports may belong to others by now.
         remove_access(self.output_dir / ACCESS)
         started = start_services(self.config, self.placement, self._supervisor, self.progress)
         self.buffer, self.rollout, self.trainers = started.buffer, started.rollout, started.trainers
@@ -103,7 +103,7 @@ class Services:
             client.writer = writer
         if self.rollout is not None:
             self.rollout.writer = writer
-        # What an earlier start of this run left behind (--buffer-dir) is trained on before anything new is generated.
+        # Groups that an earlier start of this run left in --buffer-dir are trained on before new ones are generated.
         stats = self.buffer.stats()
         sealed = self.buffer.list_groups(states=["sealed"])
         self._sealed_steps = {group.step for group in sealed if group.step is not None}
@@ -228,7 +228,7 @@ class Services:
         kept = self._kept.pop(step, {})
 
         def train(trainer: TrainerClient) -> TrainedStep | DataLoss:
-            # Returned, so that no rank is asked again before the others have answered.
+            # Errors are collected, so that no rank is called again before all have answered.
             try:
                 return trainer.train_and_score(step, groups, sorted(kept), timeout=timeout)
             except DataLoss as error:
@@ -259,7 +259,7 @@ class Services:
 
     def seal_again(self, step: int) -> None:
         """Seals a step that the buffer may have unsealed."""
-        # Its places may have other samples now.
+        # The step may be sealed again with other samples.
         self._kept.pop(step, None)
         self._seal(step, {})
 

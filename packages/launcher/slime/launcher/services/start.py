@@ -108,7 +108,7 @@ class _Start:
     def _buffer_settings(self, *, generates: bool, trains: bool) -> BufferSettings:
         prompts = self.config.buffer
         if not generates:
-            # Replayed samples have no place in the state of another run.
+            # Replayed samples must not enter the state of the run that was recorded.
             return replace(
                 prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None,
                 data_place=None,

@@ -40,7 +40,7 @@ class Process:
     actor: Any
     watch: Any
     host: str
-    # Whether it has come up and answered a call.
+    # True once the service has answered a call.
     answered: bool = False
 
 
@@ -62,7 +62,7 @@ class Supervisor:
         self.log_dir = log_dir
         self._nodes = dict(nodes or {})
         several = any(node.host != ServiceNode.host for node in self._nodes.values())
-        # Services answer only those of this run, and where other hosts can reach them only through TLS.
+        # Services answer only processes of this run, through TLS where other hosts can reach them.
         self.authority = Authority(several_nodes=several)
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
@@ -145,7 +145,7 @@ class Supervisor:
                 f"{process.name} did not answer within {self._start_seconds:.0f} s{self.last_lines(process.name)}"
             ) from None
         except ray.exceptions.RayError as error:
-            # It died, or its node did before it was started there.
+            # Either the process died, or its node before the process started.
             raise self._died(process, error) from None
 
     def call(self, function: Callable[[], T]) -> T:
@@ -205,7 +205,7 @@ class Supervisor:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
                     raise self._died(asked[reference], error) from None
-        # The processes live; what one of them watches may have died, which it tells a moment later.
+        # All processes live, but an engine may have died, which its service reports a moment later.
         wait({self._death}, timeout=AFTERMATH_SECONDS)
 
     def last_lines(self, name: str, count: int = 15) -> str:
@@ -229,7 +229,7 @@ class Supervisor:
         for _, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
             deadline = time.monotonic() + self._stop_seconds
             processes = list(alike)
-            # What has not come up serves nothing yet, and would not answer before it has.
+            # A service that is still starting would not answer, and has nothing to stop.
             told = [(p, p.actor.stop.remote(self._stop_seconds / 4)) for p in processes if p.answered]
             for process in processes:
                 if not process.answered:

@@ -13,7 +13,7 @@ from slime.types.errors import DataLoss, WrongState
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Files that go on being damaged are of a disk that fails.
+# If files are damaged again and again, the disk is failing.
 ATTEMPTS = 3
 
 
@@ -55,7 +55,7 @@ class UntrainedSteps:
             try:
                 result = self._until_whole(step, work)
             except WrongState:
-                # One before it was found to be damaged when it was trained on.
+                # An earlier group turned out to be damaged when it was trained on.
                 if not self._sealed:
                     raise
                 self._mend(min(self._sealed))

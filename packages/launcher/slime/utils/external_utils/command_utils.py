@@ -42,7 +42,7 @@ from slime.types.errors import InvalidSetting
 DASHBOARD_PORT = 8265
 MEGATRON_PORT = 23456
 TRUE, FALSE = ("1", "true"), ("0", "false")
-# The programs of this project, which need no checkout.
+# Programs of the original that are commands here, and need no checkout.
 COMMANDS = {"train.py": "train", "train_async.py": "train-async"}
 
 
@@ -182,7 +182,7 @@ def execute_train(
             print(f"EXEC: {train}", flush=True)
             run_attached(["bash", "-c", f"exec {train}"], "the training", variables | joins)
             return
-        # An external Ray has its environment already: its processes' arguments show what the job brings.
+        # Secrets cannot be hidden from an external Ray, whose environment is set already.
         hidden = {} if external else secrets_of(variables)
         runtime_env = {"env_vars": {name: value for name, value in variables.items() if name not in hidden}}
         path = shlex.quote(stack.enter_context(runtime_env_file(runtime_env)))
@@ -193,7 +193,7 @@ def execute_train(
 
 
 def _one_line(words: str) -> str:
-    # bash would take what follows a line's end for another command, which nobody sees after `exec`.
+    # bash would end the command at a line break, and drop the rest after `exec`.
     return " ".join(line.rstrip().removesuffix("\\") for line in words.splitlines()).strip()
 
 

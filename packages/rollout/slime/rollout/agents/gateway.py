@@ -67,7 +67,7 @@ class Gateway:
         self._access = Access(settings.gateway_host, api_key=self.api_key, names=[tunnel] if tunnel else [])
         self._bodies = Bodies()
         self._workers = Workers("gateway")
-        # Where it listens, and how agents reach it.
+        # The address it listens at, and the one that agents use.
         self.local_url = self.url = ""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None

@@ -19,7 +19,7 @@ from slime.types.setting_values import flag_name
 RENDERERS = ("auto", "qwen")
 STRATEGIES = ("grpo", "identity")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Those whose format is `<think>...</think>` before the answer.
+# Parsers of models that write `<think>...</think>` before the answer.
 REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1")
 ARN = re.compile(r"arn:[\w-]+:bedrock-agentcore:([a-z0-9-]+):\d*:runtime/\S+")
 

@@ -156,7 +156,7 @@ def load_processor(directory: str, vision: Vision, flag: str) -> Any:
             return ImagesAlone(tokenizer, Qwen2VLImageProcessorPil.from_pretrained(directory), vision)
         return AutoProcessor.from_pretrained(directory)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        # Those that read videos too are built on torchvision, and say so over several lines.
+        # Processors that also read videos need torchvision, and their error has several lines.
         reason = " ".join(str(error).split())
         raise InvalidFile(
             f"{flag}: {directory}: its processor cannot be loaded: {reason}", field=flag, value=directory,

@@ -21,7 +21,7 @@ EMPTY_WHERE_NONE = (
 )  # fmt: skip
 
 
-# What the reader raises for bytes that are no such file: it runs their instructions as far as they make sense.
+# Errors of torch's reader on other files: it runs their bytes as instructions as far as they make sense.
 UNREADABLE = (
     pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, AssertionError, LookupError, TypeError, ValueError,
     struct.error, OverflowError,
@@ -32,7 +32,7 @@ def read_torch(path: Path) -> tuple[int | None, list[Sample]]:
     """Returns (rollout_id, samples). Raises ValueError where the file is something else, InvalidField for a sample."""
     import torch
 
-    # What makes an array of plain numbers, and nothing else; numpy has renamed the module between versions.
+    # Constructors of plain arrays, and nothing else; numpy has renamed the module between versions.
     kinds = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
     makers: list[Any] = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
     names = [(make, f"{core}.multiarray.{make.__name__}") for make in makers for core in ("numpy.core", "numpy._core")]

@@ -23,7 +23,7 @@ CLOSE_SECONDS = 30.0
 REFUSED_IN_A_ROW = 1000
 
 
-# Of `slime.rollout.generate.prompts.PromptEncoder`.
+# `render` of slime.rollout.generate.prompts.PromptEncoder.
 Render: TypeAlias = Callable[[Iterable[Sample]], None]
 
 

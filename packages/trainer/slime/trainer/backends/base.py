@@ -67,7 +67,7 @@ class Backend(abc.ABC):
     updates: int
     # True if the attention of this model can lay a prompt out once for several responses.
     can_share_prompts: bool
-    # Whether its attention needs a copy of the keys of such a prompt for each response.
+    # True if its attention needs a copy of the keys of such a prompt for each response.
     gathers_keys: bool = False
     # The ranks that hold one copy of the model together are a replica; replicas train on different samples.
     replica: int

@@ -37,7 +37,7 @@ FORMAT = 1
 STATE_FILE = "trainer.json"
 PLACE_FILE = "data_place.jsonl"
 TRACKER = "latest_checkpointed_iteration.txt"
-# Of a Hugging Face directory, and of a torch_dist one.
+# Files that a Hugging Face or a torch_dist directory has.
 MODEL_FILES = ("config.json", ".metadata", TRACKER)
 log = logging.getLogger(__name__)
 OPTIMIZER_DIR = "optimizer"

@@ -50,7 +50,7 @@ class TrainStep:
         self.args = flat_args(settings, extra_args)
         self.preparation = Preparation(settings, backend, ranks, self.args)
         self._profiler = Profiler(settings, self.args, ranks.rank)
-        # Of the last run, by position of the sample: float32 [response tokens], NaN where the token is masked.
+        # From the last run, by position of the sample: float32 [response tokens], NaN for masked tokens.
         self.log_probs: dict[int, np.ndarray] = {}
 
     def run(self, plan: dict[str, Any], read: ReadSamples, positions: Set[int] = frozenset()) -> dict[str, float]:

@@ -46,7 +46,7 @@ def with_installed(path: Path, rows: Sequence[FlagRow]) -> tuple[FlagRow, ...]:
     try:
         return tuple(load(cached.read_text(encoding="utf-8")))
     except (OSError, InvalidFile):
-        pass  # not there yet, or cut off: made anew
+        pass  # missing or truncated: written again
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch, "flags.tsv")
         try:

@@ -76,7 +76,7 @@ def given(settings: Any) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == 1:
             values[name] = value[0]
     if values.get("use_precision_aware_optimizer"):
-        # It is a form of that one.
+        # Megatron implements it as a kind of distributed optimizer.
         values["use_distributed_optimizer"] = True
     return {name: value for name, value in values.items() if value is not None}
 
@@ -132,7 +132,7 @@ def _check_conflicts(values: Mapping[str, Any]) -> None:
 def _check_optimizer(values: Mapping[str, Any]) -> None:
     offload, precise = values.get("optimizer_cpu_offload"), values.get("use_precision_aware_optimizer")
     if offload and not precise:
-        # Without it Megatron's optimizer hands the one on the CPU other tensors than it was made for.
+        # Otherwise Megatron gives the CPU optimizer other tensors than those it was built with.
         raise InvalidSetting.requires("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if values.get(name, "fp32") == "fp32":

@@ -100,7 +100,7 @@ def _evaluate(node: ast.AST) -> Any:
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right):
             return left + right
-        # Bounded: a pattern names the layers of a model.
+        # A limit, since a pattern lists the layers of a model and is user input.
         lengths = [len(side) if isinstance(side, list) else side for side in (left, right) if side is not None]
         if (
             isinstance(node.op, ast.Mult)

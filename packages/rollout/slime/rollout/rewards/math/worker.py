@@ -19,7 +19,7 @@ import sys
 from typing import BinaryIO
 
 MEMORY_BYTES = 2 << 30
-# What the first answer of a kind would take long for is done before the first child.
+# Slow first-time work is done before the first child is forked.
 WARM_UP = [
     (r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{(1,2]}", "[1,2]"), (r"\boxed{\{1,2\}}", r"\{2,1\}"),
     (r"\boxed{x=5}", "6"), (r"\boxed{x^2-1}", "(x-1)(x+1)"), (r"\boxed{\sqrt{2}}", r"\sqrt{3}"),
@@ -34,7 +34,7 @@ def grade(response: str, label: str) -> float:
     try:
         return float(equal(response, label))
     except Exception:
-        # What sympy raises for nonsense is any exception, running out of memory or of stack included.
+        # sympy raises any exception for nonsense, including MemoryError and RecursionError.
         return 0.0
 
 

@@ -51,6 +51,6 @@ def packed_attention(
         reason = f"{type(module).__name__} {what}"
         raise NotAvailable.unavailable("packed rows of this model", reason).at("--hf-checkpoint")
     q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
-    # Of models whose rotary embeddings are float32 beside weights in bfloat16.
+    # Some models have float32 rotary embeddings beside bfloat16 weights.
     q, k = q.to(v.dtype), k.to(v.dtype)
     return attend(q, k, v, runs, scaling, sliding_window)[None], None

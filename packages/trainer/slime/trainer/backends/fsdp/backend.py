@@ -47,9 +47,9 @@ from slime.types.vision import vision_of
 
 log = logging.getLogger(__name__)
 
-# Of a parameter, in bytes: bfloat16 weight and float32 gradient; float32 weight and AdamW's moments.
+# Bytes per parameter: bfloat16 weight and float32 gradient; float32 weight and AdamW's moments.
 _WHOLE_BYTES, _SHARDED_BYTES = 6, 12
-# Of a GPU's memory; activations need the rest.
+# Share of a GPU's memory; activations need the rest.
 _LARGEST_SHARE = 0.5
 
 

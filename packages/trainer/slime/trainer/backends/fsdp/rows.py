@@ -42,7 +42,7 @@ class RowShape:
     trained: int
     runs: int
     longest: int
-    # Of prompts that are shared: how many, the longest, and the most tokens of responses that one has.
+    # Shared prompts: their number, the longest, and the most response tokens that one has.
     prompts: int = 0
     longest_prompt: int = 0
     most_responses: int = 0

@@ -165,7 +165,7 @@ async def _chunks(
             text = response_text(server.loaded, response)
             if not done:
                 text = _settled(text, response.params.stop)
-            # Whether a text is a tool call shows at its end.
+            # Only its end shows whether a text is a tool call.
             if not done and (tools or len(text) <= len(sent)):
                 continue
             delta: dict[str, Any] = {"content": text[len(sent) :]} | ({"role": "assistant"} if first else {})

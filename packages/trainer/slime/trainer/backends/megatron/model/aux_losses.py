@@ -65,7 +65,7 @@ def means(chunks: Sequence[torch.nn.Module], ranks: Ranks, micro_batches: int) -
     for name, metric in _OF_ROUTERS.items():
         if routers and name in totals:
             replicas = 1 if name == "global_load_balancing_loss" else parallel_state.get_data_parallel_world_size()
-            # Of the z-loss each rank has the mean of its part, of the others its part of the sum.
+            # A rank has the mean over its part for the z-loss, and its part of the sum for the other losses.
             parts = _ranks_of_a_row() if name == "z_loss" else 1
             found[metric] = totals[name] / (routers * micro_batches * replicas * parts)
     return found

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 # Kernels that only Transformer Engine brings; without them other code makes the same numbers.
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
-# Of Megatron-LM's command line, where they differ from the fields of MLATransformerConfig.
+# Defaults of Megatron-LM's command line that differ from the fields of MLATransformerConfig.
 _LATENT_DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
 
 
@@ -37,7 +37,7 @@ def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) ->
     InvalidSetting naming an argument that Megatron does not have, or that contradicts another.
     """
     _check(args)
-    # Of arguments that only one value is taken for, Megatron's default is none at all.
+    # Where only one value is accepted, Megatron's default counts as not given.
     given = {
         name: value
         for name, value in args.items()
@@ -132,7 +132,7 @@ def _fusions(args: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _OF_TRANSFORMER_ENGINE if args.get(name) and not engine]
     if missing:
         _log.info("without Transformer Engine the same numbers come without %s", ", ".join(missing))
-    # Of Apex: Transformer Engine can do without in its own layers, Megatron's output layer cannot.
+    # Megatron's output layer needs Apex for this; layers of Transformer Engine do not.
     accumulation = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     # The kernel for packed rows turns halves of a head, whatever is asked for; that for latent attention needs YaRN.
     turns_halves = not args.get("rotary_interleaved") and not args.get("multi_latent_attention")

@@ -129,7 +129,7 @@ class Pipeline:
 
         def finish(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> Any:
             value, result = last(number, batch, row, logits[0])
-            # Of three values the schedule scales none: the plan's weights have the denominators in them.
+            # With three values the schedule leaves the loss as it is: the plan's weights contain the denominators.
             return value, torch.ones((), dtype=torch.int, device=logits.device), result
 
         return get_forward_backward_func()(
@@ -137,7 +137,7 @@ class Pipeline:
             data_iterator=[iter(work) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(work),
-            # Of all context parallel ranks; without meaning where stages tell each other the shapes.
+            # The length on all context-parallel ranks; ignored where stages exchange shapes.
             seq_length=longest * size,
             micro_batch_size=1,
             forward_only=forward_only,

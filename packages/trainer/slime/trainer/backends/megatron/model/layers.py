@@ -79,7 +79,7 @@ class LatentAttention(MLASelfAttention):
     def _whole(self, module: nn.Module, inputs: Any, output: Output) -> Output:
         """[s, b, width / ranks] -> [s / ranks, b, width]."""
         both = gather_from_tensor_model_parallel_region(output[0])
-        # What follows gathers the rotated part along the sequence again, and adds its gradients up.
+        # The next layer gathers the rotated part along the sequence again, and adds up its gradients.
         return scatter_to_sequence_parallel_region(both), output[1]
 
 

@@ -99,10 +99,10 @@ def cut(
     longest = int(padded.max())
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=limits, cu_seqlens_kv=limits,
-        # Of rotary embeddings too: responses begin where their prompt ends.
+        # Rotary embeddings need it, too: responses begin where their prompt ends.
         max_seqlen_q=int(positions.max()) + 1, max_seqlen_kv=longest,
     )  # fmt: skip
-    # What our own attention takes; made here, where nothing waits for the device, and no layer is compiled for it.
+    # Input of our own attention, computed here without waiting for the device or compiling a layer.
     runs = runs_of([0, *ends.tolist()], rank, size, device)
     if batch is not None:
         runs = dataclasses.replace(runs, shared=batch.runs.shared)

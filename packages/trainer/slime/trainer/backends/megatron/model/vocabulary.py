@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.trainer.algorithms.logprobs import VocabularyShard
 
-# As a logit: exp() of it is 0 beside any other, and it can be multiplied with that 0.
+# A logit whose exp() is 0 beside any other, and that is finite, so that it can be multiplied with that 0.
 _NOTHING = -1e30
 
 
