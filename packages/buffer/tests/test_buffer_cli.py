@@ -76,10 +76,10 @@ def test_evaluation_sets_in_every_form():
     flag = "--eval-prompt-data"
     assert sets(flag, "a", "x.jsonl", "b", "y.jsonl") == {"a": "x.jsonl", "b": "y.jsonl"}
     assert sets(flag, "a", "x.jsonl", flag, "b", "y.jsonl") == {"a": "x.jsonl", "b": "y.jsonl"}
-    assert sets(flag, "x.jsonl") == {"aime": "x.jsonl"}
+    assert sets(flag, "data/gsm8k-test.jsonl@[0:9]") == {"gsm8k-test": "data/gsm8k-test.jsonl@[0:9]"}
     assert sets() == {}
     assert BufferSettings(eval_prompt_data=["a", "x"]).evaluation_sets() == {"a": "x"}  # type: ignore[list-item]
-    for wrong in (["a", "x", "a", "y"], ["train", "x"]):
+    for wrong in (["a", "x", "a", "y"], ["train", "x"], ["train.jsonl"]):
         with pytest.raises(InvalidSetting):
             sets(flag, *wrong)
 

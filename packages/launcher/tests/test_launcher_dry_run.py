@@ -60,6 +60,25 @@ def test_settings_that_are_probably_not_meant_are_warned_about(
     assert not caplog.records
 
 
+def test_a_response_longer_than_the_context_is_warned_about_once(
+    words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    response, evaluated = "--rollout-max-response-len", "--eval-max-response-len"
+    for more, message in (
+        (
+            [response, "65"],
+            f"{response} 65 exceeds the 64 tokens that --hf-checkpoint {words[1]} allows for",
+        ),
+        ([response, "64"], None),
+        ([evaluated, "99", "--rollout-max-context-len", "80"], f"{evaluated} 99 exceeds the 80 tokens that --rollout-"),
+        ([response, "65", "--sglang-context-length", "128"], None),
+    ):
+        caplog.clear()
+        assert cli.main(["train", *words, *more]) == 0
+        found = [record.getMessage() for record in caplog.records if record.name == cli.__name__]
+        assert len(found) == bool(message) and all(text.startswith(str(message)) for text in found)
+
+
 @pytest.mark.parametrize("name, parameters", PUBLISHED.items())
 def test_known_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
     assert whole_model(model_config(name)) == parameters

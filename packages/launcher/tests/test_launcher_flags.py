@@ -188,6 +188,15 @@ def test_page_is_up_to_date() -> None:
         (["--lr", "fast"], ["fast", "a number"]),
         (["--train-backend", "fdsp"], ["fdsp", "did you mean fsdp"]),
         (["--eval-prompt-data", "a", "b", "c"], ["--eval-prompt-data", "pairs"]),
+        (
+            ["--reward-key", "score", "--rm-type", "math"],
+            ["--reward-key score and --rm-type math cannot be used together: this reward is one number"],
+        ),
+        (["--max-tokens-per-gpu", "9"], ["--max-tokens-per-gpu 9 requires --use-dynamic-batch-size"]),
+        (
+            ["--colocate", "--rollout-external-engine-addrs", "h:1"],
+            ["--colocate and --rollout-external-engine-addrs cannot be used together"],
+        ),
     ],
 )
 def test_contradictions_name_both_values(base: list[str], extra: list[str], words: list[str]) -> None:
@@ -195,6 +204,11 @@ def test_contradictions_name_both_values(base: list[str], extra: list[str], word
         run_config.parse([*base, *extra])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("rm_type", ["dapo", "boxed_dapo", "remote_rm"])
+def test_a_reward_that_may_be_a_dict_takes_a_key(base: list[str], rm_type: str) -> None:
+    run_config.parse([*base, "--reward-key", "score", "--rm-type", rm_type, "--rm-url", "http://h/score"])
 
 
 def test_required(files: dict[str, Path], base: list[str]) -> None:

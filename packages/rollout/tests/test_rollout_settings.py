@@ -59,6 +59,10 @@ def checkpoint(tmp_path_factory):
         ({"rm_type": "remote_rm"}, "--rm-url"),
         ({"rollout_top_k": 0}, "--rollout-top-k"),
         ({"rollout_engine_dtype": "float3"}, "did you mean float32"),
+        (
+            {"colocate": True, "rollout_external_engine_addrs": ["h:1"]},
+            "--colocate and --rollout-external-engine-addrs cannot be used together: external engines have no GPU",
+        ),
     ],
 )
 def test_contradictions_are_named(values, message):

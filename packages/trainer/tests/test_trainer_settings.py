@@ -31,6 +31,7 @@ def settings(**values: Any) -> TrainerSettings:
         ({"use_dynamic_batch_size": True}, ("--use-dynamic-batch-size", "--max-tokens-per-gpu")),
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 3")),
         ({"lr_warmup_fraction": 1.0, "lr_decay_style": "linear"}, ("--lr-warmup-fraction 1.0", "linear")),
+        ({"max_tokens_per_gpu": 9}, ("--max-tokens-per-gpu 9 requires --use-dynamic-batch-size",) * 2),
         ({"update_weight_transport": "disk"}, ("--update-weight-transport disk", "--update-weight-disk-dir")),
         ({"update_weight_transport": "ipc"}, ("--update-weight-transport ipc", "--colocate")),
         ({"update_weight_transport": "nccl", "colocate": True}, ("--update-weight-transport nccl", "--colocate")),

@@ -116,7 +116,8 @@ def summarize(samples: Sequence[Sample]) -> list[SampleSummary]:
 
 
 def make_settings(model: str, **values: Any) -> TrainerSettings:
-    values = {"lr": 1e-2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "weight_decay": 0.1} | values
+    tokens = {"max_tokens_per_gpu": 40} if values.get("use_dynamic_batch_size", True) else {}
+    values = {"lr": 1e-2, "use_dynamic_batch_size": True, "weight_decay": 0.1} | tokens | values
     return TrainerSettings(hf_checkpoint=model, **values)
 
 

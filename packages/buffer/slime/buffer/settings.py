@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.media import check_keys
 from slime.types.errors import InvalidSetting
 from slime.types.settings import json_object, setting
@@ -41,7 +43,8 @@ class BufferSettings(GroupSettings, PromptSettings):
 
     eval_prompt_data: list[list[str]] | None = setting(
         None,
-        "Evaluation sets, a name and a file each: NAME PATH [NAME PATH ...]; may be repeated",
+        "Evaluation sets, a name and a file each: NAME PATH [NAME PATH ...]; may be repeated. A single PATH is named "
+        "after its file",
         metavar="NAME PATH",
         append=True,
     )
@@ -118,10 +121,13 @@ class BufferSettings(GroupSettings, PromptSettings):
                 )
 
     def evaluation_sets(self) -> dict[str, str]:
-        """Path by name, in the order given. Raises InvalidSetting for a name without a path or a name given twice."""
+        """Path by name, in the order given; a file alone is named after itself.
+
+        Raises InvalidSetting for a name without a path or a name given twice.
+        """
         words = [w for item in self.eval_prompt_data or [] for w in ([item] if isinstance(item, str) else item)]
-        if len(words) == 1:
-            words = ["aime", *words]
+        if len(words) == 1 and isinstance(words[0], str):
+            words = [Path(split_slice(words[0])[0]).stem, *words]
         if len(words) % 2 or not all(isinstance(word, str) for word in words):
             got = " ".join(map(str, words))
             raise InvalidSetting.must_be("--eval-prompt-data", "pairs of NAME PATH", got=got)

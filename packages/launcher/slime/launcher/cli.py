@@ -58,20 +58,16 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
     try:
         with terminate_as_interrupt():
             from slime.launcher.config import run_config
+            from slime.launcher.config.advice import advice
             from slime.launcher.config.check_loop import check_asynchronous, check_synchronous
-            from slime.launcher.config.derived import other_defaults
             from slime.launcher.doctor.preflight import check_start
             from slime.launcher.metrics.wandb import take_key
-            from slime.trainer.settings.advice import advice
 
             argv = take_key(argv)
             config = run_config.parse(argv)
             (check_asynchronous if asynchronous else check_synchronous)(config.flat)
-            if not config.launcher.debug_rollout_only:
-                for warning in advice(config.trainer, asynchronous=asynchronous):
-                    log.warning(warning)
-                for warning in other_defaults(config.trainer, config.explicit):
-                    log.warning(warning)
+            for warning in advice(config, asynchronous=asynchronous):
+                log.warning(warning)
             planned = _planned(config, asynchronous)
             if planned is not None:
                 return planned

@@ -24,8 +24,8 @@ from slime.launcher.runner.flags import AGENT_ROLLOUT
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
-from slime.rollout.rewards.registry import reward_function
-from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
+from slime.rollout.rewards.registry import may_return_dict, reward_function
+from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.checks import refuse_groups_of_one
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
@@ -86,11 +86,23 @@ def check_run(args: Mapping[str, Any]) -> None:
         raise InvalidSetting.conflict(
             "--sglang-skip-tokenizer-init", "--multimodal-keys", "the engine's tokenizer makes the tokens of images"
         )
+    _check_reward_key(args)
     check_wandb(args)
     check_on_policy(args)
     _check_whole_vocabulary(args)
     _check_pipeline_engines(args)
     _check_batch(args)
+
+
+def _check_reward_key(args: Mapping[str, Any]) -> None:
+    key, rm_type = args["reward_key"], args["rm_type"]
+    # A function of the user's scores samples as it likes.
+    if not key or not rm_type or args["custom_rm_path"] or args["custom_generate_function_path"]:
+        return
+    if args["rollout_function_path"] == DEFAULT_ROLLOUT_FUNCTION and not may_return_dict(rm_type):
+        raise InvalidSetting.conflict(
+            as_typed("reward_key", key), as_typed("rm_type", rm_type), "this reward is one number, without keys"
+        )
 
 
 def _check_whole_vocabulary(args: Mapping[str, Any]) -> None:

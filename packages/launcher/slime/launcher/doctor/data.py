@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, prompt_of_row
 from slime.buffer.sources.dataset import READERS, split_slice
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
@@ -48,8 +49,7 @@ def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Colu
 def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
     if subject.config is not None:
         return list(subject.config.buffer.evaluation_sets().items())
-    words = [w for item in subject.flag("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
-    return list(zip(words[::2], words[1::2], strict=False))
+    return list(BufferSettings(eval_prompt_data=subject.flag("eval_prompt_data")).evaluation_sets().items())
 
 
 def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:

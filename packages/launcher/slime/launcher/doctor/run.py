@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.converters.megatron.flags import given
+from slime.launcher.config.advice import advice
 from slime.launcher.config.check_megatron import check_model
 from slime.launcher.config.check_run import check_files, check_learning
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
@@ -21,7 +22,8 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config is None:
         return
-    findings = [*_learning(subject), *_checkpoint(subject), *_files(subject), *_model(subject), *_earlier_run(subject)]
+    checks = (_learning, _checkpoint, _files, _model, _earlier_run, _advice)
+    findings = [finding for check in checks for finding in check(subject)]
     yield from findings or [ok("the flags fit together, and to the model")]
 
 
@@ -59,6 +61,11 @@ def _earlier_run(subject: Subject) -> Iterator[Finding]:
         check_unused(subject.config)
     except ConfigError as error:
         yield warn(str(error), "a run would be refused: say whether it resumes the earlier one or overwrites it")
+
+
+def _advice(subject: Subject) -> Iterator[Finding]:
+    if (Path(subject.config.trainer.hf_checkpoint) / "config.json").is_file():
+        yield from (warn(text, "a run would start all the same") for text in advice(subject.config))
 
 
 def _model(subject: Subject) -> Iterator[Finding]:

@@ -26,6 +26,8 @@ BUILT_IN = {
     "ifbench": "slime.rollout.rewards.ifbench:reward",
     "remote_rm": "slime.rollout.rewards.remote:remote_rm",
 }
+# Rewards that are, or may be, a dict of numbers.
+DICTS = ("dapo", "remote_rm")
 LABELLED = ("math", "deepscaler", "dapo", "f1", "gpqa", "integer", "exact_partial")
 BOXED = "boxed_"
 
@@ -60,6 +62,11 @@ def check_name(rm_type: str) -> str:
         known = [prefix + each for each in BUILT_IN] + ([] if prefix else [f"{BOXED}NAME"])
         raise InvalidSetting.unknown("reward function", rm_type[:100], known, field="--rm-type")
     return name
+
+
+def may_return_dict(rm_type: str) -> bool:
+    """Returns whether a built-in reward may be a dict, of which --reward-key names one entry; imports nothing."""
+    return check_name(rm_type) in DICTS
 
 
 def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:

@@ -289,6 +289,10 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
                 f"a multiple of --rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}",
                 got=self.rollout_num_gpus,
             )
+        if self.rollout_external_engine_addrs and self.colocate:
+            raise InvalidSetting.conflict(
+                "--colocate", "--rollout-external-engine-addrs", "external engines have no GPU to share"
+            )
         if self.rollout_external_engine_addrs and counted_by_engines(self.rollout_engine):
             raise InvalidSetting.conflict(
                 f"--rollout-engine {self.rollout_engine}",

@@ -56,7 +56,7 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     _check_old_policies(s)
     if s.use_dynamic_batch_size and s.max_tokens_per_gpu is None:
         _requires(s, "use_dynamic_batch_size", "--max-tokens-per-gpu N")
-    for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
+    for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "balance_by_flops"):
         if getattr(s, name) and not s.use_dynamic_batch_size:
             _requires(s, name, "--use-dynamic-batch-size")
     if s.lr_warmup_fraction is not None and s.lr_warmup_iters:
