@@ -31,9 +31,7 @@ class WeightChecker:
         if action == "snapshot":
             self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         elif action == "reset_tensors":
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    tensor.copy_(torch.rand(tensor.shape))
+            self._weights.write({name: torch.rand(tensor.shape) for name, tensor in tensors.items()})
         elif action == "compare":
             self._compare(tensors)
         answer: dict[str, Any] = {"success": True, "message": "Success."}

@@ -1,6 +1,7 @@
 """Samples the next token of each sequence, with its log-prob.
 
-B: sequences, V: vocabulary. Logits are float32 [B, V].
+B: sequences, R: those of them with top-k or top-p, V: vocabulary, S: blocks of it, K: weights of a row. Logits are
+float32 [B, V].
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 
 from slime.rollout.engines.embedded.model.params import SamplingParams
+
+BLOCK = 256
 
 
 def keyed_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -34,22 +37,30 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def sample(
     logits_BV: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], generator: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (token ids int64 [B], log-probs float32 [B]) by inverse transform sampling.
+    """Returns (token ids int64 [B], log-probs float32 [B]) by inverse transform sampling. Overwrites the logits.
 
     The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is greedy), as SGLang gives
     it: top-k and top-p restrict the choice and not the log-prob.
     positions: number of tokens that each sequence has, the counter of its keyed draws.
     """
-    temperatures = torch.tensor([p.temperature or 1.0 for p in params], device=logits_BV.device)
-    log_probs_BV = torch.log_softmax(logits_BV / temperatures[:, None], dim=-1)
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits_BV.device)
-    if bool(greedy.all()):
-        ids = log_probs_BV.argmax(-1)
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        logits_BV.div_(torch.tensor([[p.temperature or 1.0] for p in params], device=logits_BV.device))
+    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+    likeliest = logits_BV[greedy].argmax(-1) if greedy else None
+    weights_BV = logits_BV.sub_(logits_BV.amax(-1, keepdim=True)).exp_()
+    sums_BS = _block_sums(weights_BV)
+    if likeliest is not None and len(greedy) == len(params):
+        ids = likeliest
     else:
-        ids = _draw(_restrict(log_probs_BV.exp(), params), _uniforms(params, positions, generator))
-        if bool(greedy.any()):
-            ids = torch.where(greedy, log_probs_BV.argmax(-1), ids)
-    return ids, log_probs_BV.gather(-1, ids[:, None])[:, 0]
+        uniforms = torch.from_numpy(_uniforms(params, positions, generator)).to(logits_BV.device)
+        ids = _draw(weights_BV, sums_BS, uniforms)
+        if rows := [i for i, p in enumerate(params) if p.top_k != -1 or p.top_p < 1.0]:
+            allowed_RV = _restrict(weights_BV[rows] / sums_BS[rows].sum(-1, keepdim=True), [params[i] for i in rows])
+            ids[rows] = _draw(allowed_RV, _block_sums(allowed_RV), uniforms[rows])
+        if likeliest is not None:
+            ids[greedy] = likeliest
+    log_probs = weights_BV.gather(-1, ids[:, None])[:, 0].double().log() - sums_BS.sum(-1).log()
+    return ids, log_probs.float()
 
 
 def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], generator: np.random.Generator) -> np.ndarray:
@@ -61,25 +72,41 @@ def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], genera
     return draws
 
 
-def _draw(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor:
-    cumulative_BV = probs_BV.double().cumsum(-1)
-    # Scaled by the sum, so that rounding, and what top-k and top-p removed, cannot push a draw past the end.
-    target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device)[:, None] * cumulative_BV[:, -1:]
-    ids = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
-    return ids.clamp_(max=probs_BV.shape[-1] - 1)
+def _block_sums(weights_BV: torch.Tensor) -> torch.Tensor:
+    """float64 [B, S]: sums of BLOCK neighbours; the last block may be shorter."""
+    whole = weights_BV.shape[-1] // BLOCK * BLOCK
+    blocks = [weights_BV[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)] if whole else []
+    if whole < weights_BV.shape[-1]:
+        blocks.append(weights_BV[:, whole:].sum(-1, keepdim=True))
+    return torch.cat(blocks, -1).double()
 
 
-def _restrict(probs_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    rows = [i for i, p in enumerate(params) if p.top_k != -1 or p.top_p < 1.0]
-    if not rows:
-        return probs_BV
-    probs_BV = probs_BV.clone()
-    vocabulary = probs_BV.shape[-1]
-    ordered, order = probs_BV[rows].sort(-1, descending=True)
-    top_k = torch.tensor([params[i].top_k if params[i].top_k != -1 else vocabulary for i in rows], device=order.device)
-    top_p = torch.tensor([params[i].top_p for i in rows], device=order.device)
+def _draw(weights_BV: torch.Tensor, sums_BS: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Finds the block that a draw falls into, then the token in it: a cumulative sum of all tokens costs far more."""
+    last = weights_BV.shape[-1] - 1
+    block_B1, rest_B1 = _search(sums_BS, uniforms_B[:, None])
+    tokens_BK = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
+    inside_BK = weights_BV.gather(-1, tokens_BK.clamp(max=last)).double().masked_fill_(tokens_BK > last, 0.0)
+    return (block_B1 * BLOCK + _search(inside_BK, rest_B1)[0])[:, 0].clamp_(max=last)
+
+
+def _search(weights_BK: torch.Tensor, uniforms_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ([B, 1] index that the draw falls on, [B, 1] how far it is through that weight, in [0, 1))."""
+    cumulative_BK = weights_BK.cumsum(-1)
+    # Below the sum, so that rounding cannot push a draw past the last weight that is not 0.
+    target_B1 = uniforms_B1 * cumulative_BK[:, -1:] * (1 - 2.0**-50)
+    index_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True).clamp_(max=weights_BK.shape[-1] - 1)
+    weight_B1 = weights_BK.gather(-1, index_B1)
+    before_B1 = cumulative_BK.gather(-1, index_B1) - weight_B1
+    return index_B1, ((target_B1 - before_B1) / weight_B1).clamp_(0.0, 1.0)
+
+
+def _restrict(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    vocabulary = probs_RV.shape[-1]
+    ordered, order = probs_RV.sort(-1, descending=True)
+    top_k = torch.tensor([p.top_k if p.top_k != -1 else vocabulary for p in params], device=order.device)
+    top_p = torch.tensor([p.top_p for p in params], device=order.device)
     before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
     ranks = torch.arange(vocabulary, device=order.device)
     ordered[(ranks >= top_k[:, None]) | (before >= top_p[:, None])] = 0.0
-    probs_BV[rows] = torch.zeros_like(ordered).scatter_(-1, order, ordered)
-    return probs_BV
+    return torch.zeros_like(ordered).scatter_(-1, order, ordered)

@@ -1,13 +1,13 @@
 """Schedules requests: one thread owns the model; requests wait, run as a batch, and answer.
 
-What arrives while a batch runs joins the next one. With `deterministic` the sequences of one HTTP request are a batch
-of their own, in the order of arrival. Weight updates and pauses take effect between two steps.
+What arrives while a batch runs joins it, or the next one where the batch cannot take it in. With `deterministic` the
+sequences of one HTTP request are a batch of their own, in the order of arrival. Weight updates and pauses take effect
+between two steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import queue
@@ -21,8 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
 from slime.rollout.engines.embedded.model.decode import Batch
+from slime.rollout.engines.embedded.model.dense import DenseModel
 from slime.rollout.engines.embedded.model.loading import Loaded
+from slime.rollout.engines.embedded.model.padded import PaddedBatch
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -36,10 +39,29 @@ STOPPING = "the engine is stopping"
 
 @dataclass(eq=False)
 class SubmittedRequest:
-    """The sequences of one HTTP request; `done` is resolved when all of them have finished."""
+    """The sequences of one HTTP request; `done` is resolved when all of them have finished.
+
+    waiting: those that no batch has taken yet.
+    """
 
     responses: list[Response]
     done: Future[Any] = field(default_factory=lambda: _future())
+    waiting: deque[Response] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(self.responses)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(r.finish_reason is not None for r in self.responses)
+
+    @property
+    def is_started(self) -> bool:
+        return len(self.waiting) < len(self.responses)
+
+    def drop_finished(self) -> None:
+        """Takes sequences that were ended before they ran out of `waiting`."""
+        self.waiting = deque(r for r in self.waiting if r.finish_reason is None)
 
 
 @dataclass(eq=False)
@@ -90,8 +112,9 @@ class Scheduler:
         self.weights = ModelWeights(loaded.model, options.weight_version)
         self._rng = np.random.default_rng(options.random_seed)
         self._inbox: queue.SimpleQueue[SubmittedRequest | Call | None] = queue.SimpleQueue()
-        self._waiting: deque[SubmittedRequest] = deque()
-        self._running: list[SubmittedRequest] = []
+        # Unanswered ones, in the order of arrival.
+        self._requests: list[SubmittedRequest] = []
+        self._dense = DenseModel(loaded.model) if DenseModel.supports(loaded.model) else None
         self._batch: Batch | None = None
         self._paused = False
         self._stopped = False
@@ -101,7 +124,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(request.responses) for request in list(self._waiting))
+        return sum(len(request.waiting) for request in list(self._requests))
 
     @property
     def num_running(self) -> int:
@@ -163,16 +186,15 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._take(block=self._paused or not (self._running or self._waiting)):
+            while self._take(block=self._paused or not self._requests):
                 if self._paused:
                     continue
-                if self._batch is None and (self._running or self._waiting):
-                    if not self._running and not self._gather():
-                        continue
-                    self._form_batch()
+                if self._batch is None and self._requests and not self._gather():
+                    continue
+                self._fill_batch()
                 if self._batch is not None:
                     self._step(self._batch)
-            self._fail([*self._running, *self._waiting], EngineError(STOPPING))
+            self._fail(self._requests, EngineError(STOPPING))
         except BaseException:
             # Without this thread the engine could answer nothing.
             log.exception("the scheduler failed")
@@ -189,13 +211,13 @@ class Scheduler:
             if item is None:
                 return False
             if isinstance(item, SubmittedRequest):
-                self._waiting.append(item)
+                self._requests.append(item)
             else:
                 item.run()
 
     def _gather(self) -> bool:
         """Waits a little for more requests. False where something else came, which may have been a pause or the end."""
-        if self._options.deterministic:
+        if self._options.deterministic or any(request.is_started for request in self._requests):
             return True
         deadline = time.monotonic() + self._options.gather_ms / 1000
         while (left := deadline - time.monotonic()) > 0:
@@ -209,71 +231,81 @@ class Scheduler:
             if not isinstance(item, SubmittedRequest):
                 item.run()
                 return False
-            self._waiting.append(item)
+            self._requests.append(item)
         return True
 
-    def _form_batch(self) -> None:
-        """Takes sequences in order of arrival as long as they fit; what is left of a request joins the next batch."""
-        chosen = _Room(self._options.max_running_requests, self._options.max_prefill_tokens)
-        for request in [*self._running, *self._waiting]:
-            unfinished = [r for r in request.responses if r.finish_reason is None]
-            fitting = sum(1 for _ in itertools.takewhile(chosen.take, unfinished))
-            if request not in self._running and (fitting or not unfinished):
-                self._waiting.remove(request)
-                self._running.append(request)
-            if fitting < len(unfinished) or self._options.deterministic:
+    def _fill_batch(self) -> None:
+        """Takes sequences in order of arrival as long as they fit."""
+        batch = self._batch
+        if batch is not None and (self._options.deterministic or not batch.joinable):
+            return
+        free = self._options.max_running_requests - self.num_running
+        if not free:
+            return
+        room = _Room(free, self._options.max_prefill_tokens)
+        for request in self._requests:
+            while request.waiting and room.take(request.waiting[0]):
+                request.waiting.popleft()
+            if request.waiting or (room.responses and self._options.deterministic):
                 break
-        for response in chosen.responses:
+        if not room.responses:
+            return
+        for response in room.responses:
             response.weight_version = self.weights.version
-        loaded = self._loaded
-        self._batch = Batch(loaded.model, loaded.tokenizer, chosen.responses, loaded.eos_ids, self._rng, loaded.vision)
+        if batch is None:
+            batch = self._batch = self._new_batch()
+        batch.add(room.responses)
+
+    def _new_batch(self) -> Batch:
+        if self._dense is not None:
+            return ContinuousBatch(self._loaded, self._dense, self._rng)
+        return PaddedBatch(self._loaded, self._rng)
 
     def _step(self, batch: Batch) -> None:
         try:
             self.weights.check_complete()
-            if not batch.done:
-                batch.step()
+            if self._dense is not None:
+                self._dense.pack(self.weights.writes)
+            batch.step()
         except Exception as error:
-            log.exception("a batch of %d sequences failed", len(batch.running))
-            failed, self._running, self._batch = self._running, [], None
-            self._fail(failed, error)
-            return
-        self._answer()
-        if batch.done:
+            running = batch.running
+            log.exception("a batch of %d sequences failed", len(running))
+            failed = [request for request in self._requests if any(r in running for r in request.responses)]
+            self._requests = [request for request in self._requests if request not in failed]
             self._batch = None
+            self._fail(failed, error)
+        self._answer()
 
     def _fail(self, requests: list[SubmittedRequest], error: Exception) -> None:
         for request in requests:
             request.done.set_exception(error)
 
     def _answer(self) -> None:
-        for request in list(self._running):
-            if all(r.finish_reason is not None for r in request.responses):
-                self._running.remove(request)
-                request.done.set_result(None)
+        """Resolves the requests that are finished, and gives the batch up if it is done."""
+        for request in [r for r in self._requests if r.is_finished]:
+            self._requests.remove(request)
+            request.done.set_result(None)
+        if self._batch is not None and self._batch.done:
+            self._batch = None
 
     def _end(self, chosen: Callable[[Response], bool]) -> None:
-        for request in [*self._running, *self._waiting]:
+        for request in self._requests:
             for response in request.responses:
                 if response.finish_reason is None and chosen(response):
                     response.weight_version = response.weight_version or self.weights.version
                     response.finish(dict(ABORTED))
-        for request in [r for r in self._waiting if all(s.finish_reason is not None for s in r.responses)]:
-            self._waiting.remove(request)
-            request.done.set_result(None)
+            request.drop_finished()
         self._answer()
-        if self._batch is not None and self._batch.done:
-            self._batch = None
 
     def _retract(self) -> None:
         """All start over, but for those whose tokens have been sent already: these go on from there."""
-        for request in reversed(self._running):
+        for request in self._requests:
             for response in request.responses:
                 if response.finish_reason is None and response.on_token is None:
                     response.output_ids.clear()
                     response.log_probs.clear()
-            self._waiting.appendleft(request)
-        self._running, self._batch = [], None
+            request.waiting = deque(r for r in request.responses if r.finish_reason is None)
+        self._batch = None
 
 
 def _future() -> Future[Any]:

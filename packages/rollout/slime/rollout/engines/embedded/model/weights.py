@@ -8,6 +8,7 @@ generation is refused until a version is complete.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class ModelWeights:
         """Raises NotAvailable, naming a tensor, for a model whose files' names say nothing of its tensors."""
         self.version = version
         self.incomplete = False
+        self.writes = 0
+        """Grows with every change of the tensors."""
         self.tensors = disk_tensors(model)
         self._seen: set[int] = set()
         self._pending_version: str | None = None
@@ -57,6 +60,12 @@ class ModelWeights:
                 raise InvalidFile(f"model_path: {file}: {error}", field="model_path", value=str(file)) from error
             self._copy(tensors, version, last=number == len(files) - 1)
 
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.writes += 1
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self.tensors[name].copy_(tensor)
+
     def _copy(self, tensors: dict[str, torch.Tensor], version: str, *, last: bool) -> None:
         if version != self._pending_version:
             self._pending_version, self._seen = version, set()
@@ -74,9 +83,7 @@ class ModelWeights:
             if missing:
                 raise InvalidField(missing[0], f"missing, with {len(missing) - 1} others", "a tensor in some bucket")
         self.incomplete = True
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self.tensors[name].copy_(tensor)
+        self.write(tensors)
         self._seen = seen
         if last:
             self.version, self.incomplete, self._pending_version = version, False, None

@@ -1,0 +1,228 @@
+"""The forward pass of dense Llama, Qwen2 and Qwen3 models on a CPU.
+
+It computes what transformers' does with a third of the operations: query, key and value projections are one matrix, as
+are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
+written in place; tokens of all sequences lie in one row, without padding. With float32 weights everything is float32;
+with bfloat16 weights the matrices and the attention are bfloat16, and what lies between (residual, norms, rotary
+embedding) is float32.
+
+N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value heads, D: size of a head, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slime.rollout.engines.embedded.model.kv_cache import KvCache
+
+KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Rotary embeddings whose frequencies do not depend on the length of the sequence.
+ROPES = ("default", "linear", "llama3", "yarn")
+# Packed weights fit best for about this many tokens, and are right for any number.
+PACKED_FOR = 64
+# Rows of the output matrix in one product: larger products are new memory for the system each time.
+HEAD_ROWS = 8192
+
+
+@dataclass
+class Pass:
+    """The tokens of one forward pass: the newest of each decoding sequence, then whole prompts.
+
+    decoding: number of the former; sequence i has row i of the cache. prompts: (row, length) of the latter, in order.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    decoding: int = 0
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+
+    def decode(self, token: int, position: int) -> None:
+        self.ids.append(token)
+        self.positions.append(position)
+        self.decoding += 1
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> None:
+        self.ids += tokens
+        self.positions += range(len(tokens))
+        self.prompts.append((row, len(tokens)))
+
+
+class DenseModel:
+    """Computes with the weights of `model`, a model of transformers, as they were at the last `pack`."""
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        config = model.config
+        return (
+            type(model).__name__ in KINDS
+            and model.device.type == "cpu"
+            and config.hidden_act == "silu"
+            and not getattr(config, "use_sliding_window", False)
+            and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+            and getattr(model.model.rotary_emb, "rope_type", None) in ROPES
+        )
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        config = model.config
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        attention = model.model.layers[0].self_attn
+        self._head_dim = attention.head_dim
+        self._scale = attention.scaling
+        self._eps = config.rms_norm_eps
+        self._dtype = _compute_dtype(model.dtype)
+        self._logits_BV = torch.zeros(0, model.get_output_embeddings().weight.shape[0])
+        self.packing = -1
+        """The count of writes at the last `pack`."""
+
+    def cache(self) -> KvCache:
+        return KvCache(len(self._model.model.layers), self._kv_heads, self._head_dim, self._dtype)
+
+    @torch.inference_mode()
+    def pack(self, writes: int) -> None:
+        """Takes the weights over, unless nothing was written to them since; `writes` counts that."""
+        if writes != self.packing:
+            model = self._model
+            self._layers = [_Layer(layer, self._dtype) for layer in model.model.layers]
+            self._norm = model.model.norm.weight.float()
+            head = model.get_output_embeddings()
+            biases = [None] * len(head.weight) if head.bias is None else head.bias.split(HEAD_ROWS)
+            self._head = [
+                _Matrix([rows], [bias], self._dtype)
+                for rows, bias in zip(head.weight.split(HEAD_ROWS), biases, strict=False)
+            ]
+            self.packing = writes
+
+    def forward(self, run: Pass, cache: KvCache) -> Tensor:
+        """Returns hidden states [N, hidden], and writes keys and values of all tokens into the cache."""
+        positions_N = torch.tensor(run.positions)
+        hidden_N = self._model.get_input_embeddings().weight[torch.tensor(run.ids)].float()
+        cos_N1D, sin_N1D = self._rotary(positions_N)
+        attention = _Attention(run, positions_N, cache, self._scale, self._dtype)
+        heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
+        for index, layer in enumerate(self._layers):
+            qkv_NE = layer.qkv(self._normed(hidden_N, layer.attention_norm))
+            rotated, value_NKD = qkv_NE.unflatten(-1, (-1, head_dim)).split([heads + kv_heads, kv_heads], 1)
+            rotated = rotated.float()
+            if layer.head_norms is not None:
+                rotated = F.rms_norm(rotated, (head_dim,), None, self._eps).mul_(layer.head_norms)
+            rotated = torch.addcmul(rotated * cos_N1D, rotated.roll(head_dim // 2, -1), sin_N1D).to(self._dtype)
+            query_NHD, key_NKD = rotated.split([heads, kv_heads], 1)
+            hidden_N += layer.output(attention(index, query_NHD, key_NKD, value_NKD))
+            gate, up = layer.gate_up(self._normed(hidden_N, layer.mlp_norm)).chunk(2, -1)
+            hidden_N += layer.down(F.silu(gate).mul_(up))
+        return hidden_N
+
+    def logits(self, hidden_B: Tensor) -> Tensor:
+        """Returns float32 [B, V], which the next call overwrites."""
+        if len(hidden_B) > len(self._logits_BV):
+            self._logits_BV = torch.zeros(len(hidden_B), self._logits_BV.shape[1])
+        logits_BV = self._logits_BV[: len(hidden_B)]
+        normed = self._normed(hidden_B, self._norm)
+        for part, matrix in zip(logits_BV.split(HEAD_ROWS, -1), self._head, strict=True):
+            part.copy_(matrix(normed))
+        return logits_BV
+
+    def _normed(self, hidden_N: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden_N, weight.shape, weight, self._eps).to(self._dtype)
+
+    def _rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        rotary = self._model.model.rotary_emb
+        angles = positions_N[:, None].float() * rotary.inv_freq.float()
+        cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        # (a, b) becomes (a cos - b sin, b cos + a sin): with the halves swapped, the sine of the first is negative.
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+class _Layer:
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = _linear([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self.output = _linear([attention.o_proj], dtype)
+        self.gate_up = _linear([mlp.gate_proj, mlp.up_proj], dtype)
+        self.down = _linear([mlp.down_proj], dtype)
+        self.attention_norm = layer.input_layernorm.weight.float()
+        self.mlp_norm = layer.post_attention_layernorm.weight.float()
+        self.head_norms: Tensor | None = None
+        if getattr(attention, "q_norm", None) is not None:
+            heads, kv_heads = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
+            each = attention.q_norm.weight.expand(heads, -1), attention.k_norm.weight.expand(kv_heads, -1)
+            self.head_norms = torch.cat(each).float()
+
+
+class _Attention:
+    """The attention of one pass, layer by layer."""
+
+    def __init__(self, run: Pass, positions_N: Tensor, cache: KvCache, scale: float, dtype: torch.dtype) -> None:
+        self._run, self._cache, self._scale = run, cache, scale
+        self._positions_B = positions_N[: run.decoding]
+        self._rows_B = torch.arange(run.decoding)
+        self._longest = max(run.positions[: run.decoding], default=0) + 1
+        unseen = torch.arange(self._longest) > self._positions_B[:, None]
+        self._mask_B11T = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)[:, None, None]
+
+    def __call__(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
+        """Returns [N, H x D]."""
+        keys_RKCD, values_RKCD = self._cache.layer(layer)
+        parts, decoding, start = [], self._run.decoding, self._run.decoding
+        if decoding:
+            keys_RKCD[self._rows_B, :, self._positions_B] = key_NKD[:decoding]
+            values_RKCD[self._rows_B, :, self._positions_B] = value_NKD[:decoding]
+            seen_BHD = F.scaled_dot_product_attention(
+                query_NHD[:decoding, :, None],
+                keys_RKCD[:decoding, :, : self._longest],
+                values_RKCD[:decoding, :, : self._longest],
+                attn_mask=self._mask_B11T,
+                scale=self._scale,
+                enable_gqa=True,
+            )
+            parts.append(seen_BHD.flatten(1))
+        for row, length in self._run.prompts:
+            own = slice(start, start + length)
+            query_HTD, key_KTD, value_KTD = (x[own].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))
+            keys_RKCD[row, :, :length] = key_KTD
+            values_RKCD[row, :, :length] = value_KTD
+            seen_1HTD = F.scaled_dot_product_attention(
+                query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, scale=self._scale, enable_gqa=True
+            )
+            parts.append(seen_1HTD[0].transpose(0, 1).flatten(1))
+            start += length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Matrix:
+    """A linear layer, of several that read the same input."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+        weight = torch.cat([w.to(dtype) for w in weights]) if len(weights) > 1 else weights[0].to(dtype)
+        given = [bias.to(dtype) for bias in biases if bias is not None]
+        self._bias = torch.cat(given) if given else None
+        self._packed = _packs()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self._packed else weight
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias, "none", [], "")
+        return F.linear(x_NI, self._weight, self._bias)
+
+
+def _linear(modules: Sequence[Any], dtype: torch.dtype) -> _Matrix:
+    return _Matrix([m.weight for m in modules], [m.bias for m in modules], dtype)
+
+
+def _packs() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type to compute in: bfloat16 where weights are bfloat16 and the processor multiplies it."""
+    fast = dtype == torch.bfloat16 and _packs() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32

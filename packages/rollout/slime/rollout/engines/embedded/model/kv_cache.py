@@ -1,0 +1,53 @@
+"""Keys and values of running sequences, each in a row of its own that is written in place.
+
+L: layers, R: rows, K: key-value heads, C: tokens that a row has room for, D: size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
+
+
+class KvCache:
+    """Has room for what `reserve` asked for, and keeps what was written when it grows."""
+
+    def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._shape = layers, heads, head_dim
+        self._dtype = dtype
+        self._kv_L2RKCD = self._zeros(SMALLEST_ROWS, SMALLEST_TOKENS)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Returns (rows, tokens of a row)."""
+        return self._kv_L2RKCD.shape[2], self._kv_L2RKCD.shape[4]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values, each [R, K, C, D], to be read and written."""
+        keys, values = self._kv_L2RKCD[index]
+        return keys, values
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        old = self._kv_L2RKCD
+        if rows <= old.shape[2] and tokens <= old.shape[4]:
+            return
+        rows = max(old.shape[2], 1 << (rows - 1).bit_length())
+        tokens = max(old.shape[4], 1 << (tokens - 1).bit_length())
+        self._kv_L2RKCD = self._zeros(rows, tokens)
+        self._kv_L2RKCD[:, :, : old.shape[2], :, : old.shape[4]] = old
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` of a row into another."""
+        self._kv_L2RKCD[:, :, target, :, :tokens] = self._kv_L2RKCD[:, :, source, :, :tokens]
+
+    def _zeros(self, rows: int, tokens: int) -> torch.Tensor:
+        layers, heads, head_dim = self._shape
+        shape = layers, 2, rows, heads, tokens, head_dim
+        # Of numpy's zeros only what was written takes memory. They are zeros because what attention masks is still
+        # multiplied by 0: it must be a number.
+        empty = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
+        return torch.from_numpy(empty).view(self._dtype).view(shape)

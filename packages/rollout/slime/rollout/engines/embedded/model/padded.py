@@ -1,0 +1,119 @@
+"""A batch that decodes through `transformers`, of any model that it can load.
+
+U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was
+decoded. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.rollout.engines.embedded.model.decode import Batch
+from slime.rollout.engines.embedded.model.images import embed_images, grid_positions
+from slime.rollout.engines.embedded.model.loading import Loaded
+from slime.rollout.engines.embedded.model.response import Response
+
+# Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
+COMPACT_FRACTION = 0.25
+
+
+class PaddedBatch(Batch):
+    """All sequences join before the first step."""
+
+    joinable = False
+
+    def __init__(self, loaded: Loaded, rng: np.random.Generator) -> None:
+        super().__init__(loaded, rng)
+        self._model = loaded.model
+        self._vision = loaded.vision
+        self._device = next(self._model.parameters()).device
+        self._rows: list[Response] = []
+        self._cache: Any = None
+        self._mask: torch.Tensor | None = None
+        # [B, 1] by how much positions differ from the number of tokens before: an image counts by its grid.
+        self._ahead: torch.Tensor | None = None
+
+    @property
+    def running(self) -> list[Response]:
+        return [s for s in self._rows if s.finish_reason is None]
+
+    def add(self, responses: Sequence[Response]) -> None:
+        assert self._cache is None
+        self._rows += responses
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        logits_BV = self._prefill() if self._cache is None else self._decode()
+        self._emit(self._rows, logits_BV.to(torch.float32, copy=True))
+
+    def _prefill(self) -> torch.Tensor:
+        index: dict[tuple[str, tuple[int, ...]], int] = {}
+        rows: list[int] = []
+        firsts: list[Response] = []
+        for s in self._rows:
+            key = s.key
+            s.cached_tokens = len(key[1]) if key in index else 0
+            if key not in index:
+                firsts.append(s)
+            rows.append(index.setdefault(key, len(index)))
+        prompts = [prompt for _, prompt in index]
+        longest = max(map(len, prompts))
+        ids_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask_UP = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids_UP[i, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_UP[i, longest - len(prompt) :] = 1
+        ids_UP, mask_UP = ids_UP.to(self._device), mask_UP.to(self._device)
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids_UP}
+        if self._vision is not None and any(s.media for s in firsts):
+            inputs = {"inputs_embeds": embed_images(self._model, self._vision, ids_UP, firsts)}
+        positions = _positions(mask_UP)
+        if self._vision is not None and self._vision.grids:
+            positions, ahead_U1 = grid_positions(self._vision, positions, firsts)
+            self._ahead = ahead_U1[torch.tensor(rows, device=self._device)]
+        output = self._model(**inputs, attention_mask=mask_UP, position_ids=positions, use_cache=True, logits_to_keep=1)
+        self._cache = output.past_key_values
+        self._mask = mask_UP
+        logits_UV = output.logits[:, -1]
+        if rows == list(range(len(prompts))):
+            return logits_UV
+        chosen = torch.tensor(rows, device=self._device)
+        self._cache.batch_select_indices(chosen)
+        self._mask = mask_UP[chosen]
+        return logits_UV[chosen]
+
+    def _decode(self) -> torch.Tensor:
+        self._compact()
+        assert self._mask is not None
+        ids_B1 = torch.tensor([[s.output_ids[-1]] for s in self._rows], device=self._device)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._rows), 1)], dim=1)
+        positions_B1 = self._mask.sum(1, keepdim=True) - 1
+        output = self._model(
+            input_ids=ids_B1,
+            attention_mask=self._mask,
+            position_ids=positions_B1 if self._ahead is None else positions_B1 + self._ahead,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
+
+    def _compact(self) -> None:
+        kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
+        if len(self._rows) - len(kept) < max(1, COMPACT_FRACTION * len(self._rows)):
+            return
+        chosen = torch.tensor(kept, device=self._device)
+        self._cache.batch_select_indices(chosen)
+        assert self._mask is not None
+        self._mask = self._mask[chosen]
+        if self._ahead is not None:
+            self._ahead = self._ahead[chosen]
+        self._rows = [self._rows[i] for i in kept]
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(-1) - 1).clamp_(min=0)
