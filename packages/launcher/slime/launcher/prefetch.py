@@ -17,7 +17,7 @@ Rollout = tuple[Metrics, list[Sample]]
 
 
 class Generation(Protocol):
-    """The methods of `Services` that are used here."""
+    """The methods of `Services` that Prefetch calls."""
 
     def generate(self, rollout_id: int) -> Metrics: ...
     def seal(self, step: int, generated: Metrics) -> Rollout: ...

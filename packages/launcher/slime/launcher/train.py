@@ -12,7 +12,7 @@ from slime.launcher.services.session import session
 
 
 def train(config: RunConfig, report: Report) -> None:
-    """Runs `config` to its end; what happens on the way goes to `report`.
+    """Runs `config` to its end and reports to `report`.
 
     Every step trains on the groups of its own rollout, and before the next begins the engines hold its weights, or with
     `update_weights_interval` N those of every N-th.

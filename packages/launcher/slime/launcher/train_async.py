@@ -20,7 +20,7 @@ from slime.launcher.services.session import session
 
 
 def train_async(config: RunConfig, report: Report) -> None:
-    """Runs `config` to its end; what happens on the way goes to `report`. Raises InvalidSetting with `colocate`.
+    """Runs `config` to its end and reports to `report`. Raises InvalidSetting with `colocate`.
 
     Rollouts are trained on in their order, each once. Weights are pushed while nothing is generated, after every
     `update_weights_interval`-th rollout and before each evaluation.
@@ -31,7 +31,7 @@ def train_async(config: RunConfig, report: Report) -> None:
 
 
 def loop_async(config: RunConfig, run: Services, report: Report) -> None:
-    """Beside the metrics of the other loop, in seconds:
+    """Trains while the next rollouts are generated. Adds to the metrics of the synchronous loop, in seconds:
 
     perf/rollout_wait_time  what the trainer waited for the rollout
     perf/drain_time         what the push of weights waited for the generation in flight

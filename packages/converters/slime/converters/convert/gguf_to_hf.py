@@ -1,4 +1,4 @@
-"""A GGUF file (llama.cpp's format, often quantised) as a Hugging Face directory with plain weights.
+"""Converts a GGUF file (llama.cpp's format, often quantised) into a Hugging Face directory of plain weights.
 
 transformers maps the names and undoes the layout of GGUF; this module turns the result into a directory that trains and
 generates without knowing where it came from: no quantisation config, special tokens as the file names them, left
@@ -151,7 +151,7 @@ def _set_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
 
 
 def _check_tensors(source: Path, skeleton: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """The file gives every weight of the model in its shape; tied ones may be left out."""
+    """Raises InvalidFile unless the file has every weight of the model in its shape; tied ones may be missing."""
     expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     tied = set(getattr(skeleton, "_tied_weights_keys", None) or ())
     if getattr(skeleton.config, "tie_word_embeddings", False):

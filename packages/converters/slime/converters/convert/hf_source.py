@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory as a converter wants them: any part of any, in the dtype asked for, fp8 undone.
+"""Reads tensors of a Hugging Face directory: any part of any, in any dtype, with fp8 converted back.
 
 DeepSeek's fp8 checkpoints keep `NAME.weight` in float8 and, for every block of 128 x 128 of it, a factor in
 `NAME.weight_scale_inv`; read here, such a weight is bfloat16.
@@ -62,7 +62,7 @@ class HfSource:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """By name; without factors of fp8."""
+        """Returns the tensors by name, without factors of fp8."""
         return {name: tensor for name, tensor in self.weights.tensors.items() if name not in self.scales}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -129,7 +129,7 @@ class HfSource:
         return scale.shape == tuple(-(-size // step) for size, step in zip(info.shape, self.block, strict=True))
 
     def read(self, name: str, index: Index, out: torch.Tensor) -> None:
-        """`out[:] = tensor[index]` in the dtype of `out`. Raises NotFound, InvalidFile."""
+        """Reads: `out[:] = tensor[index]` in the dtype of `out`. Raises NotFound, InvalidFile."""
         info = self._info(name)
         stored = self._stored(info)
         if stored.dtype in FLOAT8:
@@ -138,14 +138,14 @@ class HfSource:
             rectangles.read(self._descriptors[info.file], stored, index, out)
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, in memory of its own."""
+        """Reads a whole tensor into new memory."""
         shape = self._info(name).shape
         out = torch.empty(shape, dtype=dtype or self.dtype(name))
         self.read(name, rectangles.whole(shape), out)
         return out
 
     def load_rows(self, parameter: Parameter, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of a whole Megatron parameter; zeros where no Hugging Face tensor has a part of them."""
+        """Reads rows of a whole Megatron parameter; zeros where no Hugging Face tensor has a part of them."""
         out = torch.zeros(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
         for piece in parameter.slices():
             first = max(piece.index[0].start, rows.start)
@@ -158,7 +158,7 @@ class HfSource:
         return out
 
     def _read_float8(self, name: str, stored: Stored, index: Index, out: torch.Tensor) -> None:
-        """Rows of blocks one after the other, so that float32 is held of one of them only."""
+        """Converts one row of blocks after the other, so that only one of them is in memory as float32."""
         if self.block is None or name + SCALE_SUFFIX not in self.weights.tensors:
             raise InvalidFile(f"{self.path}: {name} is fp8 and has no {name}{SCALE_SUFFIX}", field=name)
         scale = self.load(name + SCALE_SUFFIX, torch.float32)

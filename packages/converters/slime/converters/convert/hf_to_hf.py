@@ -1,4 +1,4 @@
-"""A Hugging Face directory, or a trainer's checkpoint in its form, as a plain one, in another dtype or without fp8."""
+"""Converts a Hugging Face directory, or a trainer's checkpoint in that form, into a plain one of any dtype."""
 
 from __future__ import annotations
 

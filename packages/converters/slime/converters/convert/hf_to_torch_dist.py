@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a torch_dist checkpoint, parameter by parameter, without a model.
+"""Converts a Hugging Face directory into a torch_dist checkpoint, one parameter at a time, without a model.
 
 SAVE/latest_checkpointed_iteration.txt      "release", written last
 SAVE/release/.metadata, *.distcp, common.pt, metadata.json      what megatron-core and Megatron-LM load
@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A source, known from its config and headers alone."""
+    """A model to convert, known from its config and headers alone."""
 
     path: str
     config: Config
@@ -229,7 +229,7 @@ def key_dtypes(model: Model, source: HfSource, layout: Layout, parameters: list[
 
 
 def write_chunks(job: ImportJob) -> list[WrittenChunk]:
-    """A worker's file. Holds at most `CHUNK_BYTES` of a parameter, or one row of it, at a time."""
+    """Writes a worker's file. Holds at most `CHUNK_BYTES` of a parameter, or one row of it, at a time."""
     model = job.model
     source = HfSource(model.path, model.config)
     layout = Layout.of(model.args)
@@ -248,7 +248,7 @@ def write_chunks(job: ImportJob) -> list[WrittenChunk]:
 
 
 def chunk_rows(parameter: Parameter, dtype: torch.dtype) -> Iterator[slice]:
-    """Rows that are saved together. No chunk is part of two stacks, which a rank loads apart."""
+    """Yields rows that are saved together. No chunk crosses stacks, which ranks load separately."""
     row = torch.Size(parameter.shape[1:]).numel() * dtype.itemsize
     height = parameter.shape[0] // parameter.stacks
     step = max(1, min(height, CHUNK_BYTES // max(1, row)))
@@ -260,7 +260,7 @@ def chunk_rows(parameter: Parameter, dtype: torch.dtype) -> Iterator[slice]:
 def _describe_source(
     directory: Path, model: Model, source: HfSource, mark: str, dtypes: dict[str, torch.dtype]
 ) -> list[str]:
-    """`slime.json` and `hf/`: all that the way back needs and the tensors do not tell. Returns what is lost."""
+    """Writes `slime.json` and `hf/`, which the way back needs beside the tensors. Returns what is lost."""
     changes: dict[str, Any] = {}
     if source.block is not None:
         changes = {"quantization_config": None, "dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory that no Megatron parameter is made of: on the way there, and back.
+"""Keeps tensors of a Hugging Face directory that belong to no Megatron parameter, and writes them on the way back.
 
 A copy of the embedding or the output layer (a tied `lm_head.weight`, those beside DeepSeek's MTP layers) is known by
 name and made again of what was trained. Small ones (`rotary_emb.inv_freq`) lie in the checkpoint's `hf/others` as they
@@ -31,7 +31,7 @@ SHOWN = 10
 
 
 def find(source: HfSource, parameters: Iterable[Parameter]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(copies: name to name of the original, small ones, and those that are neither: lost)."""
+    """Returns (copies by name with the name of the original, small tensors, lost ones that are neither)."""
     wanted, vocabulary = set(), []
     for parameter in parameters:
         names = [block.name for block in parameter.blocks]
@@ -54,7 +54,7 @@ def find(source: HfSource, parameters: Iterable[Parameter]) -> tuple[dict[str, s
 
 
 def keep(source: HfSource, parameters: Iterable[Parameter], hf_dir: Path) -> tuple[dict[str, str], list[str]]:
-    """(copies, lost) of `find`; writes the small ones below `hf_dir`."""
+    """Writes the small tensors below `hf_dir`; returns (copies, lost) of `find`."""
     copies, small, lost = find(source, parameters)
     if small:
         (hf_dir / OTHERS).mkdir()
@@ -63,7 +63,7 @@ def keep(source: HfSource, parameters: Iterable[Parameter], hf_dir: Path) -> tup
 
 
 def kept(checkpoint: TorchDist) -> HfSource | None:
-    """The small ones that a checkpoint holds as they were; None where it has none."""
+    """Opens the small tensors that a checkpoint holds as they were; None if it has none."""
     if checkpoint.hf_dir is None or not (checkpoint.hf_dir / OTHERS).is_dir():
         return None
     return HfSource(checkpoint.hf_dir / OTHERS, {})
@@ -83,7 +83,7 @@ def check_tied(source: HfSource, config: Config) -> None:
 
 
 def _equal(source: HfSource, first: str, second: str) -> bool:
-    """Bit for bit, some rows at a time."""
+    """Compares two tensors bit for bit, some rows at a time."""
     shape, dtype = source.tensors[first].shape, source.dtype(first)
     if (shape, dtype) != (source.tensors[second].shape, source.dtype(second)):
         return False
@@ -97,7 +97,7 @@ def _equal(source: HfSource, first: str, second: str) -> bool:
 
 
 class Leftovers:
-    """Tensors of the source that are no parameters and are written beside them.
+    """Tensors of the source that are not parameters, to be written beside them.
 
     parameters: of the model; written: the tensors made of those that the checkpoint has, by name.
     origin: the directory that the model came from, whose weights, if it has them, tell what the checkpoint does not.
@@ -143,7 +143,7 @@ class Leftovers:
         ]
 
     def write(self, where: dict[str, Stored]) -> None:
-        """To be called when all other tensors are written."""
+        """Writes them; call it when all other tensors are written."""
         with HfFiles(where) as files:
             for name, original in self._copies.items():
                 self._copy(files, name, where[original.name])

@@ -1,4 +1,4 @@
-"""Any checkpoint as a Hugging Face directory: `slime-convert to-hf --load L`."""
+"""Converts any checkpoint into a Hugging Face directory: `slime-convert to-hf --load L`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEP = re.compile(r"(?:step|iter)_(\d+)")
 
 
 def find(path: Path) -> Path:
-    """The newest checkpoint in `path`, or `path` itself where it is one. Raises MissingFile naming --load."""
+    """Returns the newest checkpoint in `path`, or `path` itself if it is one. Raises MissingFile naming --load."""
     if is_torch_dist(path) or (path / "config.json").is_file():
         return path
     inner = path.iterdir() if path.is_dir() else iter(())

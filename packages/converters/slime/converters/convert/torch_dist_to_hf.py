@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint as a Hugging Face directory, parameter by parameter, without a model.
+"""Converts a torch_dist checkpoint into a Hugging Face directory, one parameter at a time, without a model.
 
 What slime-convert or the trainer saved carries its config and tokenizer; for one that another program saved they come
 from the directory that the model came from.
@@ -253,7 +253,7 @@ def hf_tensors(export: Export, checkpoint: TorchDist) -> dict[str, HfTensor]:
 
 
 def write_tensors(job: ExportJob) -> None:
-    """A worker's share. Holds a piece of a parameter at a time."""
+    """Writes a worker's share. Holds a piece of a parameter at a time."""
     found = job.export.open()
     parameters = job.export.parameters
     with HfFiles(places(Path(job.directory), job.files)) as files:
@@ -277,7 +277,7 @@ def write_tensors(job: ExportJob) -> None:
 
 
 def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:
-    """The file of each tensor in the source; {} where it is not known."""
+    """Returns the file of each tensor in the source; {} if it is not known."""
     recorded = checkpoint.description.get("weight_map")
     if isinstance(recorded, dict) and origin == checkpoint.hf_dir:
         return recorded

@@ -27,7 +27,7 @@ JOB_BYTES = 4 << 30
 
 
 class TorchrunRanks:
-    """The processes of torchrun, by its environment; a single one without it. Use as a context."""
+    """The processes of torchrun, or this one alone without torchrun's environment. Use as a context."""
 
     def __init__(self) -> None:
         self.rank, self.size = self._number("RANK", 0), self._number("WORLD_SIZE", 1)

@@ -27,7 +27,7 @@ BEST_OF_GROUP = 2
 
 
 def decoder(config: Config) -> dict[str, Any]:
-    """Sizes, norms and activation; what every family has."""
+    """Returns sizes, norms and activation, which every family has."""
     refuse(config, "hidden_act", "silu", "its MLP is gated by silu")
     refuse(config, "use_sliding_window", False, "attention is full here")
     args: dict[str, Any] = {

@@ -20,7 +20,8 @@ def ignored_always(config: Config) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Family:
-    """
+    """A model family: its names in config.json, and the functions that describe its models.
+
     model_types: the `model_type`s of config.json.
     arguments(config): the model as Megatron's arguments describe it, {"num_layers": 36, "swiglu": True, ...}, by the
         names of attributes of Megatron-LM's `args`; those that keep Megatron's default are left out.

@@ -28,7 +28,7 @@ def embedding(config: Config) -> Iterator[Parameter]:
 
 
 def output(config: Config) -> Iterator[Parameter]:
-    """The final norm, and the output layer where it is not the embedding."""
+    """Yields the final norm, and the output layer unless it is the embedding."""
     hidden = required(config, "hidden_size")
     yield norm("decoder.final_layernorm", "model.norm", hidden)
     if not tied(config):
@@ -41,13 +41,13 @@ def norm(name: str, hf_name: str, size: int) -> Parameter:
 
 
 def layer_norms(hidden: int) -> Iterator[Parameter]:
-    """Before the attention and before the MLP."""
+    """Yields the norms before the attention and before the MLP."""
     yield norm("input_layernorm", "input_layernorm", hidden)
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
 
 
 def attention(config: Config, head_dim: int, *, bias: bool = False, norms: bool = False) -> Iterator[Parameter]:
-    """bias: of queries, keys and values; norms: of each head's query and key."""
+    """Yields the parameters of attention. bias: of queries, keys and values; norms: of each head's query and key."""
     hidden, heads, groups = (
         required(config, "hidden_size"),
         required(config, "num_attention_heads"),
@@ -72,7 +72,7 @@ def attention(config: Config, head_dim: int, *, bias: bool = False, norms: bool 
 
 
 def latent_attention(config: Config) -> Iterator[Parameter]:
-    """Queries, and keys with values, through a low rank each (MLA); q_lora_rank null: queries without one."""
+    """Yields the parameters of MLA: queries, and keys with values, of low rank; q_lora_rank null: plain queries."""
     hidden, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
     rank, q_rank = required(config, "kv_lora_rank"), config.get("q_lora_rank")
     content, rotary, value = (required(config, f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v"))
@@ -94,7 +94,7 @@ def _column(name: str, hf_name: str, shape: tuple[int, int]) -> Parameter:
 
 
 def gated_mlp(name: str, hf_name: str, hidden: int, ffn: int) -> Iterator[Parameter]:
-    """down(silu(gate(x)) * up(x)); ffn: its inner size."""
+    """Yields the parameters of down(silu(gate(x)) * up(x)); ffn: its inner size."""
     parts = (f"{hf_name}.gate_proj.weight", f"{hf_name}.up_proj.weight")
     yield stack(f"{name}.linear_fc1.weight", parts, (ffn, hidden))
     yield copy(f"{name}.linear_fc2.weight", f"{hf_name}.down_proj.weight", (hidden, ffn), split=1)

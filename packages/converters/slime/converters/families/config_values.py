@@ -1,4 +1,4 @@
-"""Checks the kind of value of each key of a config.json, so that no table is made of a size that is none."""
+"""Checks the type and range of each value of a config.json before sizes are computed from it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
 
 
 def check_values(path: Path, config: Mapping[str, Any]) -> None:
-    """path: of the file, for the message. Raises InvalidFile naming the first key whose value no model has."""
+    """Raises InvalidFile naming the first key with a value that no model has. path: of the file, for the message."""
     for kind, fits, keys in _KINDS:
         for where in (config, config.get("rope_scaling"), config.get("rope_parameters")):
             values = where if isinstance(where, Mapping) else {}

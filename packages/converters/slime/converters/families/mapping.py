@@ -88,7 +88,7 @@ class Parameter:
         return tuple(shape)
 
     def slices(self, rank: int = 0, size: int = 1, padded_rows: int | None = None) -> Iterator[Slice]:
-        """The parts of Hugging Face tensors in the shard of `rank` of `size` tensor parallel ranks.
+        """Yields the parts of Hugging Face tensors in the shard of `rank` of `size` tensor-parallel ranks.
 
         padded_rows: rows of a padded vocabulary, all ranks together. Every element of the shard is in at most one
         slice; those in none are padding.
@@ -100,7 +100,7 @@ class Parameter:
                     yield piece
 
     def _runs(self, rank: int, size: int, padded_rows: int | None) -> Iterator[tuple[int, int, int]]:
-        """(start in the shard, start in the whole, length) along the split dimension."""
+        """Yields (start in the shard, start in the whole, length) along the split dimension."""
         if self.split is None:
             yield 0, 0, self.shape[0]
             return

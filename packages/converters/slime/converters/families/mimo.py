@@ -31,7 +31,7 @@ def _parameters(config: Config) -> Iterator[Parameter]:
 
 
 def _around(hidden: int) -> Iterator[Parameter]:
-    """MiMo projects [hidden state, embedding], Megatron [embedding, hidden state]."""
+    """Yields norms and projection of an MTP layer: MiMo projects [hidden, embedding], Megatron [embedding, hidden]."""
     yield blocks.norm("enorm", "token_layernorm", hidden)
     yield blocks.norm("hnorm", "hidden_layernorm", hidden)
     yield swapped("eh_proj.weight", "input_proj.weight", (hidden, 2 * hidden), split=0)

@@ -47,6 +47,6 @@ def _taken(target: Path, what: str) -> InvalidSetting:
 
 
 def fingerprint(files: list[Path], options: dict[str, Any]) -> str:
-    """Differs when a file does, by size or time of change, or an option."""
+    """Returns a text that changes with the files (size or time of change) and with the options."""
     state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
     return hashlib.sha256(json.dumps([state, options], sort_keys=True, default=str).encode()).hexdigest()

@@ -36,7 +36,7 @@ class HfTensor:
 
 
 def parse_size(text: str) -> int:
-    """`5GB`, `500MiB` or a number of bytes. Raises InvalidSetting."""
+    """Reads a size: `5GB`, `500MiB` or a number of bytes. Raises InvalidSetting."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
@@ -48,7 +48,7 @@ def parse_size(text: str) -> int:
 def divide_into_files(
     tensors: Iterable[HfTensor], *, like: Mapping[str, str] | None = None, max_bytes: int = SHARD_BYTES
 ) -> dict[str, list[HfTensor]]:
-    """The tensors of each file.
+    """Returns the tensors of each file.
 
     like: the file of each tensor, followed where it names all of them; otherwise files of up to `max_bytes`, in order.
     """
@@ -83,7 +83,7 @@ def places(directory: Path, files: Mapping[str, list[HfTensor]]) -> dict[str, St
 
 
 def create(directory: Path, files: Mapping[str, list[HfTensor]]) -> None:
-    """Headers, room for the tensors, and the index where there are several files. Raises OutOfSpace."""
+    """Writes headers, room for the tensors, and the index of several files. Raises OutOfSpace."""
     for name, tensors in files.items():
         header = _header(tensors)
         with disk_errors(directory / name), (directory / name).open("xb") as file:
@@ -99,7 +99,7 @@ def create(directory: Path, files: Mapping[str, list[HfTensor]]) -> None:
 
 
 def _in_order(tensors: list[HfTensor]) -> list[HfTensor]:
-    """Wide types first, as safetensors wants them, so that all are aligned."""
+    """Sorts tensors with wide types first, as safetensors wants them, so that all are aligned."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
@@ -127,7 +127,7 @@ class HfFiles:
         self._descriptors: dict[Path, int] = {}
 
     def write(self, name: str, index: Index, tensor: torch.Tensor) -> None:
-        """`tensors[name][index] = tensor`, converted to its dtype. Raises OutOfSpace."""
+        """Writes: `tensors[name][index] = tensor`, converted to its dtype. Raises OutOfSpace."""
         stored = self._where[name]
         if stored.file not in self._descriptors:
             self._descriptors[stored.file] = os.open(stored.file, os.O_WRONLY | os.O_CLOEXEC)

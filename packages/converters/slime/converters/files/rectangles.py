@@ -40,7 +40,7 @@ def whole(shape: Shape) -> Index:
 
 
 def pieces(shape: Shape, dtype: torch.dtype) -> Iterator[Index]:
-    """A tensor in runs of whole rows of at most `PIECE_BYTES`, or of one row; one piece without a dimension."""
+    """Yields runs of whole rows of at most `PIECE_BYTES`, or of one row; one piece for a scalar."""
     if not shape:
         yield ()
         return
@@ -50,7 +50,7 @@ def pieces(shape: Shape, dtype: torch.dtype) -> Iterator[Index]:
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor for reading. Raises MissingFile."""
+    """Opens a file for reading; returns its descriptor. Raises MissingFile."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def open_file(path: Path) -> int:
 
 
 def read(fd: int, stored: Stored, index: Index, out: torch.Tensor) -> None:
-    """`out[:] = stored[index]`, converted to the dtype of `out`, which may be a view but of the index's shape.
+    """Reads: `out[:] = stored[index]`, converted to the dtype of `out`, a tensor or view of the index's shape.
 
     index: a slice with start and stop for every dimension. Raises InvalidFile where the file ends too early.
     """
@@ -90,7 +90,7 @@ def _merge(shape: Shape, index: Index) -> tuple[Shape, Index]:
 
 
 def _read_buffered(fd: int, stored: Stored, shape: Shape, index: Index, out: torch.Tensor) -> None:
-    """Row after row of the first merged dimension, whole rows at a time, the columns wanted taken out of them."""
+    """Reads whole rows of the first merged dimension, and copies the wanted columns."""
     import torch
 
     row = math.prod(shape[1:])
@@ -123,7 +123,7 @@ def _read_exactly(fd: int, stored: Stored, element: int, out: torch.Tensor) -> N
 
 
 def write(fd: int, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
-    """`stored[index] = tensor`, converted to the dtype of the file. Raises OutOfSpace, InvalidSetting."""
+    """Writes: `stored[index] = tensor`, converted to the dtype of the file. Raises OutOfSpace, InvalidSetting."""
     if tensor.numel() == 0:
         return
     shape, index = _merge(stored.shape, index)
@@ -139,7 +139,7 @@ def write(fd: int, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
 
 
 def _runs(shape: Shape, index: Index, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element in the file, elements that follow each other there)."""
+    """Yields (first element in the file, number of consecutive elements)."""
     if len(index) == 1:
         # Converted piece by piece, so that another dtype costs a buffer and no copy of the whole.
         step = max(1, BUFFER_BYTES // tensor.element_size())
@@ -153,7 +153,7 @@ def _runs(shape: Shape, index: Index, tensor: torch.Tensor) -> Iterator[tuple[in
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Returns the memory of a contiguous tensor as bytes."""
     import torch
 
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())

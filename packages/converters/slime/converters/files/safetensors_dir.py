@@ -50,7 +50,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their data; reads the header only.
+    """Reads the header of a safetensors file; returns its tensors in the order of their data.
 
     Raises MissingFile, or InvalidFile for something else, a cut file included.
     """
@@ -159,7 +159,7 @@ class SafetensorsDir:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own. Raises NotFound."""
+        """Reads one tensor into new memory. Raises NotFound."""
         from safetensors import safe_open
 
         if name not in self.tensors:
@@ -168,7 +168,7 @@ class SafetensorsDir:
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor), one at a time, each file opened once."""
+        """Yields (name, tensor), one at a time, opening each file once."""
         from safetensors import safe_open
 
         for path in self.files:
@@ -228,7 +228,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """While writing `path`: a full disk becomes OutOfSpace, a place that takes no files InvalidSetting."""
+    """Turns errors of writing `path` into OutOfSpace (a full disk) or InvalidSetting (a place without files)."""
     from safetensors import SafetensorError
 
     try:

@@ -15,7 +15,7 @@ _OURS = ("trainer.json", "slime.json")
 
 
 def side_files(directory: Path) -> list[Path]:
-    """In sorted order; hidden files and directories are none."""
+    """Lists them in sorted order, without hidden files and directories."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -27,7 +27,7 @@ def side_files(directory: Path) -> list[Path]:
 
 
 def copy_side_files(source: Path, target: Path, changes: Mapping[str, Any] | None = None) -> None:
-    """Into `target`, made where it is not there.
+    """Copies them into `target`, which is made if needed.
 
     changes: of config.json's keys; None takes a key out. `dtype` goes under the name that the config has for it.
     Without a change the file keeps its bytes. Raises OutOfSpace.
@@ -56,6 +56,6 @@ def _change(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """The file of each tensor as an index tells it, {} where there is none."""
+    """Returns the file of each tensor from the index; {} without an index."""
     index = directory / INDEX
     return dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else {}

@@ -10,7 +10,7 @@ from slime.converters.inspection.weights import open_weights
 
 
 def summarize(path: str | Path, *, containing: str = "") -> dict[str, Any]:
-    """Plain data, ready for JSON.
+    """Returns plain data, ready for JSON.
 
     tensors: [{name, dtype, shape, num_bytes, file}] of those whose name has `containing` in it; the totals are theirs:
     num_tensors, num_parameters, num_bytes, num_files, parameters_by_dtype.
@@ -41,7 +41,7 @@ def summarize(path: str | Path, *, containing: str = "") -> dict[str, Any]:
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """A line for each tensor, then the totals."""
+    """Returns a line for each tensor, then the totals."""
     rows = [(t["name"], t["dtype"], str(t["shape"]), f"{t['num_bytes']:,}") for t in summary["tensors"]]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = [

@@ -24,7 +24,7 @@ class Difference:
 
 
 def compare(first: str | Path, second: str | Path, *, atol: float = 0.0) -> Iterator[Difference]:
-    """Differences between the tensors of two directories, files or checkpoints, by name in sorted order.
+    """Yields differences between the tensors of two directories, files or checkpoints, by name in sorted order.
 
     Two torch_dist checkpoints are compared by their keys, one with a Hugging Face directory as what it converts to.
     atol 0: every tensor has the same dtype, shape and bits, those of NaN included. Above 0: the same shape, and no two
@@ -68,7 +68,7 @@ def _values_differ(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]
 def _aligned(
     first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of the same rows: those of a wider dtype come in more parts."""
+    """Yields parts of both tensors with the same rows, although a wider dtype comes in more parts."""
     left, right = iter(first), iter(second)
     a, b = next(left, None), next(right, None)
     while a is not None and b is not None:
@@ -86,7 +86,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Infinite where only one of the two is no number."""
+    """Returns the distance of each pair; infinite if only one of the two is NaN."""
     import torch
 
     left, right = a.double(), b.double()

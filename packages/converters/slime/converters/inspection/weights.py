@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """path: the directory or file; tensors: what headers tell, by name."""
+    """Weights on disk. path: the directory or file; tensors: their headers by name."""
 
     @property
     def path(self) -> Path: ...
@@ -25,7 +25,7 @@ class Weights(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor in runs of rows, as `rectangles.pieces` divides its shape."""
+        """Returns a tensor in runs of rows, as `rectangles.pieces` divides its shape."""
 
 
 def open_weights(path: str | Path) -> Weights:
@@ -34,7 +34,7 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def open_two(first: str | Path, second: str | Path) -> tuple[Weights, Weights]:
-    """Both in the terms of Hugging Face where one is torch_dist and the other is not. Raises as `open_weights`."""
+    """Opens two; if only one is torch_dist, as Hugging Face tensors. Raises as `open_weights`."""
     if is_torch_dist(first) == is_torch_dist(second):
         return open_weights(first), open_weights(second)
     if is_torch_dist(first):

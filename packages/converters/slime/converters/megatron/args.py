@@ -116,7 +116,7 @@ def parse_model_args(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_model_config(directory: str | Path, model_name: str | None = None) -> dict[str, Any]:
-    """`directory`/config.json, with the `model_type` of the family that `model_name` names, if given (--model-name).
+    """Reads `directory`/config.json; `model_name` (--model-name) names a family whose `model_type` it gets.
 
     Raises MissingFile, InvalidFile, and InvalidSetting for a name of no family.
     """
@@ -135,7 +135,7 @@ def read_model_config(directory: str | Path, model_name: str | None = None) -> d
 
 
 def model_args(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the model of `config`, overlaid with `values`, what was given by flags."""
+    """Returns the arguments of the model of `config`, overlaid with `values` from flags."""
     from slime.converters.families import find_family
 
     args = find_family(config).arguments(config) | dict(values)
@@ -167,7 +167,7 @@ def check_model_args(values: Mapping[str, Any], config: Config, *, source: str =
 
 
 def contradictions(values: Mapping[str, Any], model: Mapping[str, Any], config: Config) -> list[str]:
-    """`--hidden-size 4096: config.json says 2560 (hidden_size)` for each of `values` that `model` does not have.
+    """Returns a line `--hidden-size 4096: config.json says 2560 (hidden_size)` for each difference from `model`.
 
     model: the arguments of a family for `config`.
     """
@@ -188,7 +188,7 @@ def contradictions(values: Mapping[str, Any], model: Mapping[str, Any], config: 
 
 
 def _complete(args: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` with Megatron's defaults, and those that Megatron derives; sizes that they derive from are the model's."""
+    """Returns `args` with Megatron's defaults and the values that Megatron derives, from the model's sizes."""
     full = defaults() | dict(args)
     sized = defaults() | dict(model) | {k: v for k, v in args.items() if v is not None}
     heads = sized["num_attention_heads"] or 1
@@ -234,7 +234,7 @@ def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[s
 
 
 def padded_vocab_size(args: Mapping[str, Any]) -> int:
-    """Rows of the embedding: `padded_vocab_size` where it is set, else the vocabulary rounded up as Megatron does.
+    """Returns the rows of the embedding: `padded_vocab_size`, or the vocabulary rounded up as Megatron does.
 
     Raises InvalidSetting where the tensor-parallel size does not divide them, or they are fewer than the vocabulary.
     """
@@ -255,7 +255,7 @@ def padded_vocab_size(args: Mapping[str, Any]) -> int:
 
 
 def render_flags(args: Mapping[str, Any]) -> list[str]:
-    """The command line that sets `args`, in the order of the table of flags; None and switches at rest set nothing.
+    """Returns the command line that sets `args`, in the order of the table; None and switches that are off set nothing.
 
     Raises InvalidSetting for an attribute without a flag.
     """

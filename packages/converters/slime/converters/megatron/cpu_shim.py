@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def enter_thread() -> None:
-    """For the rest of this thread, what names a CUDA device means the CPU. Idempotent; nothing where CUDA is available.
+    """Makes CUDA devices mean the CPU for the rest of this thread. Idempotent; does nothing if CUDA is available.
 
     PyTorch keeps function modes by thread. A backward pass over CPU tensors runs in the thread that calls it, under its
     mode, so autograd needs no more; a pool of workers takes this as its initializer.
@@ -194,7 +194,7 @@ def compiled_functions() -> None:
 
 
 def devices() -> None:
-    """See `CudaMeansCpu`."""
+    """Installs `CudaMeansCpu`."""
     enter_thread()
 
 

@@ -64,7 +64,7 @@ def model_flags(config: Config) -> list[str]:
 
 
 def script(config: Config, *, name: str, checkpoint: str) -> str:
-    """A shell file that sets MODEL_ARGS and CKPT_ARGS.
+    """Returns a shell file that sets MODEL_ARGS and CKPT_ARGS.
 
     name: what the comment calls the model; checkpoint: its directory, unless HF_CHECKPOINT is set.
     """
@@ -93,14 +93,14 @@ def _one_flag_a_line(words: Sequence[str]) -> list[str]:
 
 
 def known_script(name: str) -> str:
-    """scripts/models/NAME.sh."""
+    """Returns the text of scripts/models/NAME.sh."""
     config = model_config(name)
     repository = str(config["_name_or_path"])
     return script(config, name=repository, checkpoint=repository.split("/")[-1])
 
 
 def read_script(path: str | Path) -> list[str]:
-    """MODEL_ARGS of a shell file, which bash runs. Raises MissingFile, InvalidFile."""
+    """Runs a shell file in bash and returns its MODEL_ARGS. Raises MissingFile, InvalidFile."""
     if not Path(path).is_file():
         raise MissingFile(f"no such file {path}", field="--check", value=str(path))
     try:
@@ -134,7 +134,7 @@ def check_script(path: str | Path, config: Config, *, source: str) -> None:
 
 
 def run(settings: ModelArgsSettings) -> int:
-    """`slime-convert model-args`. Exit code: 0 done, 1 the file contradicts the model."""
+    """Runs `slime-convert model-args`. Exit code: 0 done, 1 the file contradicts the model."""
     if (settings.hf_checkpoint is None) == (settings.model_type is None):
         raise InvalidSetting.required("--hf-checkpoint or --model-type", "one of them, the model that is described")
     if settings.check is not None and settings.output is not None:

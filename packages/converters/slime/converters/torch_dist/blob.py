@@ -89,7 +89,7 @@ def _stored(saved: Any) -> tuple[torch.dtype, str]:
 
 
 def find_tensor(fd: int, file: Path, offset: int, length: int, key: str) -> Stored:
-    """The tensor whose blob is at [offset, offset + length) of `file`, open as `fd`.
+    """Finds the tensor whose blob is at [offset, offset + length) of `file`, open as `fd`.
 
     Raises InvalidFile naming file and key where there is no dense tensor, or its end is cut off.
     """
@@ -132,7 +132,7 @@ def find_tensor(fd: int, file: Path, offset: int, length: int, key: str) -> Stor
 
 
 def read_saved(path: Path) -> Any:
-    """The plain data that torch.save wrote into a file of its own; tensors in it become StandIns.
+    """Reads plain data that torch.save wrote into a file of its own; tensors in it become StandIns.
 
     Raises InvalidFile.
     """

@@ -1,4 +1,4 @@
-"""`slime.json` of a checkpoint: what its tensors do not tell, and what turns it into a Hugging Face directory again."""
+"""Reads and writes `slime.json` of a checkpoint, which the way back to a Hugging Face directory needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 def describe(directory: Path, args: Mapping[str, Any], dtype: str, **more: Any) -> None:
-    """Writes it.
+    """Writes `slime.json`.
 
     args: Megatron's arguments of the model. dtype: of the weights, as config.json spells it.
     more: source (a fingerprint), model_name (the family, where config.json names an unknown one), weight_map (tensor to

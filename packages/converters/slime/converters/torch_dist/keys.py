@@ -32,7 +32,7 @@ _HAS_STATE = re.compile(r".*\.(linear_\w+|eh_proj|\w*norm)")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A parameter is `lead` of the tensor `key`, whose shape is `lead_shape` + that of the parameter."""
+    """The place of a parameter: index `lead` of the tensor `key`, of shape `lead_shape` + the parameter's."""
 
     key: str
     lead: Shape = ()
@@ -75,7 +75,7 @@ class Layout:
         return [other for number, other in enumerate(others) if other != place and other not in others[:number]]
 
     def candidates(self, name: str) -> Iterator[Place]:
-        """Every place where some version of Megatron saves it, ours first."""
+        """Yields every place where some version of Megatron saves the parameter, ours first."""
         yield self.place(name)
         yield from self.aliases(name)
         other = dataclasses.replace(self, stacked=not self.stacked)
@@ -148,7 +148,7 @@ def extra_states(shapes: Mapping[str, Shape]) -> Iterator[str]:
 
 
 def _num_stacked(key: str) -> int:
-    """Leading dimensions that are none of the parameter."""
+    """Counts leading dimensions that do not belong to the parameter."""
     layers = key.startswith("decoder.layers.") and not _LAYER.fullmatch(key)
     experts = re.search(r"\.experts\.experts\.(?!\d)", key)
     return int(layers) + int(experts is not None)

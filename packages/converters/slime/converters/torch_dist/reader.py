@@ -54,7 +54,7 @@ class TensorEntry:
 
 
 class TorchDist:
-    """A checkpoint.
+    """A torch_dist checkpoint.
 
     directory: the one that holds the tensors; tensors: by key; objects: keys of what is no tensor.
     description: what slime-convert or the trainer wrote beside them (`slime.json`), {} where another program saved.
@@ -154,7 +154,7 @@ class TorchDist:
         return directory if (directory / "config.json").is_file() else None
 
     def load(self, key: str, index: Index | None = None) -> torch.Tensor:
-        """A rectangle of a tensor, in memory of its own; the whole tensor without an index. Raises as `read`."""
+        """Reads a rectangle of a tensor into new memory; the whole tensor without an index. Raises as `read`."""
         entry = self._entry(key)
         index = rectangles.whole(entry.shape) if index is None else index
         out = torch.empty([part.stop - part.start for part in index], dtype=entry.dtype)
@@ -162,7 +162,7 @@ class TorchDist:
         return out
 
     def read(self, key: str, index: Index, out: torch.Tensor) -> None:
-        """`out[:] = tensor[index]` in the dtype of `out`, read from every chunk that has a part of it.
+        """Reads: `out[:] = tensor[index]` in the dtype of `out`, from every chunk that has a part of it.
 
         index: a slice with start and stop for every dimension. Raises NotFound, InvalidFile (parts that no chunk has,
         damaged ones).
@@ -209,7 +209,7 @@ class TorchDist:
 
 
 def _common(index: Index, chunk: Chunk) -> tuple[Index, Index] | None:
-    """(within the chunk, within the rectangle) of what the two have in common."""
+    """Returns the common part of a chunk and a rectangle, as (index in the chunk, index in the rectangle)."""
     source, target = [], []
     for part, start, size in zip(index, chunk.start, chunk.shape, strict=True):
         first, last = max(part.start, start), min(part.stop, start + size)
@@ -231,16 +231,16 @@ class Parameters:
         self._layout = Layout.of(args)
 
     def find(self, parameter: Parameter) -> tuple[TensorEntry, ...]:
-        """The tensors that hold it: one, or two that lie one above the other. Raises NotFound."""
+        """Returns the tensors that hold the parameter: one, or two stacked ones. Raises NotFound."""
         return tuple(self.checkpoint.tensors[key] for key, _ in self._find(parameter))
 
     def keys(self, parameter: Parameter) -> set[str]:
-        """Every key under which the checkpoint has it: some norms are saved under two names."""
+        """Returns every key of the parameter in the checkpoint: some norms are saved under two names."""
         others = {place.key for place in self._layout.candidates(parameter.name)}
         return {key for key, _ in self._find(parameter)} | (others & self.checkpoint.tensors.keys())
 
     def _find(self, parameter: Parameter) -> list[tuple[str, Shape]]:
-        """[(key, leading indices)]"""
+        """Returns [(key, leading indices)] of the tensors that hold the parameter."""
         tensors = self.checkpoint.tensors
         for place in self._layout.candidates(parameter.name):
             entry = tensors.get(place.key)
@@ -286,7 +286,7 @@ class Parameters:
                 )
 
     def read_rows(self, parameter: Parameter, rows: slice, out: torch.Tensor) -> None:
-        """`out[:] = parameter[rows]`. Raises NotFound, InvalidFile (damage)."""
+        """Reads: `out[:] = parameter[rows]`. Raises NotFound, InvalidFile (damage)."""
         places = self._find(parameter)
         height = parameter.shape[0] // len(places)
         for number, (key, lead) in enumerate(places):

@@ -1,4 +1,4 @@
-"""Pickles of torch_dist checkpoints, read with an allow-list: no class that is not named here is ever imported.
+"""Reads pickles of torch_dist checkpoints with an allow-list: only classes that are named here are imported.
 
 What may stand in a `.metadata` is data about tensors; what may stand in a `common.pt` is plain data, enums and settings
 of Megatron's. Their classes become `StandIn`s: reading them needs no megatron-core and runs none of its code, nor
@@ -117,7 +117,7 @@ _STORAGE_TYPES: dict[str, torch.dtype] = {
 
 
 class AllowList(pickle.Unpickler):
-    """Raises InvalidFile naming the class that it refuses."""
+    """An unpickler that raises InvalidFile naming any class that is not on its list."""
 
     def __init__(self, file: Any, source: str, extra: dict[str, Any] | None = None) -> None:
         super().__init__(file)
@@ -155,7 +155,7 @@ def load_file(path: Path) -> Any:
 
 
 def loads_saved(data: bytes, source: str) -> Any:
-    """The `data.pkl` of what torch.save wrote; its tensors become StandIns with their shapes."""
+    """Reads the `data.pkl` of a file of torch.save; its tensors become StandIns with their shapes."""
     extra: dict[str, Callable[..., Any]] = {
         "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
         "torch._utils._rebuild_tensor_v3": _rebuild_tensor,

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint written tensor by tensor: one .distcp file a process, the metadata at the end.
+"""Writes a torch_dist checkpoint tensor by tensor: one .distcp file per process, the metadata at the end.
 
     with ChunkFile(directory, 0) as file:           in every process
         file.add(place, parameter_shape, tensor, start)
@@ -33,7 +33,7 @@ _STATE_FILE = "__extra_state.distcp"
 
 
 class _Whole(io.FileIO):
-    """A file whose `write` writes all of its argument: torch.save takes a short count for a fault of its own."""
+    """A file whose `write` writes all of its argument, since torch.save cannot handle a short write."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -45,7 +45,7 @@ class _Whole(io.FileIO):
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """A chunk as the metadata will tell of it; plain data, for it goes from process to process."""
+    """A chunk as the metadata describes it; plain data, since it is sent between processes."""
 
     keys: tuple[str, ...]
     dtype: torch.dtype
@@ -172,7 +172,7 @@ def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
 
 
 def _write_state(path: Path) -> int:
-    """All objects are the same one, so they share a file."""
+    """Writes the file of all state objects, which are all the same."""
     buffer = io.BytesIO()
     # megatron-core keeps a list of objects under a key.
     torch.save([None], buffer)
@@ -183,7 +183,7 @@ def _write_state(path: Path) -> int:
 def write_common(
     directory: Path, args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | None = None
 ) -> None:
-    """`common.pt` as Megatron-LM expects it: its arguments, the iteration, the version of its own format and `more`."""
+    """Writes `common.pt` as Megatron-LM expects it: arguments, iteration, version of the format, and `more`."""
     buffer = io.BytesIO()
     state = {
         "args": argparse.Namespace(**plain(args)),

@@ -1,4 +1,4 @@
-"""Blobs that one process of a run keeps for others: readers ask it by Ray where they are, and fetch them there."""
+"""Blobs that one process of a run keeps for others; readers ask it through Ray where they are, and fetch them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.types.errors import DeadlineExceeded, SlimeError, Unavailable
 
 
 class KeptWriter(BlobWriter):
-    """Only the settings travel to another process."""
+    """Puts blobs where other processes can read them. Only its settings are sent to another process."""
 
     @abstractmethod
     def offer(self, wanted: Sequence[bytes]) -> Any:
@@ -22,7 +22,10 @@ class KeptWriter(BlobWriter):
 
 @dataclass
 class KeeperReader(BlobReader):
-    """keeper: handle of the actor whose writer put the blobs. timeout_seconds: of one `read`."""
+    """Reads blobs of another process.
+
+    keeper: handle of the actor whose writer put them. timeout_seconds: for one `read`.
+    """
 
     keeper: Any
     timeout_seconds: float
@@ -30,7 +33,7 @@ class KeeperReader(BlobReader):
 
     @abstractmethod
     def fetch(self, offer: Any, wanted: Sequence[bytes], deadline: float) -> list[Any]:
-        """deadline: of time.monotonic. Raises Unavailable, DeadlineExceeded, and what Ray raises."""
+        """Fetches blobs until `deadline` (time.monotonic). Raises Unavailable, DeadlineExceeded and Ray's errors."""
 
     def read(self, wanted: Sequence[bytes]) -> list[Any]:
         import ray

@@ -1,4 +1,4 @@
-"""NIXL as a blob store: readers copy out of the memory of the buffer's process, by RDMA where the network has it.
+"""NIXL as a blob store: readers copy from the memory of the buffer's process, by RDMA if the network has it.
 
 Through UCX, which takes the fastest way that both processes have: shared memory, RDMA, TCP. A blob is in memory once,
 where it was put, until it is released; nothing is written to a disk. The package `nixl` is imported where it is used:
@@ -35,7 +35,7 @@ _abandoned: list[_Region] = []
 
 @cache
 def _agent(alone: bool, *, keeps: bool) -> Any:
-    """This process's end of transfers. alone: no other node takes part, so that none shall reach it.
+    """Returns this process's end of transfers. alone: no other node takes part, and none may reach it.
 
     keeps: others read from it, which over TCP needs a thread that looks for them all the time; a reader looks itself.
     """
@@ -76,7 +76,7 @@ class NixlWriter(KeptWriter):
         return _writer, (self.alone, self.inline_bytes)
 
     def hold(self, blobs: Sequence[bytes]) -> list[Any]:
-        """(region, address, bytes) of each."""
+        """Returns (region, address, bytes) of each blob."""
         sizes = [len(blob) for blob in blobs]
         try:
             data = np.empty(sum(sizes), np.uint8)
@@ -92,7 +92,7 @@ class NixlWriter(KeptWriter):
         return [(region, region.address + int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def offer(self, wanted: Sequence[bytes]) -> tuple[bytes, list[tuple[int, int]]]:
-        """(the agent's metadata, address and bytes of each blob)."""
+        """Returns (metadata of the agent, [(address, bytes) of each blob])."""
         found = self.find(wanted)
         with _agent_lock:
             metadata = _agent(self.alone, keeps=True).get_agent_metadata() if found else b""
@@ -105,7 +105,7 @@ def _writer(alone: bool, inline_bytes: int) -> NixlWriter:
 
 @dataclass
 class NixlReader(KeeperReader):
-    """alone: see `_agent`."""
+    """Reads blobs from the memory of another process. alone: see `_agent`."""
 
     alone: bool = field(kw_only=True)
     name = NAME

@@ -27,7 +27,7 @@ class ObjectStoreWriter(KeptWriter):
         return ObjectStoreWriter, (self.inline_bytes,)
 
     def hold(self, blobs: Sequence[bytes]) -> list[Any]:
-        """(object, position there) of each."""
+        """Returns (object, position in it) of each blob."""
         import ray
 
         try:
@@ -43,7 +43,7 @@ class ObjectStoreWriter(KeptWriter):
         return [(reference, position) for position in range(len(blobs))]
 
     def offer(self, wanted: Sequence[bytes]) -> tuple[list[Any], list[tuple[int, int]]]:
-        """(objects, of each blob the number of its object and its position there)."""
+        """Returns (objects, [(number of the object, position in it) of each blob])."""
         numbers: dict[Any, int] = {}
         places = [(numbers.setdefault(reference, len(numbers)), position) for reference, position in self.find(wanted)]
         return list(numbers), places

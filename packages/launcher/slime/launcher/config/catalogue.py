@@ -91,7 +91,7 @@ def as_typed(name: str, value: Any) -> str:
 
 
 class _MegatronHelp(argparse.Action):
-    """`--help-megatron`: the flags that `--help` leaves out."""
+    """Prints the flags that `--help` leaves out: `--help-megatron`."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=options["help"])

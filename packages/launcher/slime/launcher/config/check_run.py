@@ -161,7 +161,7 @@ def _requires(args: Mapping[str, Any], name: str, needed: str, reason: str = "")
 
 
 def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
-    """Weights that go from GPU to GPU go to the ranks of a tensor-parallel group, and each pipeline stage has one."""
+    """Refuses weight updates from GPU to GPU for engines with pipeline stages: each stage has a group of its own."""
     stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
     if stages > 1 and transport != "disk":
         raise InvalidSetting.requires(

@@ -18,7 +18,7 @@ from slime.types.vision import vision_of
 def with_needs_of_training(
     buffer: BufferSettings, trainer: TrainerSettings, *, vocab_size: int | None
 ) -> BufferSettings:
-    """`buffer` with the rules for finished samples that the trainer and the model of --hf-checkpoint call for.
+    """Returns `buffer` with the rules for finished samples that follow from the trainer and the model.
 
     vocab_size: --vocab-size, where it was given.
     """
@@ -39,7 +39,7 @@ def with_needs_of_training(
 
 
 def _config(hf_checkpoint: str | None) -> dict[str, Any] | None:
-    """The model's config.json; None where it is not there or not readable, which other checks name."""
+    """Returns the model's config.json; None if it is missing or unreadable, which other checks report."""
     try:
         found = json.loads(Path(hf_checkpoint or "", "config.json").read_text())
     except (OSError, ValueError):

@@ -40,7 +40,7 @@ def apply_eval_config(values: dict[str, Any]) -> None:
 
 
 def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """(path of the prompts, its own settings) by the name of a set."""
+    """Returns (path of the prompts, settings) of each set by its name."""
     content = read_config(path, flag=FLAG)
     part = content.get("eval")
     if set(content) != {"eval"} or not isinstance(part, Mapping):
@@ -68,7 +68,7 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(columns of its file, what else it says)"""
+    """Returns (columns of the set's file, other settings)."""
     columns = {key: value for key, value in own.items() if key in COLUMNS}
     return columns, {key: value for key, value in own.items() if key not in COLUMNS}
 

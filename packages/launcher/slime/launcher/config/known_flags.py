@@ -97,7 +97,7 @@ def why_not(name: str) -> str | None:
 
 
 def page() -> str:
-    """docs/flags.md."""
+    """Returns the text of docs/flags.md."""
     flags = declared()
     lines = [
         "# Flags of `slime train`",

@@ -15,7 +15,7 @@ from slime.types.shared_settings import EngineSettings, ModeSettings, TrainingSe
 
 @dataclass(kw_only=True)
 class LoopSettings:
-    """The training loop."""
+    """Settings of the training loop."""
 
     num_rollout: int | None = setting(
         None,

@@ -39,7 +39,7 @@ class Sources:
         self._actions = {name: action for action in parser._actions for name in action.option_strings}
 
     def file(self, path: str, flag: str, *, keep_unknown: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(settings, other keys) of a YAML file; a key is a setting's name, or its flag's with underscores for dashes.
+        """Returns (settings, other keys) of a YAML file; a key is a setting's name, or its flag with underscores.
 
         flag: which names the file. Raises UnknownFlag or NotAvailable for another key, but with `keep_unknown`.
         """

@@ -1,4 +1,4 @@
-"""Ray: installed, the cluster that is asked for there, none left over."""
+"""Checks Ray: is it installed, does the cluster that the flags name answer, is an old one left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: readable, and with the columns that the flags name."""
+"""Checks that data sets are readable and have the columns that the flags name."""
 
 from __future__ import annotations
 

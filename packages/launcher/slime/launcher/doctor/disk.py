@@ -1,4 +1,4 @@
-"""Room on the disks that a run writes to."""
+"""Checks the room on the disks that a run writes to."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 @dataclass(frozen=True)
 class Finding:
-    """status: ok, warn or FAIL; what: was seen; todo: what to do about it; check: the name of what saw it."""
+    """The result of one check.
+
+    status: ok, warn or FAIL; what: the observation; todo: how to mend it; check: the name of the check.
+    """
 
     status: str
     what: str
@@ -41,7 +44,7 @@ def fail(what: str, todo: str) -> Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """The object of the checks.
+    """The run and machine that the checks look at.
 
     args: every setting of a run by its name, with defaults; given: the names that were set.
     config: of the whole run (a RunConfig), None where the flags do not make one.
@@ -52,7 +55,7 @@ class Subject:
     config: Any = None
 
     def flag(self, name: str) -> Any:
-        """The value of a setting, None where there is none."""
+        """Returns the value of a setting; None if it has none."""
         return self.args.get(name)
 
 
@@ -61,7 +64,7 @@ _DONE = object()
 
 
 def run_checks(checks: Mapping[str, Check], subject: Subject, seconds: float) -> Iterator[Finding]:
-    """The findings of each of `checks` as they come. One that takes longer than `seconds`, or raises, is a FAIL."""
+    """Yields the findings of `checks` as they come. A check that raises, or takes longer than `seconds`, is a FAIL."""
     for name, check in checks.items():
         for finding in _run(check, name, subject, seconds):
             yield Finding(finding.status, finding.what, finding.todo, check=name)

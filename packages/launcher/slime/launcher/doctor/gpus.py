@@ -1,4 +1,4 @@
-"""GPUs, their memory, and what the flags ask of them."""
+"""Checks the GPUs and their memory against the flags."""
 
 from __future__ import annotations
 

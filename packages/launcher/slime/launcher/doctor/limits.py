@@ -1,4 +1,4 @@
-"""Memory, shared memory, open files and cores."""
+"""Checks memory, shared memory, open files and cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model directory: config, tokenizer, and weights whose files are all there and whole."""
+"""Checks the model directory: config, tokenizer and complete weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from slime.types.errors import ConfigError
 
 
 def machine_memory(subject: Subject) -> tuple[float, str] | None:
-    """(bytes of host memory, how they come about); None where the flags do not tell, or the model is not readable."""
+    """Returns (bytes of host memory, their parts in words); None if flags or model do not tell."""
     if subject.config is None:
         return None
     from slime.launcher.plan.run_plan import Hardware, make_plan
@@ -24,7 +24,7 @@ def machine_memory(subject: Subject) -> tuple[float, str] | None:
 
 
 def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
-    """(bytes of one checkpoint, how many the run keeps at once, how the bytes come about); None as above."""
+    """Returns (bytes of one checkpoint, how many are kept at once, the formula in words); None as above."""
     config = subject.config
     if config is None or config.launcher.save_interval is None:
         return None

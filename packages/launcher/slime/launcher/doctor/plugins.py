@@ -1,4 +1,4 @@
-"""Plug-ins: there, loadable, and taking the arguments that they will be called with."""
+"""Checks that plug-ins exist, load, and take the arguments that they will be called with."""
 
 from __future__ import annotations
 

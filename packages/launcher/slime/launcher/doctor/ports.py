@@ -1,4 +1,4 @@
-"""Ports that services listen on, and addresses that a run calls."""
+"""Checks the ports that services listen on, and the addresses that a run calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
 
 
 def _of_ray() -> Iterator[Finding]:
-    """Every other port is one that the system has free; those that `ray start --head` listens on are fixed."""
+    """Checks the fixed ports of `ray start --head`; the system chooses every other port."""
     for port, (what, flag) in RAY_PORTS.items():
         if probes.port_is_free(port):
             continue

@@ -1,4 +1,4 @@
-"""Looks at data, rewards and model before Ray starts: what a run would stumble over minutes later, in seconds.
+"""Checks data, rewards and model before Ray starts, to find in seconds what would stop a run minutes later.
 
 The checks are the doctor's; here the first that fails ends the run. They load no weights.
 """

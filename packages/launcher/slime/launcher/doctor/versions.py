@@ -1,4 +1,4 @@
-"""Python and library versions against the table in versions.yaml."""
+"""Checks the versions of Python and libraries against the table in versions.yaml."""
 
 from __future__ import annotations
 

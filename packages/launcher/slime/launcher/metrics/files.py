@@ -50,7 +50,7 @@ class MetricsLog:
         return read_metrics(self.path) if self.path.exists() else []
 
     def append_evaluation(self, step: int, metrics: Metrics) -> None:
-        """In place of that of the same weights, made before the run was resumed."""
+        """Adds an evaluation, replacing the one of the same weights from before the run was resumed."""
         if step == self._first_step and self.path.exists():
             self._keep(lambda row: not (row["step"] == step and is_evaluation(row)))
         self.append(step, metrics)
@@ -90,7 +90,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        """Has TensorBoard forget what an earlier start of the run wrote of `step` and later ones."""
+        """Makes TensorBoard forget `step` and later ones of an earlier start of the run."""
         if self._directory is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -124,7 +124,7 @@ class TensorBoard:
 def plot_reward(
     path: Path, steps: Sequence[int], rewards: Sequence[float], evaluations: dict[str, list[tuple[int, float]]]
 ) -> None:
-    """reward.png: the mean reward of each step, and of each evaluation set where it was evaluated."""
+    """Draws reward.png: the mean reward of each step, and of each evaluation set."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -106,7 +106,7 @@ class Report:
         self.status(f"{phase} {done}/{total}" if total else phase)
 
     def started(self, num_parameters: int | None, first_step: int, num_steps: int | None = None) -> None:
-        """num_parameters: None where nothing is trained."""
+        """Prints the first lines. num_parameters: None if nothing is trained."""
         self._num_steps = self._num_steps if num_steps is None else num_steps
         self._trains = num_parameters is not None and self._num_steps > 0
         if self._state is not None:
@@ -144,7 +144,7 @@ class Report:
         return scores
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
-        """Held-out scores after `step` steps; that of the last of them is reported first."""
+        """Records held-out scores after `step` steps; the metrics of the last step must have been recorded before."""
         assert self._log is not None and self._samples is not None, "started() comes first"
         for name, score in self._note_scores(step, metrics).items():
             self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
@@ -161,12 +161,12 @@ class Report:
         self._print(text)
 
     def hold(self, step: int, metrics: Metrics) -> None:
-        """Keeps what is known of a step before its checkpoint is written: the row is not lost with the run then."""
+        """Keeps the metrics of a step before its checkpoint is written, in case the run ends before `step`."""
         assert self._log is not None, "started() comes first"
         self._log.hold(step, metrics)
 
     def step(self, step: int, metrics: Metrics, samples: list[Sample]) -> None:
-        """samples: some of those that were trained on."""
+        """Records an iteration. samples: some of those that were trained on."""
         assert self._log is not None and self._samples is not None, "started() comes first"
         self._log.append(step, metrics)
         if self.log_samples:
@@ -191,7 +191,7 @@ class Report:
             sink.write(step, metrics)
 
     def finished(self) -> None:
-        """The closing table, the plot, samples before and after, and where things are."""
+        """Prints the closing table, samples before and after, and the paths of the results; draws the plot."""
         self._clear_status()
         plot = self.output_dir / "reward.png"
         plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
@@ -227,7 +227,7 @@ class Report:
         self._print("")
 
     def _write_examples(self, step: int, examples: list[Sample]) -> None:
-        """The samples before training, for the end of the run, which may be that of a later start."""
+        """Writes the samples before training, for the end of the run, which a later start may reach."""
         names = ("prompt", "response", "label", "reward")
         samples = [{name: getattr(sample, name) for name in names} for sample in examples[:SHOWN_EXAMPLES]]
         write_whole(self.output_dir / EXAMPLES, json.dumps({"step": step, "samples": samples}, default=str) + "\n")
@@ -255,7 +255,7 @@ class Report:
 
 
 def evaluation_scores(metrics: Metrics) -> dict[str, float]:
-    """The score of each set: the keys "eval/NAME" that have details, "eval/NAME-DETAIL", beside them.
+    """Returns the score of each set: keys "eval/NAME" that have details "eval/NAME-DETAIL" beside them.
 
     Where none has, those that are no details: an evaluation function of the user's need not give any.
     """

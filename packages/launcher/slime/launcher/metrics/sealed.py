@@ -21,7 +21,7 @@ OTHERS = (RETURNED, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
 def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
-    """args: every setting of the run as an attribute.
+    """Returns the metrics of a sealed step. args: every setting of the run as an attribute.
 
     Those of the sealed samples win over what the rollout service said, which knows only the groups that it made last;
     with --custom-rollout-log-function-path the service's stay alone, for that function may replace them.
@@ -43,7 +43,7 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
 
 
 def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[Sample]]:
-    """The groups of a step, their samples without tokens."""
+    """Returns the groups of a step; their samples have no tokens."""
     groups: dict[int, list[Sample]] = {}
     for summary in sealed:
         versions = {summary.oldest_weight_version, summary.newest_weight_version} - {-1}

@@ -31,7 +31,7 @@ PRIVATE = ("train_env_vars",)
 
 @dataclass(kw_only=True)
 class WandbSettings:
-    """Weights & Biases."""
+    """Settings of Weights & Biases."""
 
     use_wandb: bool = setting(False, "Send metrics to Weights & Biases (requires the package wandb)")
     wandb_mode: str | None = setting(
@@ -76,7 +76,7 @@ class Wandb:
     """One run of Weights & Biases; a sink of `Report`."""
 
     def __init__(self, settings: WandbSettings, output_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        """config: shown beside the metrics, except values that JSON cannot hold.
+        """Starts the W&B run. config: shown beside the metrics, except values that JSON cannot hold.
 
         Raises InvalidSetting where wandb refuses to start a run.
         """

@@ -23,7 +23,10 @@ class EngineShare:
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """nodes with `ranks` GPUs each for the trainer; `engines` GPUs besides, of which one engine has `per_engine`."""
+    """GPUs that a run asks for.
+
+    `nodes` with `ranks` GPUs each for the trainer, and `engines` GPUs besides, of which one engine has `per_engine`.
+    """
 
     nodes: int
     ranks: int
@@ -42,7 +45,7 @@ class GpuRequest:
 
 
 def choose_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
-    """The trainer's nodes and those of the engines, each in order; None where there are not as many GPUs.
+    """Returns the trainer's nodes and those of the engines, each in order; None if there are too few GPUs.
 
     gpus: of each node. Engines are on one node where that can be, and else on as few as can be; no engine is on two.
     """
@@ -82,7 +85,7 @@ def _engines_on_several(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
 
 
 def divide_embedded(shares: Sequence[EngineShare], count: int, *, only: bool) -> tuple[EngineShare, ...]:
-    """`count` embedded engines, divided over the nodes.
+    """Divides `count` embedded engines over the nodes.
 
     only: there will be no others, so that a node without any is left out.
     """

@@ -159,7 +159,7 @@ def plan_placement(
 def _embedded_on(
     trainer: Sequence[int], count: int, launcher: LauncherSettings, engines: int
 ) -> tuple[EngineShare, ...]:
-    """Engines on nodes without GPUs: where nothing is trained, if there is such a node, unless several are to share.
+    """Places embedded engines: on a node without trainer ranks if there is one, or on several nodes if asked to.
 
     count: of the nodes.
     """
@@ -169,7 +169,7 @@ def _embedded_on(
 
 
 def _usable(counts: Sequence[int], limit: int | None) -> list[int]:
-    """The GPUs of each node that the run may use."""
+    """Returns how many GPUs of each node the run may use."""
     if limit is None:
         return list(counts)
     if limit > max(counts):
@@ -184,7 +184,7 @@ def _on_cpu(rollout: RolloutSettings) -> bool:
 
 
 def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Actor options of a service that uses GPUs which Ray has given to others: it sees `devices`, and Ray lets it."""
+    """Returns actor options of a service that uses GPUs which Ray has given to others: it sees `devices`."""
     variables = {VISIBLE: ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     return options | {"runtime_env": {"env_vars": variables}}
 

@@ -18,7 +18,10 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True)
 class Node:
-    """host: its address in the cluster. gpus: what Ray was told that it has; free: those that nobody holds."""
+    """A node of the cluster.
+
+    host: its address. gpus: the number that Ray knows; free: those that nobody holds.
+    """
 
     id: str
     host: str

@@ -12,7 +12,10 @@ from slime.trainer.settings.trainer import TrainerSettings
 
 @dataclass(frozen=True)
 class Batches:
-    """samples: of one rollout; per_update: of one optimizer update; left_over: samples that fill no update."""
+    """The samples of one rollout, divided into updates.
+
+    samples: of one rollout; per_update: of one optimizer update; left_over: samples that fill no update.
+    """
 
     prompts: int
     samples_per_prompt: int
@@ -45,7 +48,7 @@ def batches(trainer: TrainerSettings, rollout: RolloutSettings, replicas: int) -
 
 
 def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple[int, str]:
-    """Tokens of the longest sample that can come, and what bounds it."""
+    """Returns the tokens of the longest possible sample, and what bounds it."""
     limit, model = rollout.rollout_max_context_len, config.get("max_position_embeddings")
     context, because = limit, f"--rollout-max-context-len {limit}"
     if limit is None and isinstance(model, int):
@@ -60,7 +63,7 @@ def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple
 
 
 def pass_tokens(trainer: TrainerSettings, longest: int) -> tuple[int, str]:
-    """Tokens of the largest forward pass of a replica, and why."""
+    """Returns the tokens of the largest forward pass of a replica, and the reason."""
     budget = trainer.max_tokens_per_gpu
     if trainer.use_dynamic_batch_size and budget is not None:
         if longest > budget:

@@ -27,7 +27,7 @@ class EngineMemory:
 def engine_memory(
     kind: EngineKind, settings: RolloutSettings, config: Mapping[str, Any], parameters: int, gpu_bytes: float | None
 ) -> EngineMemory:
-    """config: of the language model; parameters: of the whole model."""
+    """Estimates one GPU of an engine. config: of the language model; parameters: of the whole model."""
     use = kind.memory(settings)
     dtype = use.dtype or str(config.get("dtype") or config.get("torch_dtype") or use.usual_dtype)
     width = BYTES.get(dtype, 2)

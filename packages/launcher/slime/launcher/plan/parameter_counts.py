@@ -101,7 +101,10 @@ def of_stages(config: Config, args: Mapping[str, Any], sizes: Sizes) -> list[Hel
 
 
 def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, copied: bool) -> list[int]:
-    """copied: the last stage has the embedding too, as output layer or for layers that predict ahead."""
+    """Returns the stages that hold a parameter.
+
+    copied: the last stage has the embedding, too, as output layer or for multi-token prediction.
+    """
     layer = _LAYER.match(parameter.name)
     if layer is not None:
         return [where[int(layer[1])]]
@@ -111,7 +114,7 @@ def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, c
 
 
 def _trained(config: Config, *, ahead: bool) -> Iterator[Parameter]:
-    """Without the biases that choose experts: no gradient moves them, and both libraries keep them as buffers."""
+    """Leaves out the biases that choose experts: no gradient moves them, and both libraries keep them as buffers."""
     if not ahead:
         config = {**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}
     for parameter in find_family(config).parameters(config):

@@ -75,7 +75,7 @@ def _placement(plan: Plan) -> Iterator[str]:
 
 
 def _where(plan: Plan, node: int, number: int | None) -> str:
-    """number: of the GPU there; None for the CPU."""
+    """Names a place. number: of the GPU on the node; None for the CPU."""
     placement = plan.placement
     nodes = {*placement.trainer_nodes, *(share.node for share in placement.engines)}
     several = f"node {node} " if len(nodes) > 1 else ""

@@ -61,7 +61,9 @@ def _place(config: RunConfig, hardware: Hardware) -> Placement:
 
 
 class Plan:
-    """engine: the kind that this run starts; None where it trains only, or where others started the engines.
+    """The plan of a run.
+
+    engine: the kind that this run starts; None if it only trains, or if its engines run already.
 
     sizes: of the trainer's parallel groups; args: Megatron's arguments, None for FSDP; held: parameters on a rank of
     each pipeline stage; longest, tokens: of a sample, and of a forward pass, each with the reason.
@@ -105,7 +107,7 @@ class Plan:
         return batches(self.config.trainer, self.config.rollout, self.sizes.data)
 
     def gpu_of_rank(self, rank: int) -> tuple[int, int]:
-        """(node, number of the GPU there)."""
+        """Returns (node, number of the GPU on it)."""
         each = self.placement.trainer_ranks // len(self.placement.trainer_nodes)
         return self.placement.trainer_nodes[rank // each], rank % each
 
@@ -119,14 +121,14 @@ class Plan:
         return len(self._gpus_of_engines(share))
 
     def _gpus_of_engines(self, share: EngineShare) -> list[list[int]]:
-        """The numbers of each engine's GPUs, counted from the first one of the share."""
+        """Returns the numbers of each engine's GPUs, counted from the first one of the node's share."""
         if self.engine is None:
             return []
         per_engine = self.config.rollout.rollout_num_gpus_per_engine
         return self.engine.divide(range(share.gpus), share.embedded, per_engine)
 
     def engines_of_gpus(self) -> dict[tuple[int, int], str]:
-        """Names by node and number of the GPU there; empty for engines on the CPU or elsewhere."""
+        """Returns engine names by (node, number of the GPU); empty for engines on the CPU or elsewhere."""
         names: dict[tuple[int, int], list[str]] = {}
         number = 0
         for share in self.placement.engines:
@@ -162,7 +164,7 @@ class Plan:
         ]  # fmt: skip
 
     def engine_memory(self) -> EngineMemory | None:
-        """None for engines that this run does not start."""
+        """Estimates the memory of an engine; None for engines that this run does not start."""
         if self.engine is None or self.num_engines == 0:
             return None
         gpu_bytes = self.hardware.gpu_bytes if any(share.gpus for share in self.placement.engines) else None

@@ -49,7 +49,7 @@ def plain(number: float) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes, and how they come about. host: of the machine's memory, not the GPU's."""
+    """A number of bytes and its formula in words. host: in the machine's memory, not the GPU's."""
 
     name: str
     num_bytes: float
@@ -120,7 +120,10 @@ def trainer_memory(
     layers: int | None = None,
     on_gpu: bool = True,
 ) -> RankMemory:
-    """tokens: of one forward pass of a replica; args: Megatron's arguments, None for FSDP; layers: of the stage."""
+    """Estimates the memory of one rank.
+
+    tokens: of one forward pass of a replica; args: Megatron's arguments, None for FSDP; layers: of the stage.
+    """
     layers = shape.layers if layers is None else layers
     items = _megatron(settings, held, sizes, args) if args is not None else _fsdp(settings, shape, held, sizes)
     items += _activations(settings, shape, sizes, tokens, args, stage, layers)
@@ -190,7 +193,7 @@ def _megatron(settings: TrainerSettings, held: Held, sizes: Sizes, args: Mapping
 
 
 def _optimizer_bytes(settings: TrainerSettings, args: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes of a parameter, and what they are."""
+    """Returns the optimizer's bytes per parameter, and what they are."""
     if not args.get("use_precision_aware_optimizer"):
         return (12, "float32 weights and two moments") if settings.bf16 else (8, "two moments in float32")
     kinds = {name: str(args.get(f"{name}_dtype") or "fp32") for name in ("main_params", "exp_avg", "exp_avg_sq")}
@@ -233,7 +236,7 @@ def _activations(
 
 
 def _precision(settings: TrainerSettings, sizes: Sizes, args: Mapping[str, Any] | None) -> str:
-    """The key of KEPT."""
+    """Returns the key of KEPT."""
     if args is not None:
         return f"megatron {'bfloat16' if settings.bf16 else 'float32'}"
     return "fsdp float32" if not settings.bf16 else "fsdp compiled" if _compiles(settings) else "fsdp bfloat16"
@@ -258,7 +261,7 @@ def _in_flight(sizes: Sizes, stage: int) -> float:
 
 
 def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, *, in_place: bool) -> Item:
-    """in_place: their gradient takes their memory, and nothing else of their size is made."""
+    """Estimates the logits. in_place: their gradient takes their memory, and nothing else of their size is made."""
     rows, width = -(-tokens // sizes.context), 2 if settings.bf16 else 4
     if in_place:
         return Item("logits", width * rows * shape.vocab, f"{width} x T x {shape.vocab:,}", lasting=False)

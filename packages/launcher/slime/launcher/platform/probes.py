@@ -26,7 +26,10 @@ RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 @dataclass(frozen=True)
 class Gpu:
-    """name: its entry of CUDA_VISIBLE_DEVICES; model: as the driver calls it; bytes: -1 where it does not say."""
+    """A GPU as the driver describes it.
+
+    name: its entry in CUDA_VISIBLE_DEVICES; model: the driver's name for it; bytes: -1 if unknown.
+    """
 
     name: str
     model: str
@@ -91,7 +94,7 @@ def package_version(distribution: str) -> str | None:
 
 
 def disk_free(directory: Path) -> tuple[Path, int]:
-    """(the nearest directory above that is there, bytes free there)."""
+    """Returns (the nearest existing directory above, bytes free there)."""
     there = directory.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -173,7 +176,7 @@ def ray_without_token(address: str, seconds: float = 3.0) -> bool:
 
 
 def local_ray_address() -> str | None:
-    """host:port of the cluster that Ray says it started on this machine, running or not."""
+    """Returns host:port of the cluster that Ray last started on this machine, running or not."""
     try:
         return RAY_CLUSTER.read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):

@@ -31,7 +31,7 @@ def _own_token() -> str:
 
 
 def loopback_variables() -> dict[str, str]:
-    """The environment of a Ray that only this machine can reach, and only with the token."""
+    """Returns the environment of a Ray that only this machine can reach, and only with the token."""
     return {AUTH_MODE: "token", SEVERAL_NODES: "0"}
 
 

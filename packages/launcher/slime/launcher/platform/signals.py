@@ -95,14 +95,14 @@ def deferred(patience_seconds: float, abandon: Callable[[int], object]) -> Itera
 
 
 def farewell(signum: int) -> tuple[str, int]:
-    """The last words and the exit code of a command that a signal has ended."""
+    """Returns the last words and the exit code of a command that a signal has ended."""
     how = "interrupted" if signum == signal.SIGINT else "terminated"
     return f"slime: {how}; everything that this run started has been stopped", 128 + signum
 
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers, *numbers: int) -> Iterator[None]:
-    """Handlers belong to the main thread: in another one, nothing changes."""
+    """Sets signal handlers for a block; does nothing outside the main thread, which alone may have them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -22,7 +22,7 @@ def expressions() -> dict[str, dict]:
 
 
 def split(seed: int) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows): disjoint in expressions, shuffled by `seed`."""
+    """Returns (training rows, held-out rows), disjoint in expressions and shuffled by `seed`."""
     rows = [_row(expression, entry) for expression, entry in sorted(expressions().items())]
     random.Random(seed).shuffle(rows)
     return rows[HELD_OUT:], rows[:HELD_OUT]

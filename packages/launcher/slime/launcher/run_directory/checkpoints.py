@@ -32,19 +32,19 @@ def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory, by step in ascending order."""
+    """Returns the complete checkpoints in a directory, by step in ascending order."""
     return dict(sorted((step, path) for step, path in named(directory) if (path / STATE_FILE).is_file()))
 
 
 def named(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Every path with the name of a checkpoint, whatever it is."""
+    """Yields every path with the name of a checkpoint, whatever it is."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := NAME.fullmatch(path.name):
             yield int(match[1]), path
 
 
 def step_after(directory: Path, load: str | None) -> int:
-    """The first step of a run that begins with `load` and saves to `directory`; 0 where `load` is not in there."""
+    """Returns the first step of a run that loads `load` and saves to `directory`; 0 if `load` is not in it."""
     path = Path(os.path.realpath(load or ""))
     match = NAME.fullmatch(path.name)
     return int(match[1]) + 1 if load and match and path.parent == Path(os.path.realpath(directory)) else 0
@@ -66,7 +66,7 @@ def nothing_saved_yet(values: Mapping[str, Any], load: Path) -> bool:
 
 
 def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None) -> str:
-    """`path` where it is a checkpoint or a model, or the newest checkpoint in it, or the one of `step`.
+    """Returns `path` if it is a checkpoint or a model, else the newest checkpoint in it, or the one of `step`.
 
     Raises MissingFile naming `flag`.
     """
@@ -89,7 +89,7 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
 
 
 def continued_step(load: str | None, start_rollout_id: int | None) -> int | None:
-    """The step after which a run goes on with the checkpoint `load`; None where it begins anew.
+    """Returns the step after which the checkpoint `load` continues; None if the run starts over.
 
     A model without a run around it, or another --start-rollout-id than the next one, begins anew.
     """

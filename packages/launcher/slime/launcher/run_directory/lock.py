@@ -1,4 +1,4 @@
-"""One run at a time writes to a directory: two would write over each other's files without a word."""
+"""Locks an output directory, since two runs would silently write over each other's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.types.errors import InvalidSetting
 
 @contextmanager
 def run_directory(directory: Path) -> Iterator[None]:
-    """Makes `directory`; it goes again where nothing was written into it."""
+    """Makes `directory`, and removes it at the end if nothing was written into it."""
     is_new = not directory.exists()
     with path_errors(directory, "--output-dir"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def run_directory(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Holds `directory`, which exists, as long as the context, and no longer than this process lives.
+    """Locks the existing `directory` for the context, at most as long as this process lives.
 
     Raises InvalidSetting where another run holds it. Nothing is written; a file system without locks holds nobody.
     """

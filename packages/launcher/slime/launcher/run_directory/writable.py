@@ -46,7 +46,7 @@ def check_places(args: Mapping[str, Any]) -> None:
 
 
 def saved_below(args: Mapping[str, Any]) -> list[str]:
-    """Absolute directories below which a run saves checkpoints and models. args: flat, with `checkpoint_dir`."""
+    """Returns the directories below which a run saves checkpoints and models. args: flat, with `checkpoint_dir`."""
     directories = [str(args["output_dir"]), str(args["checkpoint_dir"])]
     if template := args["save_hf"]:
         before, braces, _ = str(template).partition("{")
@@ -55,7 +55,7 @@ def saved_below(args: Mapping[str, Any]) -> list[str]:
 
 
 def matches(template: str | None) -> list[Path]:
-    """Existing paths that a template stands for: its fields are numbers, or `eval_` and one."""
+    """Returns existing paths that match a template, whose fields are numbers, also with `eval_` before them."""
     if not template:
         return []
     parts = [(text, field is not None) for text, field, _, _ in string.Formatter().parse(template)]
@@ -67,12 +67,12 @@ def matches(template: str | None) -> list[Path]:
 
 
 def exports(args: Mapping[str, Any]) -> list[Path]:
-    """Existing paths of --save-hf."""
+    """Returns the existing paths of --save-hf."""
     return matches(args["save_hf"])
 
 
 def _replaced(args: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Directories that the run would replace, each with the flag that names it."""
+    """Yields directories that the run would replace, each with the flag that names it."""
     if args["num_rollout"] == 0 or args["debug_rollout_only"]:
         return
     yield "--output-dir", Path(str(args["output_dir"])) / "model"

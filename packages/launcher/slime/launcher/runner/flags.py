@@ -29,7 +29,7 @@ class ModelScriptNotFound(MissingFile, FileNotFoundError):
 
 
 def find_model_args(model_type: str, slime_dir: Path) -> list[str]:
-    """MODEL_ARGS of SLIME_DIR/scripts/models/MODEL_TYPE.sh, else of the model of that name in slime-converters.
+    """Returns MODEL_ARGS of SLIME_DIR/scripts/models/MODEL_TYPE.sh, or of the model in slime-converters.
 
     Raises ModelScriptNotFound, or InvalidFile for a script that sets none.
     """
@@ -50,7 +50,7 @@ def find_model_args(model_type: str, slime_dir: Path) -> list[str]:
 
 
 def gpu_flags(runner: RunnerFields, num_rollout: int, model_args: Sequence[str], config_path: str) -> list[str]:
-    """Megatron trains and SGLang generates, on the same `num_gpus` GPUs. `extra_flags` come last, as they are."""
+    """Returns flags for Megatron and SGLang on the same `num_gpus` GPUs; `extra_flags` come last."""
     return [
         *model_args,
         *_common(runner, num_rollout, config_path),
@@ -87,7 +87,7 @@ def cpu_flags(runner: RunnerFields, num_rollout: int, config_path: str) -> list[
 
 
 def pairs(values: Mapping[str, object]) -> list[str]:
-    """`--flag value` for each; what is None is left out."""
+    """Returns `--flag value` for each value that is not None."""
     return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
@@ -154,7 +154,7 @@ def _wandb(runner: RunnerFields) -> list[str]:
 
 
 def available(runner: RunnerFields, words: Sequence[str]) -> list[str]:
-    """The command line without logging to Weights & Biases where its package is not installed; says so.
+    """Removes logging to Weights & Biases, with a warning, if its package is not installed.
 
     A key in the environment is no reason to refuse a run. What `extra_flags` ask for stays, and is refused by name.
     """
@@ -167,7 +167,7 @@ def available(runner: RunnerFields, words: Sequence[str]) -> list[str]:
 
 
 def cuda_environment(cuda_home: str) -> dict[str, str]:
-    """Variables that pin one CUDA toolkit: two of them in one process end it ("Multiple libcudart libraries found")."""
+    """Returns variables that pin one CUDA toolkit; two in one process end it ("Multiple libcudart libraries found")."""
     bundled = sorted(Path(sysconfig.get_path("purelib"), "nvidia").glob("*/lib"))
     inherited = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     kept = [path for path in inherited if not OTHER_CUDA.match(path)]

@@ -1,4 +1,4 @@
-"""A Ray head of our own for `ray job submit`, and commands that are stopped with all that they started.
+"""Starts a Ray head for `ray job submit`, and stops commands with every process that they started.
 
 Nothing is found by its name: what is stopped is what was started here, by its process id.
 """
@@ -54,7 +54,7 @@ class RunFailed(SlimeError, subprocess.CalledProcessError):
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, with `python3` and `ray` of the interpreter that runs first on the PATH."""
+    """Returns this process's environment, with `python3` and `ray` of its interpreter first on the PATH."""
     here = str(Path(sys.executable).parent)
     path = os.pathsep.join([here, *(part for part in os.environ.get("PATH", os.defpath).split(os.pathsep) if part)])
     return os.environ | {"PATH": path, "RAY_USAGE_STATS_ENABLED": "0"} | dict(extra or {})
@@ -79,7 +79,7 @@ def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def runtime_env_file(runtime_env: Mapping[str, Any]) -> Iterator[str]:
-    """Path of a file for `ray job submit --runtime-env`, which only this user can read, while the context lasts."""
+    """Yields a file for `ray job submit --runtime-env` that only this user can read."""
     with tempfile.NamedTemporaryFile("w", prefix="slime-runtime-env-", suffix=".yaml", encoding="utf-8") as file:
         json.dump(runtime_env, file)  # JSON is YAML, too
         file.flush()
@@ -107,7 +107,7 @@ def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | N
 
 
 def _stop_with_parent(parent: int) -> Callable[[], None] | None:
-    """In the child before its command: SIGTERM when `parent` ends."""
+    """Returns a function for the child to call first: it gets SIGTERM when `parent` ends."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -196,7 +196,7 @@ class RayHead:
         return self._process is not None and self._process.poll() is None
 
     def start(self, seconds: float = START_SECONDS) -> None:
-        """Returns when it accepts jobs; at once where it does already.
+        """Starts it, unless it runs, and waits until it accepts jobs.
 
         Raises PortInUse where something listens at `dashboard_port`, Unavailable with the end of its log where it does
         not start within `seconds`, NotAvailable without the packages that jobs need.
@@ -224,7 +224,7 @@ class RayHead:
             raise
 
     def stop(self) -> None:
-        """Stops it with every job that runs on it. Does nothing where it does not run."""
+        """Stops it with every job on it, if it runs."""
         with uninterrupted():
             if self._process is not None:
                 stop_tree(self._process)

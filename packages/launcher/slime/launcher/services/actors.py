@@ -64,7 +64,7 @@ class ServiceActor:
             return f"{host}:{probe.getsockname()[1]}"
 
     def devices(self) -> list[str]:
-        """The GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES."""
+        """Returns the GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES."""
         return visible_gpus()
 
     def public_key(self) -> bytes:
@@ -81,17 +81,17 @@ class ServiceActor:
         return self._service.address
 
     def find_blobs(self, wanted: list[bytes]) -> Any:
-        """See KeptWriter.offer; raises WrongState where the service keeps no blobs."""
+        """Calls KeptWriter.offer; raises WrongState if the service keeps no blobs."""
         if self._blobs is None:
             raise WrongState(f"{self.name} keeps no blobs", field="blobs", value=self.name)
         return self._blobs.offer(wanted)
 
     def engines(self) -> list[HostedEngine]:
-        """The engines that the service here, a host of engines, has started."""
+        """Returns the engines that this host of engines has started."""
         return list(self._service.engines)
 
     def watch_engines(self) -> None:
-        """Returns when they were stopped. Raises EngineError when one of them has died."""
+        """Waits until the engines are stopped. Raises EngineError when one of them dies."""
         self._service.watch()
 
     def stop(self, grace_seconds: float) -> None:
@@ -102,15 +102,15 @@ class ServiceActor:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def ping(self) -> None:
-        """Answers, which tells that the process lives."""
+        """Answers, to show that the process lives."""
 
     def watch(self) -> None:
-        """Never returns: the end of this call tells that the process has died."""
+        """Never returns; the call ends only when the process dies."""
         threading.Event().wait()
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has the address `host`."""
+    """Returns the network interface that has the address `host`."""
     import psutil
 
     address = LOCALHOST if is_loopback(host) else host

@@ -55,7 +55,7 @@ class Grant:
 
 
 class Authority:
-    """The launcher's side: it makes the token and signs certificates. several_nodes: whether services speak TLS."""
+    """The launcher's side: makes the token and signs certificates. several_nodes: services use TLS."""
 
     def __init__(self, *, several_nodes: bool) -> None:
         self.token = secrets.token_hex(32)
@@ -76,7 +76,7 @@ class Authority:
         )
 
     def grant(self, public_key: bytes, host: str) -> Grant:
-        """For the process with that key (DER), whose service listens on `host`."""
+        """Makes the grant for the process with this public key (DER), whose service listens on `host`."""
         key = serialization.load_der_public_key(public_key)
         assert isinstance(key, ec.EllipticCurvePublicKey)
         sender = ec.generate_private_key(CURVE)
@@ -103,7 +103,7 @@ class Authority:
         return RpcSettings(token_file=in_memory("token", self.token.encode()), tls_ca=authority)
 
     def write(self, directory: Path, addresses: Mapping[str, str]) -> None:
-        """Leaves the tokens of the roles in ROLE.token, `addresses` in addresses.json, and the authority in ca.pem.
+        """Writes the roles' tokens to ROLE.token, `addresses` to addresses.json, the authority to ca.pem.
 
         Where only this user can read them: nothing, with a warning, on a file system that does not keep modes.
         """
@@ -121,7 +121,7 @@ class Authority:
         log.info("clients of this run find their tokens in %s", directory)
 
     def close(self) -> None:
-        """Removes what `write` has left: the tokens open nothing any more."""
+        """Removes the files of `write`: the tokens are void now."""
         if self._directory is not None:
             remove_access(self._directory)
             self._directory = None
@@ -159,7 +159,7 @@ class Identity:
         return _public(self._key)
 
     def accept(self, grant: Grant, rpc: RpcSettings) -> RpcSettings:
-        """`rpc` with the token and the certificates of the run, kept in memory under the names of files.
+        """Returns `rpc` with the token and certificates of the run as files in memory.
 
         Raises InvalidSetting, when it serves, for a host beyond the loopback and a grant without a certificate.
         """
@@ -181,7 +181,7 @@ class Identity:
 
 
 def in_memory(name: str, content: bytes) -> str:
-    """The path of a file that only this user can read and that ends with this process; on Linux on no disk."""
+    """Returns the path of a private file that ends with this process; on Linux it is in memory."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create(name)
         os.fchmod(file, 0o600)

@@ -1,4 +1,4 @@
-"""Recorded rollouts in place of generated ones: puts them into the buffer, as the rollout service would."""
+"""Puts recorded rollouts into the buffer, in place of generated ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WAIT_SECONDS = 60.0
 
 
 class Replay:
-    """args: every setting of the run by its name."""
+    """Completes groups with recorded samples. args: every setting of the run by its name."""
 
     def __init__(self, buffer: BufferClient, args: dict[str, Any]) -> None:
         self._buffer = buffer
         self._args = SimpleNamespace(**args)
 
     def generate(self, rollout_id: int) -> tuple[int, dict[str, float]]:
-        """(groups, metrics) of the recorded rollout, once its groups are complete in the buffer.
+        """Completes the groups of the recorded rollout in the buffer; returns (groups, metrics).
 
         Raises MissingFile or InvalidFile naming it.
         """

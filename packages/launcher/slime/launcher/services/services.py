@@ -116,7 +116,7 @@ class Services:
 
     @property
     def num_rollout(self) -> int:
-        """The rollout after the last one of the run."""
+        """Returns the number of the rollout after the last one."""
         return self._settings.num_rollout or 0
 
     def generate(self, rollout_id: int) -> Metrics:
@@ -243,7 +243,7 @@ class Services:
         return trained[0].metrics
 
     def groups_at_hand(self) -> int:
-        """Groups that are complete and not trained on, less those of an earlier start that no rollout has yet."""
+        """Counts complete groups to train on, without those of an earlier start that no rollout has taken."""
         groups = self._supervisor.call(self.buffer.stats).groups
         return groups.get("completed", 0) + groups.get("sealed", 0) - self._spare_groups
 

@@ -1,4 +1,4 @@
-"""A run from its start on Ray to the report of its end; what happens between is a loop's."""
+"""Starts a run on Ray, and ends it with its report; the loop is the caller's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.trainer.settings.checks import compares_rewards
 
 @contextmanager
 def session(config: RunConfig, report: Report) -> Iterator[Services]:
-    """The services of the run, stopped at the end, whatever that is; afterwards the report closes, if it went well.
+    """Yields the services of the run and stops them in any case; then closes the report, if the run succeeded.
 
     The trained model is exported, where something was to be trained.
     """

@@ -47,7 +47,7 @@ class StartedServices:
     notes: list[str] = field(default_factory=list)
 
     def addresses(self) -> dict[str, str]:
-        """The address of every service, by its name."""
+        """Returns the address of every service by its name."""
         rollout = {} if self.rollout is None else {"rollout": self.rollout.address}
         trainers = {f"trainer-{rank}": trainer.address for rank, trainer in enumerate(self.trainers)}
         return {"buffer": self.buffer.address, **rollout, **trainers}
@@ -65,7 +65,7 @@ def start_services(
 
 
 class _Start:
-    """One start: what its steps share."""
+    """One start of the services; holds what its steps share."""
 
     def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor) -> None:
         self.config, self.placement, self.supervisor = config, placement, supervisor
@@ -195,7 +195,7 @@ class _Start:
     def _start_rollout(
         self, rollout: Process, engines: list[HostedEngine] | None, buffer_address: str
     ) -> RolloutClient:
-        """engines: None where the service starts its own."""
+        """Starts the rollout service. engines: None if it starts its own."""
         config, supervisor = self.config, self.supervisor
         address = supervisor.start(
             rollout,
@@ -209,7 +209,7 @@ class _Start:
         return RolloutClient(address, settings=supervisor.client_settings)
 
     def _start_trainers(self, trainers: list[Process], started: StartedServices, blobs: KeeperReader | None) -> None:
-        """Starts the ranks, and takes from the first of them where the run begins."""
+        """Starts the trainer ranks; the first of them tells where the run begins."""
         config, supervisor = self.config, self.supervisor
         one_node = {trainer.host for trainer in trainers} == {ServiceNode.host}
         master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.meeting_point.remote(one_node)))

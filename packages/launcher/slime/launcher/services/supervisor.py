@@ -91,7 +91,7 @@ class Supervisor:
         return process
 
     def watch(self, process: Process, reference: Any) -> None:
-        """From now on a failure of that Ray call is the death of the process, or the error that ends the run."""
+        """Watches a Ray call, whose failure means that the process died, or ends the run with its error."""
         name = f"watch-{process.name}"
         threading.Thread(target=self._watch, args=(process, reference), name=name, daemon=True).start()
 
@@ -129,7 +129,7 @@ class Supervisor:
         return self.call_all([partial(start, *arguments) for arguments in each])
 
     def get(self, process: Process, reference: Any) -> Any:
-        """The value of a Ray call; what the service raised is raised here as the same class."""
+        """Returns the value of a Ray call; an error of the service is raised as the same class."""
         import ray
 
         try:
@@ -166,7 +166,7 @@ class Supervisor:
         return future
 
     def join(self, future: Future[T]) -> T:
-        """The value of what was begun."""
+        """Returns the value of a call that was begun."""
         self._wait({future})
         return future.result()
 

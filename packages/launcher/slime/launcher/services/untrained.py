@@ -1,4 +1,4 @@
-"""Steps between their generation and their training, made whole where their samples turn out to be damaged."""
+"""Refills steps that were generated and not trained on, if their samples turn out to be damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTEMPTS = 3
 
 
 class Making(Protocol):
-    """Calls of `Services`."""
+    """The calls of `Services` that make groups."""
 
     def generate_more(self, step: int, num_groups: int) -> None: ...
     def seal_again(self, step: int) -> None: ...
@@ -43,14 +43,14 @@ class UntrainedSteps:
         self.retries: dict[int, int] = {}
 
     def changing(self) -> AbstractContextManager[object]:
-        """To be held while groups of a step are generated."""
+        """Locks the steps while groups of one are generated."""
         return self._lock
 
     def generated(self, step: int) -> None:
         self._generated.add(step)
 
     def seal(self, step: int, work: Callable[[], T]) -> T:
-        """`work()`, which seals `step` and reads of it."""
+        """Calls `work()`, which seals `step` and reads from it; refills the step if samples are damaged."""
         with self._lock:
             try:
                 result = self._until_whole(step, work)
@@ -64,7 +64,7 @@ class UntrainedSteps:
         return result
 
     def train(self, step: int, work: Callable[[], T]) -> T:
-        """`work()`, which trains on `step`."""
+        """Calls `work()`, which trains on `step`; refills the step if samples are damaged."""
         result = self._until_whole(step, work)
         with self._lock:
             self._generated.discard(step)
@@ -84,7 +84,7 @@ class UntrainedSteps:
                 self._mend(step)
 
     def _mend(self, first: int) -> None:
-        """Makes `first` and the steps after it whole."""
+        """Refills `first` and the steps after it."""
         with self._lock:
             making = self._making
             required = sum(making.groups_of(step) for step in self._generated if step >= first)

@@ -81,7 +81,7 @@ def hf_download_dataset(full_name: str, data_dir: str | os.PathLike[str] | None 
 
 
 def rsync_simple(path_src: str, path_dst: str) -> None:
-    """Copies a directory's content into another, which is made."""
+    """Copies the content of a directory into another, and makes that one."""
     source, target = shlex.quote(str(path_src).rstrip("/") + "/"), shlex.quote(str(path_dst))
     exec_command(f"mkdir -p {target} && rsync -a --info=progress2 {source} {target}")
 
@@ -222,7 +222,7 @@ def _program(script: str) -> str:
 
 
 def _variables(config: ExecuteTrainConfig, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the training, over that of Ray."""
+    """Returns the environment of the training, which goes over Ray's."""
     megatron = os.environ.get("SLIME_SCRIPT_MEGATRON_DIR", "")
     variables = {
         "PYTHONPATH": os.pathsep.join(path for path in (megatron, module_path()) if path),
@@ -280,7 +280,7 @@ def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, r
 
 
 def create_run_id() -> str:
-    """The time (UTC) and three random digits."""
+    """Returns the time (UTC) and three random digits."""
     return f"{datetime.now(UTC):%y%m%d-%H%M%S}-{random.SystemRandom().randint(0, 999):03d}"
 
 

@@ -22,7 +22,7 @@ from slime.converters.megatron.flags.rows import FlagRow, dump, load
 
 
 def rows() -> list[FlagRow]:
-    """The whole table."""
+    """Returns the whole table."""
     taken = [*_from_dataclasses(), *_by_hand()]
     seen = {flag for row in taken for flag in row.flags}
     return [*taken, *_refused(seen)]
@@ -86,7 +86,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """The first sentence of the text under each field of a dataclass and its bases."""
+    """Returns the first sentence of the text under each field of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         body = ast.parse(inspect.getsource(base)).body[0].body  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The flags of a Megatron-LM that is on the path: its own parser has the last word on names, choices and defaults.
+"""Reads the flags of a Megatron-LM on the path: its parser has the last word on names, choices and defaults.
 
 Importing `megatron.training` takes seconds, so that happens once in a process of its own, and the table it gives is
 kept in the user's cache directory until Megatron-LM's `arguments.py` changes.

@@ -28,7 +28,7 @@ CONFIGS = (
 
 @dataclasses.dataclass(frozen=True)
 class FlagRow:
-    """One flag.
+    """One of Megatron's flags.
 
     flags: its spellings, with dashes. A name that ends in `*` stands for all that begin so.
     dest: the attribute of Megatron-LM's `args`.
@@ -68,7 +68,7 @@ _JSON = ("default", "accepts")
 
 
 def dump(rows: Iterable[FlagRow]) -> str:
-    """The text of flags.tsv."""
+    """Returns the text of flags.tsv."""
     out = io.StringIO()
     names = [field.name for field in dataclasses.fields(FlagRow)]
     writer = csv.writer(out, delimiter="\t", lineterminator="\n", quoting=csv.QUOTE_NONE, quotechar=None)
@@ -99,5 +99,5 @@ def load(text: str) -> list[FlagRow]:
 
 @functools.cache
 def committed() -> tuple[FlagRow, ...]:
-    """The rows of flags.tsv."""
+    """Returns the rows of flags.tsv."""
     return tuple(load(resources.files(__package__).joinpath("flags.tsv").read_text(encoding="utf-8")))

@@ -79,7 +79,7 @@ def _as_field(dest: str, value: Any) -> Any:
 
 
 def pattern(text: str) -> int | list[int]:
-    """`3` or a list expression such as `[0]*3+[1]*57`. Raises ValueError."""
+    """Reads `3` or a list expression such as `[0]*3+[1]*57`. Raises ValueError."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError:
@@ -128,7 +128,7 @@ def pattern_text(value: int | list[int]) -> str:
 
 
 def number(text: str) -> int | float:
-    """An integer where `text` is one (also 1e6), else a float. Raises ValueError."""
+    """Reads a number: an integer if `text` is one (also 1e6), else a float. Raises ValueError."""
     try:
         return int(text)
     except ValueError:
@@ -137,7 +137,7 @@ def number(text: str) -> int | float:
 
 
 def row_of(dest: str) -> FlagRow:
-    """The row of an attribute. Raises InvalidSetting."""
+    """Returns the row of an attribute. Raises InvalidSetting."""
     row = by_dest().get(dest)
     if row is None:
         raise InvalidSetting(f"{dest}: no flag of Megatron sets it", field=dest, expected="an attribute of its args")
