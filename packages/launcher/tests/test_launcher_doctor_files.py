@@ -157,6 +157,17 @@ def test_data_that_cannot_be_read(name: str, text: str | None, words: str, tmp_p
     assert words in failed and " -> " in failed
 
 
+def test_chat_messages_need_a_chat_template(tmp_path: Path) -> None:
+    data, model = tmp_path / "chats.jsonl", write_model(tmp_path / "model")
+    data.write_text(json.dumps({"input": [{"role": "user", "content": "1 + 1?"}]}) + "\n")
+    words = ("--prompt-data", str(data), "--hf-checkpoint", str(model))
+    (line,) = failures("data", *words)
+    assert f"--prompt-data {data}, line 1: the prompt is chat messages, but the tokenizer of" in line
+    assert not failures("data", *words, "--rollout-function-path", "own.rollout")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert not failures("data", *words)
+
+
 def test_labels_that_are_null_are_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "x", "label": null}\n')

@@ -39,6 +39,15 @@ def wrong_column(directory: Path) -> str:
     return "no column 'input'; it has 'question', 'label'"
 
 
+def chat_messages_without_a_template(directory: Path) -> str:
+    rows = [{"input": "x", "label": "y"}, {"input": [{"role": "user", "content": "x"}], "label": "y"}]
+    (directory / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
+        f"--prompt-data {directory}/p.jsonl, line 2: the prompt is chat messages, but the tokenizer of --hf-checkpoint "
+        f"{directory}/model has no chat template"
+    )
+
+
 def empty_file(directory: Path) -> str:
     (directory / "p.jsonl").write_text("")
     return "no rows"
@@ -62,7 +71,17 @@ def missing_shard(directory: Path) -> str:
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
 @pytest.mark.parametrize(
-    "spoil", [no_rewards, bad_row, wrong_column, empty_file, broken_tokenizer, truncated_weights, missing_shard]
+    "spoil",
+    [
+        no_rewards,
+        bad_row,
+        wrong_column,
+        chat_messages_without_a_template,
+        empty_file,
+        broken_tokenizer,
+        truncated_weights,
+        missing_shard,
+    ],  # fmt: skip
 )
 def test_it_is_said_before_ray(
     words: list[str], tmp_path: Path, spoil, dry: bool, capsys: pytest.CaptureFixture[str], monkeypatch
@@ -83,6 +102,24 @@ def test_rows_may_name_their_own_reward(words: list[str], tmp_path: Path, capsys
     row = {"input": "x", "label": "y", "metadata": {"rm_type": "math"}}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "the flags", ""])
+def test_text_that_is_to_be_rendered_needs_a_template(
+    words: list[str], tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words += ["--rm-type", "math", "--dry-run", "--apply-chat-template"]
+    template = "{{ messages }}"
+    if place == "tokenizer_config.json":
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+        (tmp_path / "model" / place).write_text(json.dumps(config))
+    elif place == "chat_template.jinja":
+        (tmp_path / "model" / place).write_text(template)
+    elif place:
+        words += ["--apply-chat-template-kwargs", json.dumps({"chat_template": template})]
+    assert main(["train", *words]) == (0 if place else 2)
+    error = capsys.readouterr().err
+    assert place or "p.jsonl, line 1: --apply-chat-template is given, but the tokenizer of --hf-checkpoint" in error
 
 
 def test_an_evaluation_set_is_checked_by_its_own_columns(

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -116,6 +117,22 @@ def test_pass_rates():
     rates = pass_rates([[1, 0, 0, 0], [0, 0, 0, 0]])
     assert rates == {"pass@1": pytest.approx(0.125), "pass@2": pytest.approx(0.25), "pass@4": pytest.approx(0.5)}
     assert pass_rates([[1.0, 1.0, 0.5]]) == {"pass@1": pytest.approx(2 / 3), "pass@2": 1.0}
+
+
+def test_chat_messages_of_a_file_need_a_chat_template(checkpoint, tmp_path, capsys):
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    prompts = tmp_path / "prompts.jsonl"
+    flags = f"--hf-checkpoint {model} --prompts {prompts} --output {tmp_path}/o --rm-type random".split()
+    for prompt, more, wants in (
+        ([{"role": "user", "content": "12"}], [], f"--prompts {prompts}, with chat messages,"),
+        ("12", ["--apply-chat-template"], "--apply-chat-template"),
+    ):
+        prompts.write_text(json.dumps({"input": prompt}) + "\n")
+        assert main(["generate", *flags, *more]) == 2
+        assert f"error: {wants} requires a tokenizer with a chat template: --hf-check" in capsys.readouterr().err
 
 
 def test_generate_from_a_file(checkpoint, tmp_path, capsys):

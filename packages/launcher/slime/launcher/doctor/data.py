@@ -12,6 +12,9 @@ from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, prompt_of_row
 from slime.buffer.sources.dataset import READERS, split_slice
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.rollout import sft_rollout
+from slime.rollout.generate.prompts import TOKENIZER_FILES, has_chat_template
+from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, SlimeError
 from slime.types.files import check_readable
 from slime.types.vision import IMAGE
@@ -24,9 +27,9 @@ SECONDS = 5.0
 def check_data(subject: Subject) -> Iterator[Finding]:
     args = subject.args
     if args.get("prompt_data") and args.get("rollout_global_dataset", True):
-        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args))
+        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args), args)
     for name, path in _evaluation_sets(subject):
-        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, name))
+        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, name), args)
 
 
 def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
@@ -52,7 +55,7 @@ def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
     return list(BufferSettings(eval_prompt_data=subject.flag("eval_prompt_data")).evaluation_sets().items())
 
 
-def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
+def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> Iterator[Finding]:
     try:
         path, rows = split_slice(source)
     except SlimeError as error:
@@ -71,6 +74,7 @@ def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
     count = unlabelled = 0
+    first_rendered = ""
     whole, deadline = True, time.monotonic() + SECONDS
     try:
         for where, row in islice(read(path), first, last):
@@ -79,12 +83,21 @@ def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
                 break
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
+            first_rendered = first_rendered or (where if _is_rendered(prompt.prompt, args) else "")
             unlabelled += columns.label is not None and prompt.label is None
     except ConfigError as error:
         yield fail(f"{flag}: {error}", _todo(error.field, columns))
         return
     if not count:
         yield fail(f"{flag} {source}: no rows", "name a file, or a slice of one, that has some")
+        return
+    if first_rendered and columns.images is None and not _has_template(args):
+        wants = "--apply-chat-template is given" if args.get("apply_chat_template") else "the prompt is chat messages"
+        yield fail(
+            f"{flag} {path}, {first_rendered}: {wants}, but the tokenizer of --hf-checkpoint {args['hf_checkpoint']} "
+            "has no chat template",
+            "take a model that is tuned for chats, add its chat_template.jinja, or give prompts as text",
+        )
         return
     if unlabelled:
         yield warn(
@@ -94,6 +107,21 @@ def _file(flag: str, source: str, columns: Columns) -> Iterator[Finding]:
     more = "" if whole else "the first "
     label = "" if columns.label is None else f" and {columns.label!r}"
     yield ok(f"{flag} {path}: {more}{count} rows read, each with {columns.input!r}{label}")
+
+
+def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:
+    """Tells whether the chat template makes the text of a prompt; a rollout function of the user's may do without."""
+    own = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, sft_rollout.FUNCTION)
+    return bool(args.get("apply_chat_template")) or (isinstance(prompt, list) and not own)
+
+
+def _has_template(args: Mapping[str, Any]) -> bool:
+    """Tells whether there is a template; also true without a model or its tokenizer, which other checks miss."""
+    directory = args.get("hf_checkpoint")
+    if "chat_template" in (args.get("apply_chat_template_kwargs") or {}) or not isinstance(directory, str):
+        return True
+    has_tokenizer = any((Path(directory) / name).is_file() for name in TOKENIZER_FILES)
+    return not has_tokenizer or has_chat_template(directory)
 
 
 def _todo(field: str, columns: Columns) -> str:

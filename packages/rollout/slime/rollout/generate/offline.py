@@ -11,6 +11,7 @@ import numpy as np
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.generate.group import flatten
+from slime.rollout.generate.prompts import has_chat_template
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
 from slime.rollout.settings.rollout import RolloutSettings
@@ -39,6 +40,8 @@ def generate_file(
     """
     check_output(output, overwrite)
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
+    if settings.apply_chat_template or any(isinstance(row["prompt"], list) for row in rows):
+        _check_template(settings, prompts)
     state = open_state(settings)
     try:
         source = MemorySource(rows, settings.n_samples_per_prompt)
@@ -57,6 +60,16 @@ def generate_file(
         return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
     finally:
         close_state(state)
+
+
+def _check_template(settings: RolloutSettings, prompts: Path) -> None:
+    if "chat_template" not in settings.apply_chat_template_kwargs and not has_chat_template(settings.hf_checkpoint):
+        needed = (
+            "--apply-chat-template" if settings.apply_chat_template else f"--prompts {prompts}, with chat messages,"
+        )
+        raise InvalidSetting.requires(
+            needed, "a tokenizer with a chat template", f"--hf-checkpoint {settings.hf_checkpoint} has none"
+        )
 
 
 def _fits(state: Any, sample: Sample) -> bool:

@@ -66,6 +66,22 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
         ) from error
 
 
+def has_chat_template(hf_checkpoint: str) -> bool:
+    """Tells whether the tokenizer has a chat template; loads it only where its files do not show one.
+
+    Raises what `load_tokenizer` raises.
+    """
+    directory = Path(hf_checkpoint)
+    if any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        if json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"):
+            return True
+    except (OSError, ValueError, AttributeError):
+        pass  # the tokenizer may do without the file, or says what is wrong with it
+    return bool(getattr(load_tokenizer(hf_checkpoint), "chat_template", None))
+
+
 def context_length(hf_checkpoint: str) -> int | None:
     """Returns the model's longest sequence in tokens, where its config.json says one."""
     path = Path(hf_checkpoint) / "config.json"
