@@ -104,9 +104,27 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
         parse("--eval-config", str(tmp_path / "none.yaml"))
 
 
+def test_eval_config_takes_a_mapping_by_name_and_every_key(tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(
+        "eval: {datasets: {plain: a.jsonl, other: {path: b.jsonl, multimodal_keys: {image: pictures}, "
+        "repetition_penalty: 1.1, apply_chat_template: true, apply_chat_template_kwargs: {thinking: false}, "
+        "metadata_overrides: {rm_type: math}, min_eval_samples: 3, skip_special_tokens: true}}}"
+    )
+    config = parse("--eval-config", str(path))
+    assert config.buffer.evaluation_sets() == {"plain": "a.jsonl", "other": "b.jsonl"}
+    assert config.buffer.eval_columns["other"] == {"multimodal_keys": {"image": "pictures"}}
+    assert config.rollout.eval_overrides["other"] == {
+        "repetition_penalty": 1.1, "apply_chat_template": True, "apply_chat_template_kwargs": {"thinking": False},
+        "metadata_overrides": {"rm_type": "math"}, "min_eval_samples": 3, "skip_special_tokens": True,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text, error, match",
     [
+        ("eval: {datasets: {a: 3}}", InvalidFile, "name and path"),
+        ("eval: {datasets: {a: {path: p, multimodal_keys: x}}}", InvalidFile, "a.multimodal_keys: 'x'"),
         ("sets: []", InvalidFile, "one mapping: eval"),
         ("eval: {dataset: []}", InvalidFile, "datasets"),
         ("eval: {datasets: []}", InvalidFile, "a list of"),

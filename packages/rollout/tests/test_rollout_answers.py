@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.rollout.answers import evaluation_output, train_output
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from slime.types import Sample

@@ -21,6 +21,10 @@ from slime.types.errors import InvalidSetting
         ({"a": {"stop": "END"}}, "a.stop must be a list of texts, got 'END'"),
         ({"a": {"stop_token_ids": [-1]}}, "a.stop_token_ids must be a list of token ids, got \\[-1\\]"),
         ({"a": {"rm_type": 3}}, "a.rm_type must be the name"),
+        ({"a": {"repetition_penalty": 0}}, "a.repetition_penalty must be a number, more than 0, got 0"),
+        ({"a": {"apply_chat_template": 1}}, "a.apply_chat_template must be true or false, got 1"),
+        ({"a": {"metadata_overrides": [1]}}, "a.metadata_overrides must be a mapping of metadata, got \\[1\\]"),
+        ({"a": {"min_eval_samples": 0}}, "a.min_eval_samples must be an integer, at least 1, got 0"),
         ({"a": 3}, "a must be a mapping of settings, got 3"),
     ],
 )

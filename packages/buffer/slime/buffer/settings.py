@@ -11,9 +11,10 @@ from slime.buffer.sources.media import check_keys
 from slime.types.errors import InvalidSetting
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
+from slime.types.vision import IMAGE
 
 # Settings of columns that a single evaluation set may have.
-COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key")
+COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
 
 
 @dataclass(kw_only=True)
@@ -113,9 +114,7 @@ class BufferSettings(GroupSettings, PromptSettings):
     def __post_init__(self) -> None:
         check_keys(self.multimodal_keys)
         for name, columns in self.eval_columns.items():
-            if not isinstance(columns, dict) or not all(
-                key in COLUMNS and isinstance(value, str) for key, value in columns.items()
-            ):
+            if not isinstance(columns, dict) or not all(map(_is_column, columns, columns.values())):
                 raise InvalidSetting.must_be(
                     f"eval_columns.{name}", f"names of columns by {', '.join(COLUMNS)}", got=columns
                 )
@@ -140,3 +139,11 @@ class BufferSettings(GroupSettings, PromptSettings):
                 )
             sets[name] = path
         return sets
+
+
+def _is_column(key: str, value: Any) -> bool:
+    if key == "multimodal_keys":
+        return (
+            isinstance(value, dict) and set(value) <= {IMAGE} and all(isinstance(name, str) for name in value.values())
+        )
+    return key in COLUMNS and isinstance(value, str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,3 +23,13 @@ class RolloutFnEvalOutput:
 
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
+
+
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Calls a rollout function; a plain list of groups, or dictionary of results, becomes its output."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)

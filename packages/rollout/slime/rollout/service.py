@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc
 
-from slime.rollout.answers import evaluation_output, train_output
 from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.calls.garbage import spare_long_lived
+from slime.rollout.calls.jobs import Progress, Result, RolloutJob
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member
 from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import RolloutState
-from slime.rollout.jobs import Progress, Result, RolloutJob
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics
 from slime.rollout.recordings.rollouts import record_evaluation, record_rollout

@@ -10,6 +10,9 @@ from slime.rollout.generate.evaluation import eval_rollout
 from slime.rollout.generate.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.generate.sample import generate
 from slime.rollout.generate.state import GenerateState, state_of
+from slime.rollout.generate.submitted import SubmittedGroups
+
+SubmittedGroups.generate_group = staticmethod(generate_and_rm_group)
 
 
 def generate_rollout(

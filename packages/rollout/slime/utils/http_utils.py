@@ -1,10 +1,11 @@
-"""Compatibility: `post` and `get` as code written for slime calls them."""
+"""Compatibility: `slime.utils.http_utils`, HTTP and ports as code written for slime uses them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncGenerator
 from typing import Any, TypeAlias
 
@@ -14,6 +15,12 @@ import numpy as np
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.generate.seeds import SEEDS
 from slime.types.errors import Unavailable
+from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
+
+__all__ = [
+    "find_available_port", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "is_port_available",
+    "post",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -106,3 +113,25 @@ def _loaded(body: str) -> Any:
 async def get(url: str) -> Any:
     """Returns the JSON of the answer; one try."""
     return await post(url, {}, max_retries=1, action="get")
+
+
+def init_http_client(args: Any) -> None:
+    """Does nothing: the first call on an event loop makes its pool of connections."""
+
+
+def get_rollout_num_engines(args: Any) -> int:
+    """Returns the number of engines of the run."""
+    urls = getattr(args, "rollout_engine_urls", None)
+    if urls is not None:
+        return len(urls)
+    return max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
+
+
+def find_available_port(base_port: int) -> int:
+    """Returns a free port, from `base_port` on. Raises OSError where there is none."""
+    return get_free_port(base_port)
+
+
+def get_host_info() -> tuple[str, str]:
+    """Returns (name, address) of this machine."""
+    return socket.gethostname(), get_current_node_ip()

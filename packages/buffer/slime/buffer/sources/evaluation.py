@@ -51,6 +51,7 @@ def read_evaluation_files(settings: BufferSettings) -> dict[str, list[bytes]]:
         "label_key": settings.eval_label_key or settings.label_key,
         "metadata_key": settings.metadata_key,
         "tool_key": settings.eval_tool_key or settings.tool_key,
+        "multimodal_keys": settings.multimodal_keys,
     }
 
     def columns(name: str) -> Columns:
@@ -60,7 +61,7 @@ def read_evaluation_files(settings: BufferSettings) -> dict[str, list[bytes]]:
             set_columns["label_key"],
             set_columns["metadata_key"],
             set_columns["tool_key"],
-            settings.multimodal_keys.get(IMAGE),
+            set_columns["multimodal_keys"].get(IMAGE),
         )
 
     return {

@@ -6,8 +6,9 @@
         - {name: sampled, path: held_out.jsonl, temperature: 1.0}
         - {name: greedy, path: held_out.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
 
-Keys of a set, and of `defaults`, are those of `slime.rollout.settings.eval_overrides`, and the columns of its file
-(input_key, label_key, metadata_key, tool_key); what neither has comes from the flags.
+`datasets` may be a mapping by name too: {sampled: {path: held_out.jsonl}, greedy: held_out.jsonl}. Keys of a set, and
+of `defaults`, are those of `slime.rollout.settings.eval_overrides`, and the columns of its file (input_key, label_key,
+metadata_key, tool_key, multimodal_keys); what neither has comes from the flags.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
     if not isinstance(defaults, Mapping):
         raise _invalid(path, f"eval.defaults: {defaults!r}", "a mapping")
     _check("defaults", dict(defaults), path)
+    if isinstance(datasets, Mapping):
+        datasets = [_named(str(name), entry) for name, entry in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
-        raise _invalid(path, f"eval.datasets: {datasets!r}", "a list of {name, path, ...}")
+        raise _invalid(path, f"eval.datasets: {datasets!r}", "a list of {name, path, ...}, or a mapping by name")
     sets: dict[str, tuple[str, dict[str, Any]]] = {}
     for entry in datasets:
         if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("name", "path")):
@@ -67,6 +70,13 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return sets
 
 
+def _named(name: str, entry: Any) -> Any:
+    """An entry of a mapping by name: settings with a path, or a path alone."""
+    if isinstance(entry, str):
+        return {"name": name, "path": entry}
+    return {"name": name, **entry} if isinstance(entry, Mapping) else entry
+
+
 def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (columns of the set's file, other settings)."""
     columns = {key: value for key, value in own.items() if key in COLUMNS}
@@ -76,8 +86,9 @@ def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _check(name: str, own: dict[str, Any], path: str) -> dict[str, Any]:
     columns, others = _split(own)
     for key, value in columns.items():
-        if not isinstance(value, str):
-            raise _invalid(path, f"{name}.{key}: {value!r}", "the name of a column")
+        if not isinstance(value, Mapping if key == "multimodal_keys" else str):
+            expected = "a mapping {image: COLUMN}" if key == "multimodal_keys" else "the name of a column"
+            raise _invalid(path, f"{name}.{key}: {value!r}", expected)
     return columns | check_overrides({name: others})[name]
 
 

@@ -45,7 +45,7 @@ def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Colu
         label=name("label_key", None),
         metadata=name("metadata_key", "metadata"),
         tools=name("tool_key", "tools"),
-        images=(args.get("multimodal_keys") or {}).get(IMAGE),
+        images=name("multimodal_keys", {}).get(IMAGE),
     )
 
 

@@ -1,7 +1,9 @@
-"""The answer of a dynamic sampling filter."""
+"""The answer of a dynamic sampling filter, and how a rollout takes it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,3 +34,36 @@ class DynamicFilterOutput:
             f"--dynamic-sampling-filter-path: answered {got}, expected DynamicFilterOutput(keep=...) or a bool",
             field="--dynamic-sampling-filter-path", value=got, expected="DynamicFilterOutput or bool",
         )  # fmt: skip
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """Returns the verdict of a filter, which may be a plain truth value; without a filter every group is kept."""
+    return DynamicFilterOutput(keep=True) if fn is None else DynamicFilterOutput.of(fn(*args, **kwargs))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Tells if a group is dropped.
+
+    remaining_batch_size: groups that are accepted, or still running; target_data_size: those that the rollout needs. A
+    group that may be kept where groups are short is kept where no others are left over.
+    """
+    short = remaining_batch_size <= target_data_size
+    return not (output.keep or (output.keep_when_insufficient and short))
+
+
+class MetricGatherer:
+    """Counts dropped groups by their reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Counts a drop; one without a reason is not counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Returns the metrics `rollout/dynamic_filter/drop_REASON`."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput
@@ -19,6 +20,7 @@ from slime.rollout.rewards.score import check, reward_key, scores_by_group
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
+from slime.types.errors import InvalidSetting
 
 # Samples a request: a fixed cut, so that two runs batch alike.
 REQUEST_SAMPLES = 128
@@ -34,10 +36,7 @@ async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource
 async def _evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnEvalOutput:
     call = CALL.get()
     states = {name: state.with_args(set_args(state.args, name)) for name in source.names}
-    sets = {
-        name: await asyncio.to_thread(source.read, name, states[name].args.n_samples_per_eval_prompt)
-        for name in source.names
-    }
+    sets = {name: await asyncio.to_thread(_read, states[name], source, name) for name in source.names}
     output = RolloutFnEvalOutput(metrics={})
     for name, groups in sets.items():
         set_state = states[name]
@@ -45,6 +44,7 @@ async def _evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnE
         if set_state.args.eval_max_prompt_len is not None:
             output.metrics[f"eval/{name}-prompt_too_long"] = len(groups) - len(kept)  # type: ignore[index]
         sets[name] = kept
+        _check_number(name, sum(map(len, kept)), getattr(set_state.args, "eval_min_samples", None))
     if call is not None:
         call.total = sum(len(group) for groups in sets.values() for group in groups)
         call.advance(0)
@@ -58,6 +58,26 @@ async def _evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnE
             "samples": samples,
         }
     return output
+
+
+def _read(state: RolloutState, source: EvaluationSource, name: str) -> list[list[Sample]]:
+    """Reads a set, with the metadata that --eval-config gives it, rendered by its own settings."""
+    overrides = getattr(state.args, "eval_metadata_overrides", None) or {}
+
+    def render(samples: Iterable[Sample]) -> None:
+        samples = list(samples)
+        for sample in samples:
+            sample.metadata = sample.metadata | overrides
+        state.prompts.render(samples)
+
+    return source.read(name, state.args.n_samples_per_eval_prompt, render)
+
+
+def _check_number(name: str, number: int, least: int | None) -> None:
+    if least is not None and number < least:
+        raise InvalidSetting.must_be(
+            f"--eval-config {name}.min_eval_samples", f"at most {number}, the samples of the set", got=least
+        )
 
 
 def _reward(name: str, sample: Sample, key: str | None) -> float:

@@ -16,17 +16,21 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.keys import read_key
+from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.fleet.fleet import Fleet, FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
+from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings.rollout import RolloutSettings
+from slime.utils.eval_config import build_eval_dataset_configs
 
 ATTRIBUTE = "slime_generate_state"
+OF_TEMPLATE = ("apply_chat_template", "apply_chat_template_kwargs")
 # States of this process by key, so that an unpickled namespace finds its own.
 _STATES: WeakValueDictionary[str, RolloutState] = WeakValueDictionary()
 
 
-class RolloutState:
+class RolloutState(SubmittedGroups):
     """Everything that generation needs. Copies of `args` share it.
 
     tokenizer: of transformers. sampling_params: SGLang's, from the rollout settings. semaphore: samples in flight
@@ -38,28 +42,27 @@ class RolloutState:
         self.fleet = fleet
         self.loop = fleet.loop
         self.tokenizer = tokenizer
-        self.prompts = PromptEncoder(
-            tokenizer,
-            apply_chat_template=args.apply_chat_template,
-            template_kwargs=args.apply_chat_template_kwargs,
-            hf_checkpoint=args.hf_checkpoint,
-        )
+        self.prompts = _encoder(args, tokenizer)
         self.context_len = args.rollout_max_context_len or context_length(args.hf_checkpoint)
         self.plugins = plugins
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.sampling_params = rollout_sampling_params(args)
         self.stop_texts = stop_texts(args, tokenizer)
+        self.prepare_submitting()
         # Set once a run has warned about responses without tokens.
         self.told_of_text = False
         self._register()
         setattr(args, ATTRIBUTE, self)
 
     def with_args(self, args: argparse.Namespace) -> RolloutState:
-        """Returns a state with other settings and, where they name one, another function that generates a sample."""
+        """Returns a state with other settings: of sampling, of the chat template, and the function of a sample."""
         state = object.__new__(type(self))
         state.__dict__.update(self.__dict__)
         state.args = args
+        state.prepare_submitting()
         state._register()
+        if any(getattr(args, name) != getattr(self.args, name) for name in OF_TEMPLATE):
+            state.prompts = _encoder(args, self.tokenizer)
         if args.custom_generate_function_path != self.args.custom_generate_function_path:
             state.plugins = copy.copy(self.plugins)
             state.plugins.generate = load_generate(args.custom_generate_function_path)
@@ -96,6 +99,15 @@ class RolloutState:
     def seeded(self) -> bool:
         """True where requests carry a sampling seed; SGLang takes one only in its deterministic mode."""
         return bool(self.args.deterministic) or self.fleet.seeded
+
+
+def _encoder(args: argparse.Namespace, tokenizer: Any) -> PromptEncoder:
+    return PromptEncoder(
+        tokenizer,
+        apply_chat_template=args.apply_chat_template,
+        template_kwargs=args.apply_chat_template_kwargs,
+        hf_checkpoint=args.hf_checkpoint,
+    )
 
 
 def _of_this_process(key: str) -> RolloutState | None:
@@ -165,6 +177,7 @@ def eval_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
         top_k=first(args.eval_top_k, args.rollout_top_k),
         max_new_tokens=first(args.eval_max_response_len, args.rollout_max_response_len),
         min_new_tokens=args.eval_min_new_tokens,
+        repetition_penalty=getattr(args, "eval_repetition_penalty", None),
     )
 
 
@@ -175,6 +188,9 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
         setattr(args, name, value)
     for name, value in settings.sglang_args.items():
         setattr(args, f"sglang_{name}", value)
+    for name, value in other_names(settings, args).items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     args.rollout_max_prompt_len = settings.max_prompt_len
@@ -182,7 +198,21 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     args.rollout_engine_urls = [member.url for member in fleet.members]
     first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
     args.sglang_router_ip, args.sglang_router_port = (first.hostname, first.port) if first else (None, None)
+    args.sglang_model_routers = {"default": (args.sglang_router_ip, args.sglang_router_port)}
     return args
+
+
+def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what plug-ins written for slime read from `args` and no setting here is called."""
+    return {
+        "eval_datasets": build_eval_dataset_configs(args),
+        "sglang_tp_size": tensor_parallel_size(settings.rollout_num_gpus_per_engine, settings.sglang_args),
+        "sglang_dp_size": 1,
+        "sglang_enable_deterministic_inference": settings.deterministic,
+        "use_distributed_post": False,
+        "use_fault_tolerance": False,
+        "ci_test": False,
+    }
 
 
 def fleet_options(settings: RolloutSettings) -> FleetOptions:

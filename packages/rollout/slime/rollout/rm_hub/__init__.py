@@ -1,7 +1,35 @@
 """Compatibility: rewards under the names that code written for slime imports."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from slime.rollout.generate.responses import trim
+from slime.rollout.generate.state import ATTRIBUTE
+from slime.rollout.rewards import score
 from slime.rollout.rewards.remote import remote_rm
-from slime.rollout.rewards.score import async_rm, batched_async_rm
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.types import Sample
 
 __all__ = ["async_rm", "batched_async_rm", "grade_answer_verl", "remote_rm"]
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """Returns the reward of one sample: a number, or a dict. Takes the stop token off its response first."""
+    _trim(args, [sample])
+    return await score.async_rm(args, sample, **kwargs)
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+    """Returns the rewards of several samples, in order; --custom-rm-path gets them all at once."""
+    _trim(args, samples)
+    return await score.batched_async_rm(args, samples, **kwargs)
+
+
+def _trim(args: Any, samples: Iterable[Sample]) -> None:
+    # A function that generates may score as well, before the service has looked at its samples.
+    state = getattr(args, ATTRIBUTE, None)
+    if state is not None:
+        for sample in samples:
+            trim(state, sample)

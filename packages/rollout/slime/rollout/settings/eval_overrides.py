@@ -1,6 +1,7 @@
 """Settings of single evaluation sets: `{"greedy": {"temperature": 0}, "sampled": {"top_k": 5}}`.
 
-Each key of a set stands for a setting of `RolloutSettings`, which the other sets keep.
+Each key of a set stands for a setting of `RolloutSettings`, which the other sets keep, or for one that single sets
+alone have.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ KEYS: dict[str, tuple[str, type, str, Any]] = {
     "max_prompt_len": ("eval_max_prompt_len", int, "at least 1", lambda v: v >= 1),
     "stop": ("rollout_stop", list, "a list of texts", lambda v: all(isinstance(item, str) for item in v)),
     "stop_token_ids": ("rollout_stop_token_ids", list, "a list of token ids", lambda v: all(map(_is_token, v))),
+    "repetition_penalty": ("eval_repetition_penalty", float, "more than 0", lambda v: v > 0),
+    "skip_special_tokens": ("rollout_skip_special_tokens", bool, "true or false", lambda v: True),
+    "apply_chat_template": ("apply_chat_template", bool, "true or false", lambda v: True),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs", dict, "a mapping of arguments", lambda v: True),
+    "metadata_overrides": ("eval_metadata_overrides", dict, "a mapping of metadata", lambda v: True),
+    "min_eval_samples": ("eval_min_samples", int, "at least 1", lambda v: v >= 1),
     "reward_key": ("eval_reward_key", str, "a key of the reward", bool),
     "rm_type": ("rm_type", str, "the name of a built-in reward", bool),
     "custom_rm_path": ("custom_rm_path", str, "the path of a reward function", bool),
@@ -62,8 +69,8 @@ def _value(name: str, key: str, value: Any) -> Any:
     if key not in KEYS:
         raise InvalidSetting.unknown("key", key, KEYS, field=f"eval_overrides.{name}")
     _, kind, expected, is_right = KEYS[key]
-    wanted: Any = kind if kind in (str, list) else (int, float)
-    fitting = isinstance(value, wanted) and not isinstance(value, bool)
+    wanted: Any = (int, float) if kind in KINDS else kind
+    fitting = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if fitting and kind in KINDS:
         # The limits of flags hold here too: 64 bits, and finite.
         fitting = math.isfinite(value) and abs(value) < 2**63 if isinstance(value, float) else abs(value) < 2**63

@@ -45,9 +45,10 @@ class EvaluationSource:
                 )
         self.names = tuple(names) or known
 
-    def read(self, name: str, n_samples: int) -> list[list[Sample]]:
+    def read(self, name: str, n_samples: int, render: Render | None = None) -> list[list[Sample]]:
         """Returns the groups of a set in order, `n_samples` each, their samples numbered from 0 through the whole set.
 
+        render: in place of the source's own.
         Raises what `WireNames.check` raises.
         """
         groups: list[list[Sample]] = []
@@ -55,7 +56,9 @@ class EvaluationSource:
             samples = group.samples
             if self.wire_names is not None:
                 self.wire_names.check(samples)
-            if self.render is not None:
+            if render is not None:
+                render(samples)
+            elif self.render is not None:
                 self.render(samples)
             if len(samples) != n_samples:
                 samples = [copy.deepcopy(samples[0]) for _ in range(n_samples)]
