@@ -33,7 +33,10 @@ def slime_package(name, siblings=(), must_not_import=(), only_in=None, lib_depen
     python_sources(name="lib", sources=["slime/**/*.py", "slime/**/*.pyi"], dependencies=list(lib_dependencies))
     resources(
         name="data",
-        sources=[f"slime/**/{kind}" for kind in ("py.typed", "*.json", "*.jinja", "*.tsv", "*.yaml")],
+        sources=[
+            f"slime/**/{kind}"
+            for kind in ("py.typed", "*.json", "*.jinja", "*.tsv", "*.yaml", "*.html", "*.css", "*.js")
+        ],
     )
     resources(name="project", sources=["pyproject.toml", "README.md"])
     python_distribution(

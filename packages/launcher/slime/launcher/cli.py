@@ -24,11 +24,17 @@ commands:
   train        train a policy by reinforcement learning; --dry-run prints the plan of a run
   train-async  the same, generating the next rollout while training on this one
   doctor       check this machine, and what the flags of a run name, before it costs money
+  show         look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE
+  runs         list runs with their state, reward and scores
+  compare      set the settings and metrics of two runs side by side
 
 `slime COMMAND --help` describes a command.
 """
 
 
+# Commands that only look at runs.
+LOOKS = ("show", "runs", "compare")
+COMMANDS = ("train", "train-async", "doctor", *LOOKS)
 # Exit code of a dry run that finds the GPUs too small.
 DOES_NOT_FIT = 3
 
@@ -44,8 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from slime.launcher.doctor.command import main as doctor
 
         return doctor(words[1:])
+    if words[0] in LOOKS:
+        from slime.launcher.show.command import main as show
+
+        return show(words[0], words[1:])
     if words[0] not in ("train", "train-async"):
-        print(f"slime: error: {wrong_command(words, ('train', 'train-async', 'doctor'))}", file=sys.stderr)
+        print(f"slime: error: {wrong_command(words, COMMANDS)}", file=sys.stderr)
         return 2
     return run_train(words[1:], asynchronous=words[0] == "train-async")
 

@@ -178,7 +178,9 @@ def iterate_rows(
             rows = file.metadata.row_group(number).num_rows
             begin, end = max(start - first, 0), rows if stop is None else min(stop - first, rows)
             if begin < end:
-                yield from file.read_row_group(number, columns=wanted).slice(begin, end - begin).to_pylist()
+                yield from (
+                    file.read_row_group(number, columns=wanted, use_threads=False).slice(begin, end - begin).to_pylist()
+                )
             first += rows
             if stop is not None and first >= stop:
                 return

@@ -1,0 +1,288 @@
+"""Answers to the requests of the page: what a run's directory says, in pieces that a browser can show at once.
+
+A request is a name and parameters, as in "samples?run=0&step=12". The server answers each as it comes; `--html` writes
+the answers to a bounded choice of them into the file, and the page finds them there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.launcher.metrics.kept_samples import KeptFile, count_rows, read_rows
+from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Finding, Rules, run_checks
+from slime.launcher.show.run_files import RunFiles, finite
+from slime.launcher.show.token_texts import TokenTexts
+from slime.types.errors import InvalidField
+
+# Rows of a curve; more are averaged to as many.
+POINTS = 1000
+PAGE = 64
+MOST_PAGE = 512
+SHORT_TEXT = 300
+# Tokens of one sample that are sent.
+MOST_TOKENS = 40_000
+# Seconds of each request in which further files are checked, and rows of a file that are.
+CHECK_SECONDS = 0.3
+CHECKED_ROWS = 1024
+MOST_FINDINGS = 500
+LIGHT = (
+    "step", "dataset", "group_index", "index", "prompt", "response", "label", "reward", "reward_json", "status",
+    "response_length", "spans",
+)  # fmt: skip
+
+Query = Mapping[str, str]
+
+
+class Answers:
+    """Answers about some runs, which may go on meanwhile. Thread-safe."""
+
+    def __init__(self, runs: Sequence[RunFiles], *, regrade: bool = False) -> None:
+        """regrade: grade kept samples again, which runs the reward function that a run names."""
+        self.runs = list(runs)
+        self._regrade = regrade
+        self._tokens = [TokenTexts(_model_directories(run)) for run in runs]
+        self._checked: list[dict[Path, tuple[float, list[Finding]]]] = [{} for _ in runs]
+        self._calls: dict[str, Callable[[Query], Any]] = {
+            "runs": self.overview, "curves": self.curves, "settings": self.settings, "steps": self.steps,
+            "samples": self.samples, "sample": self.sample, "checks": self.checks, "pairs": self.pairs,
+        }  # fmt: skip
+
+    def answer(self, name: str, query: Query) -> Any:
+        """Raises InvalidField for a request that there is not, or a parameter that does not fit."""
+        if name not in self._calls:
+            raise InvalidField("request", name, f"one of {', '.join(self._calls)}")
+        return self._calls[name](query)
+
+    def overview(self, query: Query) -> list[dict[str, Any]]:
+        """State, progress and scores of every run, and what failed."""
+        return [self._summary(number, run) for number, run in enumerate(self.runs)]
+
+    def _summary(self, number: int, run: RunFiles) -> dict[str, Any]:
+        state, steps = run.state, run.steps()
+        return {
+            "number": number, "name": run.name, "path": str(run.path), "model": run.model,
+            "state": state.state, "phase": state.phase, "error": state.error, "started": run.started(),
+            "updated": state.updated, "now": time.time(), "edition": run.edition, "rows": len(steps),
+            "step": steps[-1]["step"] if steps else None,
+            "num_steps": state.num_steps or run.settings.get("num_rollout"),
+            "reward": run.reward(), "scores": run.scores(), "evaluations": _plain(run.evaluations()[-1:]),
+            "kept": len(run.kept()), "logs": run.failures() if state.state == "failed" else [],
+        }  # fmt: skip
+
+    def curves(self, query: Query) -> dict[str, Any]:
+        """All metrics by step; with `after`, only of later steps, unless a curve would have too many points."""
+        run = self._run(query)
+        rows = run.steps()
+        after = _number(query, "after", -1)
+        whole = len(rows) > POINTS or after < 0 or _number(query, "edition", run.edition) != run.edition
+        chosen = rows if whole else [row for row in rows if row["step"] > after]
+        keys = sorted({key for row in chosen for key in row} - {"step"})
+        values = {key: [finite(row.get(key)) for row in chosen] for key in keys}
+        steps = [float(row["step"]) for row in chosen]
+        if len(chosen) > POINTS:
+            steps, values = _thinned(steps, values)
+        return {
+            "whole": whole, "edition": run.edition, "rows": len(rows), "steps": steps, "values": values,
+            "averaged": len(chosen) > POINTS,
+        }  # fmt: skip
+
+    def settings(self, query: Query) -> list[dict[str, Any]]:
+        """Every setting with its value in each run; `told` where one of them was given it."""
+        names = sorted({name for run in self.runs for name in run.settings})
+        rows = []
+        for name in names:
+            values = [run.settings.get(name) for run in self.runs]
+            shown = [None if value is None else str(value) for value in values]
+            rows.append({
+                "name": name, "values": shown, "told": any(name in run.told for run in self.runs),
+                "differs": len(set(shown)) > 1,
+            })  # fmt: skip
+        return rows
+
+    def steps(self, query: Query) -> dict[str, Any]:
+        """The steps and evaluations that have samples, as ranges [first, last]."""
+        files = self._run(query).kept()
+        return {
+            "train": ranges([file.step for file in files if not file.evaluation]),
+            "eval": ranges([file.step for file in files if file.evaluation]),
+        }
+
+    def samples(self, query: Query) -> dict[str, Any]:
+        """A page of the samples of a step: short texts, rewards, findings."""
+        file = self._file(query)
+        start, count = _number(query, "start", 0), min(_number(query, "count", PAGE), MOST_PAGE)
+        rows = read_rows(file.path, LIGHT, start=start, stop=start + count)
+        findings: dict[int, list[str]] = {}
+        for finding in self._check(_number(query, "run", 0), file):
+            findings.setdefault(finding.row, []).append(finding.check)
+        return {
+            "start": start, "total": count_rows(file.path),
+            "rows": [_light(start + i, row, findings.get(start + i, [])) for i, row in enumerate(rows)],
+        }  # fmt: skip
+
+    def sample(self, query: Query) -> dict[str, Any]:
+        """One sample with every token."""
+        number, file, at = _number(query, "run", 0), self._file(query), _number(query, "row", 0)
+        rows = read_rows(file.path, start=at, stop=at + 1)
+        if not rows:
+            raise InvalidField("row", at, f"less than {count_rows(file.path)}")
+        row = rows[0]
+        tokens = row.pop("tokens") or []
+        response, shown = row["response_length"] or 0, min(len(tokens), MOST_TOKENS)
+        versions: list[str | None] = [None] * response
+        for span in row.pop("spans") or ():
+            for i in range(span["start"], min(span["end"], response)):
+                versions[i] = span["weight_version"]
+        return row | {
+            "row": at, "reward": finite(row["reward"]), "tokens": tokens[:shown], "num_tokens": len(tokens),
+            "texts": self._tokens[number].of(tokens[:shown]), "prompt_length": len(tokens) - response,
+            "engine_log_probs": _numbers(row["engine_log_probs"]), "weight_versions": versions,
+            "trainer_log_probs": _numbers(row["trainer_log_probs"]),
+            "findings": [f.as_dict() for f in self._check(number, file) if f.row == at],
+        }  # fmt: skip
+
+    def checks(self, query: Query) -> dict[str, Any]:
+        """The checks and what they found so far; every call checks further files for a moment."""
+        number, run = _number(query, "run", 0), self._run(query)
+        files = run.kept()
+        done = self._checked[number]
+        until = time.monotonic() + CHECK_SECONDS
+        # The newest first, then what lies farthest from those that are done.
+        for file in [*files[-1:], *spread(files)]:
+            if time.monotonic() > until:
+                break
+            if file.path not in done or file is files[-1]:
+                self._check(number, file)
+        found = [
+            {"step": file.step, "eval": file.evaluation, **finding.as_dict()}
+            for file in files
+            for finding in done.get(file.path, (0.0, []))[1]
+        ]
+        listed = [*CHECKS, *([(*REGRADED, None)] if self._regrade else [])]
+        return {
+            "files": len(files), "checked": sum(file.path in done for file in files), "findings": found[:MOST_FINDINGS],
+            "checks": [
+                {"check": key, "title": title, "meaning": meaning, "count": sum(f["check"] == key for f in found)}
+                for key, title, meaning, _ in listed
+            ],
+        }  # fmt: skip
+
+    def pairs(self, query: Query) -> dict[str, Any]:
+        """Samples before and after: of the first and the last evaluation, or of the first and the last step."""
+        files = self._run(query).kept()
+        chosen = [file for file in files if file.evaluation] or files
+        if len(chosen) < 2:
+            return {"before": None, "after": None, "pairs": []}
+        first, last = chosen[0], chosen[-1]
+        old, new = (
+            [_light(i, r, []) for i, r in enumerate(read_rows(f.path, LIGHT, stop=PAGE))] for f in (first, last)
+        )
+        by_prompt = {(row["dataset"], row["prompt"]): row for row in reversed(new)}
+        pairs = [[row, by_prompt.get((row["dataset"], row["prompt"]))] for row in old]
+        if not first.evaluation:
+            pairs = [list(pair) for pair in zip(old, new, strict=False)]
+        return {"before": first.step, "after": last.step, "eval": first.evaluation, "pairs": pairs}
+
+    def _check(self, number: int, file: KeptFile) -> list[Finding]:
+        """The findings of a file, which a resumed run may write again."""
+        modified, done = file.path.stat().st_mtime, self._checked[number]
+        if file.path not in done or done[file.path][0] != modified:
+            run = self.runs[number]
+            rows = read_rows(file.path, COLUMNS, stop=CHECKED_ROWS)
+            found = run_checks(rows, Rules.of(run.settings, asynchronous=run.asynchronous))
+            if self._regrade:
+                from slime.launcher.show.regrade import regrade
+
+                found += regrade(rows, run.settings)
+            done[file.path] = (modified, found)
+        return done[file.path][1]
+
+    def _run(self, query: Query) -> RunFiles:
+        number = _number(query, "run", 0)
+        if not 0 <= number < len(self.runs):
+            raise InvalidField("run", number, f"less than {len(self.runs)}")
+        return self.runs[number]
+
+    def _file(self, query: Query) -> KeptFile:
+        run, step, evaluation = self._run(query), _number(query, "step", 0), query.get("kind") == "eval"
+        file = run.kept_at(step, evaluation=evaluation)
+        if file is not None:
+            return file
+        raise InvalidField("step", step, "a step of which samples were kept")
+
+
+def spread(files: Sequence[KeptFile]) -> list[KeptFile]:
+    """All files, those at both ends first, then in the middle of gaps: what is missing at any time is evenly spread."""
+    order: list[int] = []
+    stride = 1 << max(0, len(files) - 1).bit_length()
+    seen: set[int] = set()
+    while stride:
+        order += [n for n in range(0, len(files), stride) if n not in seen]
+        seen.update(order)
+        stride //= 2
+    return [files[n] for n in order]
+
+
+def ranges(steps: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return found
+
+
+def _thinned(
+    steps: list[float], values: dict[str, list[float | None]]
+) -> tuple[list[float], dict[str, list[float | None]]]:
+    """Means over as many neighbouring rows as make `POINTS` of them."""
+    edges = np.linspace(0, len(steps), POINTS + 1).astype(int)[:-1]
+    counts = np.diff([*edges, len(steps)])
+    thinned: dict[str, list[float | None]] = {}
+    for key, column in values.items():
+        array = np.array([np.nan if value is None else value for value in column], np.float64)
+        known = np.isfinite(array)
+        sums, number = np.add.reduceat(np.where(known, array, 0.0), edges), np.add.reduceat(known, edges, dtype=int)
+        thinned[key] = [float(s / n) if n else None for s, n in zip(sums, number, strict=True)]
+    return list(np.add.reduceat(np.array(steps), edges) / counts), thinned
+
+
+def _light(number: int, row: dict[str, Any], findings: list[str]) -> dict[str, Any]:
+    versions = sorted({span["weight_version"] for span in row.pop("spans") or ()})
+    return row | {
+        "row": number, "findings": findings, "versions": versions, "reward": finite(row["reward"]),
+        "prompt": _short(row["prompt"]), "response": _short(row["response"]), "label": _short(row["label"] or ""),
+    }  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHORT_TEXT else f"{text[: SHORT_TEXT // 2]} … {text[-SHORT_TEXT // 2 :]}"
+
+
+def _numbers(values: list[float] | None) -> list[float | None] | None:
+    return None if values is None else [None if (v := finite(value)) is None else round(v, 5) for value in values]
+
+
+def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value if key == "step" else finite(value) for key, value in row.items()} for row in rows]
+
+
+def _number(query: Query, name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidField(name, text, "an integer") from None
+
+
+def _model_directories(run: RunFiles) -> list[Path]:
+    model = run.settings.get("hf_checkpoint")
+    return [run.path / "model", *([Path(str(model))] if model else [])]

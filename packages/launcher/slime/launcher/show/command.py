@@ -1,0 +1,165 @@
+"""The commands `slime show`, `slime runs` and `slime compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from slime.launcher.show.run_files import RunFiles, find_runs, names
+from slime.types.errors import InvalidSetting, SlimeError
+
+if TYPE_CHECKING:
+    from slime.launcher.show.answers import Answers
+    from slime.launcher.show.server import PageServer
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Exit code: 0 done, 2 wrong arguments."""
+    options = _parser(command).parse_args(argv)
+    try:
+        if command == "runs":
+            return _runs(options)
+        runs = _opened(options.run)
+        return _compare(options, runs) if command == "compare" else _show(options, runs)
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader, `head` for one, has had enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    about = {
+        "show": "Opens a page on one or more runs in the browser: curves, samples token by token, evaluation, settings "
+        "and what failed. It follows a run that goes on; Ctrl-C ends it.",
+        "runs": "Lists the runs below a directory with their state, steps, reward, scores, age and model.",
+        "compare": "Prints the settings in which runs differ, and their metrics and scores side by side.",
+    }
+    parser = argparse.ArgumentParser(prog=f"slime {command}", description=about[command])
+    if command == "runs":
+        parser.add_argument(
+            "dir", nargs="?", default="runs", metavar="DIR", help="Directory to look in (default: runs)"
+        )
+    elif command == "compare":
+        parser.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run; at least two")
+    else:
+        parser.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run")
+    if command == "show":
+        parser.add_argument("--html", metavar="FILE", help="Write the page into a file that needs no server, and exit")
+        parser.add_argument("--text", action="store_true", help="Print the run in the terminal, and exit")
+        parser.add_argument(
+            "--step", type=int, metavar="N", help="With --text: step whose samples are printed (default: the last)"
+        )
+        parser.add_argument(
+            "--port", type=int, default=0, metavar="N", help="Port on the loopback (default: a free one)"
+        )
+        parser.add_argument("--no-browser", action="store_true", help="Only print the address")
+        parser.add_argument(
+            "--regrade", action="store_true",
+            help="Grade the kept samples again with the reward function of the run, which executes it, and compare",
+        )  # fmt: skip
+    else:
+        parser.add_argument("--json", action="store_true", help="Print JSON for programs")
+    return parser
+
+
+def _opened(words: Sequence[str]) -> list[RunFiles]:
+    paths = [Path(word) for word in words]
+    return [RunFiles(path, name) for path, name in zip(paths, names(paths), strict=True)]
+
+
+def _runs(options: argparse.Namespace) -> int:
+    from slime.launcher.show.listing import described, listing
+
+    paths = find_runs(Path(options.dir))
+    rows = [described(RunFiles(path, name)) for path, name in zip(paths, names(paths), strict=True)]
+    rows.sort(key=lambda row: row["started"] or 0.0, reverse=True)
+    if options.json:
+        print(json.dumps(rows, indent=2, default=str))
+    elif not rows:
+        print(f"no runs below {options.dir}")
+    else:
+        _console().print(listing(rows))
+    return 0
+
+
+def _compare(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
+    from slime.launcher.show.listing import compared, comparison
+
+    if len(runs) < 2:
+        raise InvalidSetting.must_be("RUN", "at least two runs", got=len(runs))
+    found = compared(runs)
+    if options.json:
+        print(json.dumps(found, indent=2, default=str))
+        return 0
+    console = _console()
+    for table in comparison(found):
+        console.print(table)
+        console.print()
+    return 0
+
+
+def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
+    from slime.launcher.show.answers import Answers
+
+    answers = Answers(runs, regrade=options.regrade)
+    if options.text:
+        from slime.launcher.show.text import text
+
+        for number in range(len(runs)):
+            print("\n".join(text(answers, number, options.step)))
+        return 0
+    if options.html is not None:
+        from slime.launcher.show.html_page import write_html
+
+        size = write_html(Path(options.html), answers)
+        print(f"wrote {options.html}, {size / 1e6:.1f} MB")
+        return 0
+    server = serve(answers, options.port)
+    port = server.server_port
+    print(f"{server.url}\nCtrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} HOST")
+    if not options.no_browser and _has_display():
+        webbrowser.open(server.url)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.shutdown()
+    return 0
+
+
+def serve(answers: Answers, port: int = 0) -> PageServer:
+    """Serves the page in threads until `shutdown`. Raises InvalidSetting where the port is taken."""
+    from slime.launcher.show.html_page import page
+    from slime.launcher.show.server import PageServer
+
+    try:
+        server = PageServer(page(", ".join(run.name for run in answers.runs)), answers.answer, port)
+    except (OSError, OverflowError) as error:
+        raise InvalidSetting(
+            f"--port {port}: {error}", field="--port", value=port, expected="a free port, or 0"
+        ) from None
+    threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
+    return server
+
+
+def _console() -> Console:
+    # A pipe gets whole lines.
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+
+
+def _has_display() -> bool:
+    """Without one, a browser of the terminal would take it over."""
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,143 @@
+"""The page as one HTML text: its styles and scripts inside, and for a file also the data."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from slime.launcher.metrics.kept_samples import KeptFile
+from slime.launcher.show.answers import Answers, ranges, spread
+from slime.launcher.show.run_files import RunFiles
+from slime.types.directories import path_errors
+from slime.types.files import check_file_place, write_whole
+
+STYLES = ("style.css",)
+SCRIPTS = ("data.js", "elements.js", "charts.js", "curves.js", "samples.js", "app.js")
+# In a file: steps and evaluations whose samples are inside, those of each that are shown, and these with their tokens.
+FILE_STEPS = 24
+FILE_EVALUATIONS = 8
+FILE_SAMPLES = 32
+FILE_TOKENS = 8
+MOST_BYTES = 32 << 20
+CHECK_CALLS = 40
+
+
+def page(title: str, embedded: dict[str, Any] | None = None) -> str:
+    """embedded: answers by request, for a page that has no server to ask; and `note`, what it leaves out."""
+    folder = resources.files(__package__) / "page"
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    style = "\n".join((folder / name).read_text(encoding="utf-8") for name in STYLES)
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    connect = "'none'" if embedded else "'self'"
+    parts = {
+        # Nothing else runs, whatever a model wrote.
+        "POLICY": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
+        "img-src data:",
+        "STYLE": style,
+        "SCRIPT": script,
+        "TITLE": _in_html(title),
+        "DATA": _in_script(embedded),
+    }
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part)
+    return text
+
+
+def write_html(path: Path, answers: Answers) -> int:
+    """Writes a file that needs neither server nor network; returns its size in bytes.
+
+    Raises InvalidSetting where `path` is no place for a file.
+    """
+    check_file_place(path, field="--html")
+    text = page(_title(answers.runs), embed(answers))
+    with path_errors(path, "--html"):
+        write_whole(path, text, field="--html")
+    return len(text.encode())
+
+
+def _title(runs: list[RunFiles]) -> str:
+    return ", ".join(run.name for run in runs)
+
+
+def embed(answers: Answers) -> dict[str, Any]:
+    """Answers to the requests that the page makes, for a choice of samples."""
+    found: dict[str, Any] = {}
+    room = MOST_BYTES
+
+    def add(name: str, **query: object) -> Any:
+        nonlocal room
+        answer = answers.answer(name, {key: str(value) for key, value in query.items()})
+        room -= len(json.dumps(answer))
+        found[request(name, query)] = answer
+        return answer
+
+    add("runs")
+    add("settings")
+    notes = []
+    for number, run in enumerate(answers.runs):
+        add("curves", run=number)
+        add("pairs", run=number)
+        for _ in range(CHECK_CALLS):
+            checks = add("checks", run=number)
+            if checks["checked"] == checks["files"]:
+                break
+        flagged = {(f["step"], f["eval"]) for f in checks["findings"]}
+        chosen = [file for file in run.kept() if file in _choice(run.kept(), flagged)]
+        kept: dict[str, list[int]] = {"train": [], "eval": []}
+        samples = 0
+        for file in chosen:
+            if room <= 0:
+                break
+            kind = "eval" if file.evaluation else "train"
+            kept[kind].append(file.step)
+            answer = add("samples", run=number, step=file.step, kind=kind, start=0)
+            rows = answer["rows"] = answer["rows"][:FILE_SAMPLES]
+            samples += len(rows)
+            flagged_first = sorted(rows, key=lambda row: not row["findings"])
+            for row in flagged_first[:FILE_TOKENS]:
+                add("sample", run=number, step=file.step, kind=kind, row=row["row"])
+        found[request("steps", {"run": number})] = {kind: ranges(steps) for kind, steps in kept.items()}
+        total = len(run.kept())
+        whose = f"{run.name}: " if len(answers.runs) > 1 else ""
+        notes.append(
+            f"{whose}{samples} samples of {sum(map(len, kept.values()))} of {total} steps and evaluations, "
+            f"at most {FILE_SAMPLES} of each, {FILE_TOKENS} of these token by token"
+        )
+    found["note"] = f"This file holds a choice of the samples: {'; '.join(notes)}. `slime show` shows all of them."
+    return found
+
+
+def request(name: str, query: Mapping[str, object]) -> str:
+    """The key of an answer in a file; `requestKey` in page/data.js makes the same."""
+    return f"{name}?" + "&".join(f"{key}={query[key]}" for key in sorted(query))
+
+
+def _choice(files: list[KeptFile], flagged: set[tuple[int, bool]]) -> set[KeptFile]:
+    """Some files, evenly spread, those with findings first."""
+    chosen: set[KeptFile] = set()
+    for evaluation, limit in ((False, FILE_STEPS), (True, FILE_EVALUATIONS)):
+        of_kind = [file for file in files if file.evaluation == evaluation]
+        found = [file for file in of_kind if (file.step, file.evaluation) in flagged][: limit // 2]
+        rest = [file for file in [*of_kind[:1], *of_kind[-1:], *spread(of_kind)] if file not in found]
+        chosen.update(found, rest[: max(0, limit - len(found))])
+    return chosen
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _in_html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _in_script(value: Any) -> str:
+    """JSON that ends no script: what a model wrote may hold `</script>`."""
+    return (
+        json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    )

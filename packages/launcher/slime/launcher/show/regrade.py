@@ -1,0 +1,78 @@
+"""Grades kept samples again by the run's own reward function, to find rewards that went to another sample.
+
+A custom reward function is code of whoever made the run, so this happens only where the user asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from slime.launcher.show.checks import Finding, Row
+from slime.rollout.rewards.score import async_rm
+from slime.types import Sample
+from slime.types.sample.status import SampleStatus
+
+SECONDS = 30.0
+TOLERANCE = 1e-6
+
+
+class Settings(SimpleNamespace):
+    """The settings of a run as the `args` of its reward function; what run.yaml leaves out is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def regrade(rows: list[Row], settings: dict[str, Any]) -> list[Finding]:
+    """Returns a finding for each sample whose reward is another one when it is graded again."""
+    graded = [row for row in rows if row["reward"] is not None]
+    args = Settings(**settings)
+    again = asyncio.run(_grade(args, [_sample(row) for row in graded]))
+    found = {id(row): value for row, value in zip(graded, again, strict=True)}
+    findings = []
+    for number, row in enumerate(rows):
+        value = found.get(id(row))
+        if value is None or math.isclose(value, row["reward"], abs_tol=TOLERANCE):
+            continue
+        text = f"reward {row['reward']:g}, graded again {value:g}"
+        same_group = [r for r in graded if r["group_index"] == row["group_index"] and r is not row]
+        others = [r["index"] for r in same_group if _equal(found[id(r)], row["reward"])]
+        if others:
+            text += f"; {row['reward']:g} is what the response of sample {others[0]} of the group gets"
+        findings.append(Finding("regraded", number, text))
+    return findings
+
+
+async def _grade(args: Any, samples: list[Sample]) -> list[float | None]:
+    values = await asyncio.wait_for(
+        asyncio.gather(*(async_rm(args, sample) for sample in samples), return_exceptions=True), SECONDS
+    )
+    for value in values:
+        if isinstance(value, BaseException) and not isinstance(value, Exception):
+            raise value
+    return [_number(value, args.reward_key) for value in values]
+
+
+def _number(value: Any, key: str | None) -> float | None:
+    if isinstance(value, dict):
+        value = value.get(key)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _equal(a: float | None, b: float) -> bool:
+    return a is not None and math.isclose(a, b, abs_tol=TOLERANCE)
+
+
+def _sample(row: Row) -> Sample:
+    sample = Sample(
+        group_index=row["group_index"], index=row["index"], prompt=row["prompt"], response=row["response"],
+        label=row["label"], tokens=row["tokens"] or [], response_length=row["response_length"] or 0,
+        status=SampleStatus(row["status"]), metadata=json.loads(row["metadata"] or "{}"),
+    )  # fmt: skip
+    return sample

@@ -1,0 +1,232 @@
+"""A run as its directory has it: metrics, settings, state and kept samples, read on as the run writes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.launcher.config.record import COMMAND, SETTINGS
+from slime.launcher.metrics.files import is_evaluation
+from slime.launcher.metrics.kept_samples import DIRECTORY, KeptFile, kept_files
+from slime.launcher.metrics.report import REWARD, evaluation_scores
+from slime.launcher.run_directory.state import FILE as STATE
+from slime.launcher.run_directory.state import State, read_state
+from slime.types.errors import InvalidSetting
+
+METRICS = "metrics.jsonl"
+MARKS = (SETTINGS, METRICS, STATE)
+# Directories below which runs are looked for.
+DEPTH = 3
+# Steps that the reward in a list of runs is the mean of.
+LAST = 3
+LOG_TAIL_BYTES = 64 << 10
+LOG_LINES = 30
+
+
+def is_run(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in MARKS)
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Returns the runs in `directory`, which may be one itself, by their names."""
+    found: list[Path] = []
+
+    def visit(path: Path, depth: int) -> None:
+        if is_run(path):
+            found.append(path)
+        elif depth:
+            for child in sorted(path.iterdir()):
+                if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                    visit(child, depth - 1)
+
+    if not directory.is_dir():
+        raise InvalidSetting(
+            f"{directory}: no such directory", field="DIR", value=str(directory), expected="a directory with runs"
+        )
+    visit(directory, DEPTH)
+    return found
+
+
+class RunFiles:
+    """One run. Thread-safe; what is read once is not read again."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Raises InvalidSetting where `path` holds no run."""
+        if not is_run(path):
+            found = f"has none of {', '.join(MARKS)}" if path.is_dir() else "is no directory"
+            raise InvalidSetting(
+                f"{path}: not the directory of a run: it {found}", field="RUN", value=str(path), expected="a run"
+            )
+        self.path = path
+        self.name = name or path.resolve().name
+        self._lock = threading.Lock()
+        self._steps: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+        self._read_to = 0
+        self._kept: list[KeptFile] = []
+        self._kept_at: int | None = None
+        self._places: dict[tuple[int, bool], KeptFile] = {}
+        self._identity: tuple[int, int] | None = None
+        # Raised when the run begins its metrics anew, so that who has read some of them starts over.
+        self.edition = 0
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl that are no evaluations, so far. Not to be changed."""
+        self._read_on()
+        return self._steps
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        self._read_on()
+        return self._evaluations
+
+    def _read_on(self) -> None:
+        with self._lock:
+            try:
+                with (self.path / METRICS).open("rb") as file:
+                    status = (self.path / METRICS).stat()
+                    # A run that resumes writes another file in its place.
+                    if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._read_to:
+                        self._identity, self._read_to = (status.st_dev, status.st_ino), 0
+                        self._steps, self._evaluations = [], []
+                        self.edition += 1
+                    file.seek(self._read_to)
+                    data = file.read()
+            except FileNotFoundError:
+                return
+            # The last line may not be whole yet.
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to += len(whole)
+            for line in whole.splitlines():
+                row = _row(line)
+                if row is not None:
+                    (self._evaluations if is_evaluation(row) else self._steps).append(row)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the run by its name."""
+        return self.told | self._settings_text[1]
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """The settings that a flag, a file or the environment gave."""
+        return self._settings_text[0]
+
+    @cached_property
+    def _settings_text(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            text = (self.path / SETTINGS).read_text(encoding="utf-8")
+        except OSError:
+            return {}, {}
+        # The settings with their defaults, and the run's own name, are comments of the file.
+        comments = [line[2:] for line in text.splitlines() if re.match(r"# (\w+:|- | )", line)]
+        return _yaml(text), _yaml("\n".join(comments))
+
+    @property
+    def state(self) -> State:
+        state = read_state(self.path)
+        if state.state == "unknown" and (self.path / "model").is_dir():
+            return State(state="done")
+        return state
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        try:
+            lines = (self.path / COMMAND).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return False
+        return bool(lines) and lines[-1].startswith("slime train-async")
+
+    @property
+    def model(self) -> str:
+        return Path(str(self.settings.get("hf_checkpoint") or "")).name
+
+    def kept(self) -> list[KeptFile]:
+        """Files of kept samples. Not to be changed."""
+        try:
+            modified = (self.path / DIRECTORY).stat().st_mtime_ns
+        except OSError:
+            return []
+        # A directory changes with every file; what it holds is listed once.
+        if modified != self._kept_at:
+            self._kept = kept_files(self.path)
+            self._places = {(file.step, file.evaluation): file for file in self._kept}
+            self._kept_at = modified
+        return self._kept
+
+    def kept_at(self, step: int, *, evaluation: bool) -> KeptFile | None:
+        self.kept()
+        return self._places.get((step, evaluation))
+
+    def scores(self) -> dict[str, list[tuple[int, float]]]:
+        """(iterations, score) of each evaluation set, in order."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.evaluations():
+            for name, score in evaluation_scores(row).items():
+                if isinstance(score, (int, float)):
+                    found.setdefault(name, []).append((row["step"], score))
+        return found
+
+    def reward(self) -> float | None:
+        """The mean reward of the last steps."""
+        values = [row[REWARD] for row in self.steps()[-LAST:] if isinstance(row.get(REWARD), (int, float))]
+        return sum(values) / len(values) if values else None
+
+    def started(self) -> float | None:
+        """Seconds since 1970; of a run without state.json the time of its settings."""
+        started = self.state.started
+        if started is None:
+            for name in MARKS:
+                if (self.path / name).exists():
+                    return (self.path / name).stat().st_mtime
+        return started
+
+    def failures(self) -> list[dict[str, Any]]:
+        """The last lines with an error in the log of each service, and what follows them."""
+        found = []
+        for path in sorted((self.path / "logs").glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+            marks = [n for n, line in enumerate(lines) if re.search(r"\bERROR\b|Traceback|\bCRITICAL\b", line)]
+            if marks:
+                found.append({"log": path.name, "lines": lines[marks[-1] :][:LOG_LINES]})
+        return found
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def finite(value: Any) -> float | None:
+    """Returns a number that JSON has, or None."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def names(paths: list[Path]) -> Iterator[str]:
+    """Yields the shortest names that tell the runs apart: their last directory, or more of the path."""
+    parts = [path.resolve().parts for path in paths]
+    for own in parts:
+        length = 1
+        while length < len(own) and sum(other[-length:] == own[-length:] for other in parts) > 1:
+            length += 1
+        yield "/".join(own[-length:])
