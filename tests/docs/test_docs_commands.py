@@ -29,7 +29,10 @@ MODULES = {
     "slime-rollout": "slime.rollout.cli",
     "slime-trainer": "slime.trainer.cli",
     "slime-convert": "slime.converters.cli",
+    "slime": "slime.launcher.cli",
 }
+# Commands of `slime` with parsers of their own.
+LOOKS = ("show", "runs", "compare")
 # Flags of commands with parsers of their own, which are not in docs/flags.md.
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py", "convert_to_hf.py")
 CONVERTED_BY = {
@@ -76,6 +79,8 @@ def unknown_flags(words: list[str]) -> list[str]:
     program, name = words[0], words[0].rpartition("/")[2]
     given = [word.partition("=")[0] for word in words[1:] if re.match(r"--[a-z]", word)]
     if program == "slime":
+        if words[1:2] and words[1] in LOOKS:
+            return [flag for flag in given if flag not in flags_of("slime", words[1])]
         command = " ".join(words[:2])
         known = training_flags() | OF_ONE_COMMAND.get(command, set())
         if command not in TRAINING and words[1:2] not in (["--help"], ["COMMAND"]):

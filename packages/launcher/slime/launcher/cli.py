@@ -90,6 +90,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.run_directory.lock import run_directory, sole_writer
             from slime.launcher.run_directory.state import recorded
+            from slime.launcher.show.command import watched
             from slime.launcher.train import train
             from slime.launcher.train_async import train_async
 
@@ -107,6 +108,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
                 command = "train-async" if asynchronous else "train"
                 with (
                     recorded(output_dir, command) as state,
+                    watched(output_dir, settings.watch),
                     Report(
                         output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir,
                         sinks=sinks, state=state,

@@ -172,6 +172,9 @@ class LauncherSettings(LoopSettings, TrainingSettings, EngineSettings, ModeSetti
         "writes none, also of evaluations",
         minimum=0,
     )
+    watch: bool = setting(
+        False, "Serve the page of `slime show` about this run on the loopback while it goes on, and print its address"
+    )
     overwrite: bool = setting(
         False,
         "Replace the metrics, plots, events, checkpoints and the model that an earlier run left in "

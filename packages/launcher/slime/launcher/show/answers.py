@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.launcher.metrics.kept_samples import KeptFile, count_rows, read_rows
-from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Finding, Rules, run_checks
+from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Rules, SampleFinding, run_checks
 from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts
 from slime.types.errors import InvalidField
@@ -46,7 +46,7 @@ class Answers:
         self.runs = list(runs)
         self._regrade = regrade
         self._tokens = [TokenTexts(_model_directories(run)) for run in runs]
-        self._checked: list[dict[Path, tuple[float, list[Finding]]]] = [{} for _ in runs]
+        self._checked: list[dict[Path, tuple[float, list[SampleFinding]]]] = [{} for _ in runs]
         self._calls: dict[str, Callable[[Query], Any]] = {
             "runs": self.overview, "curves": self.curves, "settings": self.settings, "steps": self.steps,
             "samples": self.samples, "sample": self.sample, "checks": self.checks, "pairs": self.pairs,
@@ -188,7 +188,7 @@ class Answers:
             pairs = [list(pair) for pair in zip(old, new, strict=False)]
         return {"before": first.step, "after": last.step, "eval": first.evaluation, "pairs": pairs}
 
-    def _check(self, number: int, file: KeptFile) -> list[Finding]:
+    def _check(self, number: int, file: KeptFile) -> list[SampleFinding]:
         """The findings of a file, which a resumed run may write again."""
         modified, done = file.path.stat().st_mtime, self._checked[number]
         if file.path not in done or done[file.path][0] != modified:

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,7 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
         print()
     finally:
         server.shutdown()
+        server.server_close()
     return 0
 
 
@@ -153,6 +155,23 @@ def serve(answers: Answers, port: int = 0) -> PageServer:
         ) from None
     threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
     return server
+
+
+@contextmanager
+def watched(directory: Path, wanted: bool) -> Iterator[None]:
+    """Serves the page of a run while the block goes on, if that is wanted, and prints its address."""
+    if not wanted:
+        yield
+        return
+    from slime.launcher.show.answers import Answers
+
+    server = serve(Answers([RunFiles(directory)]))
+    print(f"page of this run: {server.url}", flush=True)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def _console() -> Console:

@@ -123,8 +123,8 @@ def _choice(files: list[KeptFile], flagged: set[tuple[int, bool]]) -> set[KeptFi
     for evaluation, limit in ((False, FILE_STEPS), (True, FILE_EVALUATIONS)):
         of_kind = [file for file in files if file.evaluation == evaluation]
         found = [file for file in of_kind if (file.step, file.evaluation) in flagged][: limit // 2]
-        rest = [file for file in [*of_kind[:1], *of_kind[-1:], *spread(of_kind)] if file not in found]
-        chosen.update(found, rest[: max(0, limit - len(found))])
+        order = dict.fromkeys([*found, *of_kind[:1], *of_kind[-1:], *spread(of_kind)])
+        chosen.update(list(order)[:limit])
     return chosen
 
 

@@ -11,7 +11,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from slime.launcher.show.checks import Finding, Row
+from slime.launcher.show.checks import Row, SampleFinding
 from slime.rollout.rewards.score import async_rm
 from slime.types import Sample
 from slime.types.sample.status import SampleStatus
@@ -20,7 +20,7 @@ SECONDS = 30.0
 TOLERANCE = 1e-6
 
 
-class Settings(SimpleNamespace):
+class RewardArgs(SimpleNamespace):
     """The settings of a run as the `args` of its reward function; what run.yaml leaves out is None."""
 
     def __getattr__(self, name: str) -> Any:
@@ -29,10 +29,10 @@ class Settings(SimpleNamespace):
         return None
 
 
-def regrade(rows: list[Row], settings: dict[str, Any]) -> list[Finding]:
+def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
     """Returns a finding for each sample whose reward is another one when it is graded again."""
     graded = [row for row in rows if row["reward"] is not None]
-    args = Settings(**settings)
+    args = RewardArgs(**settings)
     again = asyncio.run(_grade(args, [_sample(row) for row in graded]))
     found = {id(row): value for row, value in zip(graded, again, strict=True)}
     findings = []
@@ -45,7 +45,7 @@ def regrade(rows: list[Row], settings: dict[str, Any]) -> list[Finding]:
         others = [r["index"] for r in same_group if _equal(found[id(r)], row["reward"])]
         if others:
             text += f"; {row['reward']:g} is what the response of sample {others[0]} of the group gets"
-        findings.append(Finding("regraded", number, text))
+        findings.append(SampleFinding("regraded", number, text))
     return findings
 
 

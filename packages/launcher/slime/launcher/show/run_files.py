@@ -18,7 +18,7 @@ from slime.launcher.metrics.files import is_evaluation
 from slime.launcher.metrics.kept_samples import DIRECTORY, KeptFile, kept_files
 from slime.launcher.metrics.report import REWARD, evaluation_scores
 from slime.launcher.run_directory.state import FILE as STATE
-from slime.launcher.run_directory.state import State, read_state
+from slime.launcher.run_directory.state import RunStatus, read_state
 from slime.types.errors import InvalidSetting
 
 METRICS = "metrics.jsonl"
@@ -130,10 +130,10 @@ class RunFiles:
         return _yaml(text), _yaml("\n".join(comments))
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunStatus:
         state = read_state(self.path)
         if state.state == "unknown" and (self.path / "model").is_dir():
-            return State(state="done")
+            return RunStatus(state="done")
         return state
 
     @cached_property

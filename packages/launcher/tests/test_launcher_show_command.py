@@ -1,0 +1,99 @@
+"""`slime runs`, `slime compare` and `slime show --text`, as commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher_run_files import Row, make_run
+
+from slime.launcher.cli import main
+from slime.launcher.run_directory.state import recorded
+
+
+def shift(rows: list[Row]) -> None:
+    for row in rows:
+        row["loss_mask"] = [0, 1, 1, 1]
+
+
+def test_runs_lists_state_progress_reward_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "one")
+    two = make_run(tmp_path / "below" / "two", settings="num_rollout: 9\n")
+    with pytest.raises(KeyboardInterrupt), recorded(two, "train"):
+        raise KeyboardInterrupt
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "state", "steps", "reward", "scores", "age", "model"]
+    rows = {line.split()[0]: line.split() for line in lines[1:]}
+    assert rows["two"][1:7] == ["stopped", "6/9", "0.04", "gsm", "0.250", "→"] and rows["one"][1:3] == [
+        "unknown",
+        "6/6",
+    ]
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert found["two"]["state"] == "stopped" and found["two"]["scores"] == {"gsm": {"first": 0.25, "last": 0.75}}
+    assert found["one"]["reward"] == pytest.approx(0.04) and found["one"]["model"] == "tiny"
+
+
+def test_compare_shows_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 3, settings="num_rollout: 3\nseed: 5\n")
+    assert main(["compare", str(one), str(two)]) == 0
+    out = capsys.readouterr().out
+    assert "seed" in out and "rollout/raw_reward  0.04  0.01" in out and "lr" not in out
+    assert main(["compare", str(one), str(two), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == {"num_rollout": [6, 3], "seed": [None, 5]}
+    assert found["scores"] == {"gsm": [[0.25, 0.75]] * 2}
+    assert main(["compare", str(one)]) == 2 and "at least two" in capsys.readouterr().err
+
+
+def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", fault=shift)
+    assert main(["show", str(run), "--text", "--step", "3"]) == 0
+    out = capsys.readouterr().out
+    for part in ("run: unknown, 6 of 6 steps", "Loss mask       8 found", "step 3, sample 0: does not train on response "
+                 "token 0", "'21'   [mask]", "0.25 after 0, 0.75 after 6"):  # fmt: skip
+        assert part in out, out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "nowhere"], "nowhere: not the directory of a run"),
+        (["runs", "nowhere"], "nowhere: no such directory"),
+        (["show", "RUN", "--text", "--step", "88"], "step"),
+        (["show", "RUN", "--html", "."], "--html"),
+        (["sho", "x"], "did you mean show?"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    assert main([str(run) if word == "RUN" else word for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=40)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = f"{sys.executable} -m slime.launcher.cli show {run} --text | head -n 1"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("run: ") and done.stderr == ""
+
+
+def test_looking_at_runs_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code = (
+        "import sys\nfrom slime.launcher.cli import main\n"
+        f"main(['runs', {str(tmp_path)!r}]); main(['show', {str(run)!r}, '--html', {str(tmp_path / 'x.html')!r}])\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
