@@ -49,7 +49,7 @@ def test_a_help_text_is_a_phrase_that_stands_alone() -> None:
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["train_async"], "unknown command 'train_async'; did you mean train-async?"),
         (["doctr"], "unknown command 'doctr'; did you mean doctor?"),
-        (["eval"], "unknown command 'eval'; known ones are train, train-async, doctor"),
+        (["eval"], "unknown command 'eval'; known ones are train, train-async, doctor, show, runs, compare"),
     ],
 )
 def test_a_misspelled_command_is_told_the_nearest(
