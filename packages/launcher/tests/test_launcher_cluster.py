@@ -62,7 +62,7 @@ def test_a_run_holds_its_gpus_or_says_whose_it_waited_for(gpus: None, tmp_path: 
     with pytest.raises(DeadlineExceeded, match=r"no GPUs within 0.2 s .*: 2 requested, 0 of 3 free"):
         place_run(launcher(actor_num_gpus_per_node=1, start_timeout_seconds=0.2), ROLLOUT, reports.append)
     assert len(reports) == 1 and "waiting for GPUs" in reports[0]
-    with pytest.raises(InvalidSetting, match="3 .* = 4 GPUs, but this machine has 3"):
+    with pytest.raises(InvalidSetting, match="3 .* = 4 GPUs, but the node has 3"):
         place_run(launcher(actor_num_gpus_per_node=3), ROLLOUT, reports.append)
 
 

@@ -54,7 +54,7 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
         "a Qwen3 (qwen3)",
         "tokenizer of 2 tokens",
         "3 rows read",
-        "reverse.reward: fits",
+        "reverse.reward loads and takes its arguments",
         "below --output-dir",
     ):
         assert part in text

@@ -133,7 +133,7 @@ def test_gpus_are_held_against_the_flags(tmp_path: Path, monkeypatch: pytest.Mon
     words = run_words(tmp_path)
     assert lines("gpus", "FAIL", *words) == []
     (failed,) = lines("gpus", "FAIL", *words, "--actor-num-gpus-per-node", "2")
-    assert "= 3 GPUs, but this machine has 2" in failed
+    assert "= 3 GPUs, but the node has 2" in failed
     small = 0.5
     make_well(monkeypatch, gpus=lambda: gpus(small, small, total=small), torch_sees_gpus=lambda: True)
     (failed,) = lines("gpus", "FAIL", *words)

@@ -92,7 +92,7 @@ def test_batches_come_out_as_the_flags_say(words: list[str], capsys: pytest.Capt
     assert "32 / 16 samples per update = 2 optimizer updates" in text
     assert "16 / 2 data-parallel replicas = 8 samples per replica and update" in text
     assert "8 / --micro-batch-size 1 = 8 forward passes per replica and update" in text
-    assert "5 rollouts x 2 = 10 updates, 160 samples" in text
+    assert "5 iterations x 2 updates = 10 updates, 160 samples" in text
     budget = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-context-len", "30"]
     text = "\n".join(plan(words, *batch, *budget, capsys=capsys))
     assert "100 tokens per forward pass (--max-tokens-per-gpu 100): at most 6 passes with samples of 30" in text
@@ -288,7 +288,7 @@ def test_the_cache_and_the_checkpoint() -> None:
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--dry-run-gpus", "4", "--actor-num-gpus-per-node", "4"], "= 5 GPUs, but this machine has 4; --colocate"),
+        (["--dry-run-gpus", "4", "--actor-num-gpus-per-node", "4"], "= 5 GPUs, but the node has 4; --colocate"),
         (["--rollout-num-gpus", "1"], "--rollout-num-gpus 1 requires a machine with GPUs"),
         (["--rollout-engine", "sglang"], "--rollout-engine sglang requires a GPU"),
         (

@@ -113,12 +113,12 @@ async def gives_many(args, samples):
 
 @pytest.mark.parametrize("name", ["gives_none", "gives_nan", "gives_dict"])
 def test_what_is_no_number_names_the_sample_and_the_function(name):
-    with pytest.raises(InvalidField, match=f"{name} gave sample 3"):
+    with pytest.raises(InvalidField, match=f"{name} returned .* for sample 3"):
         asyncio.run(score_sample(args(custom_rm_path=f"{__name__}.{name}"), finished("x", "x")))
 
 
 def test_a_number_has_no_key():
-    with pytest.raises(InvalidField, match="gives_length gave sample 3.*'score'.*--reward-key"):
+    with pytest.raises(InvalidField, match="gives_length returned 4 for sample 3: --reward-key score requires a dict"):
         asyncio.run(
             score_sample(args(custom_rm_path=f"{__name__}.gives_length", reward_key="score"), finished("four", "x"))
         )
@@ -138,7 +138,7 @@ def test_group_rewards():
     assert asyncio.run(batched_async_rm(custom, samples)) == [1.0, 2.0]
     asyncio.run(score_group(custom, samples))
     assert [sample.reward for sample in samples] == [1.0, 2.0]
-    with pytest.raises(InvalidField, match="expected a reward for each"):
+    with pytest.raises(InvalidField, match="expected a list of 2 rewards, one for each sample"):
         asyncio.run(score_group(args(custom_rm_path=f"{__name__}.gives_length2"), samples))
 
 

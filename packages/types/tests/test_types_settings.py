@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
-from slime.types.settings import REQUIRED, Parser, build, json_object, markdown_table, parse, setting
+from slime.types.settings import REQUIRED, Parser, add_flags, build, json_object, markdown_table, parse, setting
 
 
 @dataclass(kw_only=True)
@@ -134,6 +135,27 @@ def test_errors_of_argparse_are_worded_as_all_others(words: str, message: str) -
     with pytest.raises(InvalidSetting) as caught:
         parser.parse_strict(words.split())
     assert str(caught.value) == message
+
+
+def test_a_refused_value_is_known_and_not_offered() -> None:
+    field = setting("a", "Kind of it", choices=("a", "b"), refused=("c",))
+    cls = dataclasses.make_dataclass("Kinds", [("kind", str, field)], kw_only=True)
+    assert build(cls, {"kind": "c"}).kind == "c"  # whoever refuses it gives the reason
+    assert "{a,b}" in help_of(cls)
+    with pytest.raises(InvalidSetting, match="--kind must be one of a, b, got 'd'"):
+        build(cls, {"kind": "d"})
+
+
+def test_a_list_is_shown_as_it_is_typed() -> None:
+    field = setting(lambda: ["x", "y"], "Parts of it")
+    cls = dataclasses.make_dataclass("Parts", [("part", list[str], field)], kw_only=True)
+    assert "(default: x y)" in help_of(cls) and "`x y`" in markdown_table(cls)
+
+
+def help_of(cls: type) -> str:
+    parser = Parser()
+    add_flags(parser, cls)
+    return parser.format_help()
 
 
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:

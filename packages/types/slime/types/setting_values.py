@@ -85,7 +85,7 @@ def _coerce(name: str, base: Any, meta: Mapping[str, Any], value: Any) -> Any:
 
 
 def _check_bounds(name: str, meta: Mapping[str, Any], value: Any) -> None:
-    if meta["choices"] and value not in meta["choices"]:
+    if meta["choices"] and value not in (*meta["choices"], *meta["refused"]):
         raise InvalidSetting.one_of(name, meta["choices"], got=value)
     for bound, wrong, words in (
         (meta["minimum"], lambda v, b: not v >= b, "at least"),

@@ -33,6 +33,7 @@ def setting(
     help: str,
     *,
     choices: Sequence[str] | None = None,
+    refused: Sequence[str] = (),
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -50,6 +51,7 @@ def setting(
     """Declares a dataclass field with its flag.
 
     default: a value, a zero-argument callable for a mutable one, or REQUIRED.
+    refused: known values that are no choices and have an error of their own, with the reason.
     minimum, maximum: inclusive bounds; above: an exclusive lower one. None passes where the default is None.
     aliases: other flag names (with dashes, without the leading `--`).
     parse: converts text to a value, if the annotation is not enough (JSON objects).
@@ -61,8 +63,9 @@ def setting(
     flag: False for a setting that only a family of flags or a `--config` file sets.
     """
     metadata = dict(
-        help=help, choices=tuple(choices) if choices else None, minimum=minimum, above=above, maximum=maximum,
-        metavar=metavar, aliases=tuple(aliases), off_flag=off_flag, off_help=off_help, parse=parse, append=append,
+        help=help, choices=tuple(choices) if choices else None, refused=tuple(refused),
+        minimum=minimum, above=above, maximum=maximum, metavar=metavar,
+        aliases=tuple(aliases), off_flag=off_flag, off_help=off_help, parse=parse, append=append,
         flags=tuple(flags), switch=switch, hidden=hidden, flag=flag,
     )  # fmt: skip
     if default is REQUIRED:
@@ -225,7 +228,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     meta = field.metadata
     names = flag_names(field)
     default = _default(field)
-    shown = " (required)" if default is REQUIRED else f" (default: {default})"
+    shown = " (required)" if default is REQUIRED else f" (default: {default_text(default)})"
     text = flag_help(field).replace("%", "%%") + ("" if _is_untold(default) else shown)
     common: dict[str, Any] = dict(
         dest=field.name,
@@ -251,6 +254,11 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
         group.add_argument(*names, nargs="+", **common)
     else:
         group.add_argument(*names, **common)
+
+
+def default_text(default: Any) -> str:
+    """Spells a default as it is typed."""
+    return " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
 
 
 def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -367,7 +375,7 @@ def markdown_table(*settings: type) -> str:
             if default is REQUIRED
             else ""
             if default in (None, "", []) or default is False
-            else f"`{default}`"
+            else f"`{default_text(default)}`"
         )
         text = re.sub(r" \((default: .*|required)\)$", "", (action.help or "").replace("%%", "%")).replace("|", "\\|")
         rows.append(f"| `{', '.join(action.option_strings)}` | {shown} | {text} |")

@@ -35,10 +35,5 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     expected="a JSON object",
                 ) from None
             if not isinstance(row, dict):
-                raise InvalidFile(
-                    f"{path}, line {number}: got {type(row).__name__}, expected a JSON object",
-                    field=f"line {number}",
-                    value=row,
-                    expected="a JSON object",
-                )
+                raise InvalidFile.must_be(f"{path}, line {number}", "a JSON object", got=row)
             yield f"line {number}", row

@@ -11,7 +11,7 @@ from typing import Any
 from slime.converters.megatron.flags import FlagRow, committed, why_refused
 from slime.launcher.config.catalogue import Flag, declared, type_name
 from slime.rollout.engines.sglang.reserved import RESERVED
-from slime.types.settings import flag_help, flag_names
+from slime.types.settings import default_text, flag_help, flag_names
 
 # Names by the reason why they are refused. A setting that a package declares is available even if it is listed here.
 PLANNED: dict[str, str] = {
@@ -221,7 +221,7 @@ def _shown(default: Any) -> str:
         return "required"
     if isinstance(default, bool):
         return "off"  # the table shows the flag that changes the default
-    return "" if default is None else f"`{default}`"
+    return "" if default is None or default in ([], {}) else f"`{default_text(default)}`"
 
 
 def _range(meta: Any) -> str:

@@ -30,4 +30,5 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
         except ConfigError as error:
             yield fail(str(error), "mend the path or the function; the message says what is expected")
         else:
-            yield ok(f"{flag} {' '.join(map(str, value)) if isinstance(value, list | dict) else value}: fits")
+            named = " ".join(map(str, value)) if isinstance(value, list | dict) else value
+            yield ok(f"{flag} {named} loads" + (" and takes its arguments" if flag in CONTRACTS else ""))

@@ -100,7 +100,7 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
     if request.total <= total:
         return
     hint = "; --colocate lets both share" if request.engines and request.nodes * request.ranks <= total else ""
-    place = f"this machine has {total}" if len(gpus) == 1 else f"the Ray cluster has {total} on {len(gpus)} nodes"
+    place = f"the node has {total}" if len(gpus) == 1 else f"the {len(gpus)} nodes have {total}"
     raise InvalidSetting(
         f"{request}, but {place}{hint}",
         field="--actor-num-gpus-per-node", value=request.ranks, expected=f"at most {total} together",

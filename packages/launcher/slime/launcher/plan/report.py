@@ -135,10 +135,10 @@ def _batches(plan: Plan) -> Iterator[str]:
 def _length(plan: Plan) -> str:
     settings, sums = plan.config.launcher, plan.batches
     if settings.num_rollout is None:
-        return f"  --num-epoch {settings.num_epoch}: as many whole rollouts as the data fills, that many times"
+        return f"  --num-epoch {settings.num_epoch}: as many whole iterations as the data fills, that many times"
     rollouts, updates = settings.num_rollout, settings.num_rollout * sums.updates
     return (
-        f"  {counted(rollouts, 'rollout')} x {sums.updates} = {counted(updates, 'update')}, "
+        f"  {counted(rollouts, 'iteration')} x {counted(sums.updates, 'update')} = {counted(updates, 'update')}, "
         f"{rollouts * sums.samples:,} samples"
     )
 

@@ -80,11 +80,9 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
         return str(found[max(found)])
     if any((directory / name).is_file() for name in MODEL_FILES):
         return path
+    expected = f"{STATE_FILE} of a checkpoint, step_NNNNNN or iter_NNNNNNN of a run, or config.json of a model"
     raise MissingFile(
-        f"{flag}: no checkpoint in {path}",
-        field=flag,
-        value=path,
-        expected=f"a directory with {STATE_FILE}, step_NNNNNN or iter_NNNNNNN, or a model",
+        f"{flag} {path} holds no checkpoint: expected {expected}", field=flag, value=path, expected=expected
     )
 
 

@@ -88,17 +88,22 @@ def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) 
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
             raise InvalidFile(
-                f"{path}, line {number}: {error}", field="--prompts", value=line, expected="a JSON object"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get(input_key), (str, list)):
-            raise InvalidFile(
-                f"{path}, line {number}: expected an object whose {input_key!r} is text or a list of messages",
+                f"--prompts {path}, line {number}: not JSON: {error}",
                 field="--prompts",
                 value=line,
+                expected="a JSON object",
+            ) from None
+        if not isinstance(row, dict) or not isinstance(row.get(input_key), (str, list)):
+            raise InvalidFile.must_be(
+                f"--prompts {path}, line {number}",
+                f"an object with text or a list of chat messages at the key {input_key!r} (--input-key)",
+                got=row,
             )
         rows.append({"prompt": row[input_key], "label": row.get(label_key), "metadata": row.get(metadata_key) or {}})
     if not rows:
-        raise InvalidFile(f"{path}: no prompt in it", field="--prompts", value=str(path), expected="at least one line")
+        raise InvalidFile(
+            f"--prompts {path} is empty", field="--prompts", value=str(path), expected="at least one line"
+        )
     return rows
 
 

@@ -45,13 +45,9 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
     name = args.custom_rm_path or args.rm_type or "reward"
     rewards = await batched_async_rm(args, samples)
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
-        got = len(rewards) if isinstance(rewards, (list, tuple)) else type(rewards).__name__
-        raise InvalidField(
-            "reward",
-            got,
-            f"{len(samples)} rewards",
-            f"{name} answered {got} for {len(samples)} samples, expected a reward for each",
-        )
+        got = f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else repr(rewards)[:80]
+        expected = f"a list of {len(samples)} rewards, one for each sample"
+        raise InvalidField("reward", got, expected, f"{name} returned {got}, expected {expected}")
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = check(reward, sample, name, reward_key(args, evaluation))
 
@@ -87,29 +83,20 @@ def choose(args: Any, sample: Sample) -> tuple[Callable[..., Any], str]:
 
 def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
     """Returns the reward as a float, or the dict whose `key` is one."""
-    value = reward
+    value, returned = reward, f"{name} returned {reward!r:.200} for sample {sample.index}"
     if isinstance(reward, dict):
-        if key is None or key not in reward:
-            expected = f"its key {key!r}" if key else "--reward-key to say which of its keys is the reward"
+        if key is None:
+            needed = "--reward-key NAME, the entry that is the reward"
+            raise InvalidField("reward", sorted(reward), needed, f"{returned}: a dict requires {needed}")
+        if key not in reward:
             raise InvalidField(
-                "reward",
-                sorted(reward),
-                expected,
-                f"{name} gave sample {sample.index} the keys {sorted(reward)}, expected {expected}",
+                "reward", sorted(reward), f"the key {key!r}", f"{returned}: no {key!r}, the --reward-key"
             )
         value = reward[key]
     elif key is not None:
-        expected = f"an object with the key {key!r}, of --reward-key"
-        raise InvalidField(
-            "reward", reward, expected, f"{name} gave sample {sample.index} the reward {reward!r}, expected {expected}"
-        )
+        raise InvalidField("reward", reward, "a dict", f"{returned}: --reward-key {key} requires a dict with that key")
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InvalidField(
-            "reward",
-            value,
-            "a finite number",
-            f"{name} gave sample {sample.index} the reward {value!r}, expected a finite number",
-        )
+        raise InvalidField("reward", value, "a finite number", f"{returned}, expected a finite number")
     return reward if isinstance(reward, dict) else float(value)
 
 

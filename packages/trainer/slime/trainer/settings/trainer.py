@@ -119,7 +119,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         "grpo",
         "Advantage estimator (the algorithm). "
         + "; ".join(f"{name}: {row.help}" for name, row in ESTIMATORS.items() if not row.unsupported),
-        choices=tuple(ESTIMATORS),
+        choices=tuple(name for name, row in ESTIMATORS.items() if not row.unsupported),
+        refused=tuple(name for name, row in ESTIMATORS.items() if row.unsupported),
     )
     compute_advantages_and_returns: bool = setting(
         True,
@@ -235,9 +236,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     step_wait_seconds: float = setting(600.0, "Seconds to wait for an iteration's groups and for its plan", above=0)
 
     # Weights to the engines
-    update_weight_mode: str = setting(
-        "full", "Weights to push: all of them, or only those that changed", choices=("full", "delta")
-    )
+    update_weight_mode: str = setting("full", "Weights to push: all of them", choices=("full",), refused=("delta",))
     update_weight_transport: str = setting(
         "auto",
         "Transport of weights to the engines; auto: tensor for embedded engines, ipc for SGLang with "
