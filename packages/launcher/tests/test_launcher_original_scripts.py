@@ -64,11 +64,7 @@ REFUSED = {
     "examples_fully_async_run-qwen3.5-9B-fully_async": "--use-gated-attention",
     "examples_on_policy_distillation_run-qwen3-8B-opd-megatron": "--use-opd",
     "scripts_low_precision_run-qwen3-30b-a3b-fp8": "--fp8-format",
-    "scripts_run-deepseek-r1": "--rollout-num-gpus-per-engine 64",
-    "scripts_run-glm4.7-355B-A32B": "--rollout-num-gpus-per-engine 32",
     "scripts_run-glm5-744B-A40B": "--enable-experimental",
-    "scripts_run-kimi-k2-Instruct": "--rollout-num-gpus-per-engine 16",
-    "scripts_run-kimi-k2-Thinking": "--rollout-num-gpus-per-engine 16",
     "scripts_run-minimax-m2": "--spec slime_plugins.models.minimax_m2",
     "scripts_run-qwen3.5-27B": "--use-gated-attention",
     "scripts_run-qwen3.5-35B-A3B-sft": "--use-gated-attention",
@@ -144,4 +140,4 @@ def test_a_script_is_planned_or_refused_in_one_sentence(
 
 def test_the_number_of_scripts_that_pass_does_not_fall() -> None:
     assert REFUSED.keys() <= SCRIPTS.keys()
-    assert len(SCRIPTS) - len(REFUSED) >= 16
+    assert len(SCRIPTS) - len(REFUSED) >= 20

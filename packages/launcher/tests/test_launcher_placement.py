@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.placement.plan import Placement, plan_placement, shared_devices, trainer_environment
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting
 
 
 def plan(
@@ -113,6 +113,16 @@ def where(placement: Placement) -> tuple[tuple[int, ...], dict[int, int]]:
         ([6, 8, 6], 1, 5, {"rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 4}, (0,), {1: 8, 2: 4}),
         ([8, 8], 2, 8, {"colocate": True}, (0, 1), {0: 8, 1: 8}),
         ([4, 8, 8], 2, 8, {"colocate": True, "rollout_num_gpus": 16}, (1, 2), {1: 8, 2: 8}),
+        ([8, 8, 8], 1, 8, {"rollout_num_gpus_per_engine": 16}, (0,), {1: 8, 2: 8}),
+        ([8, 8, 8, 4], 1, 4, {"rollout_num_gpus_per_engine": 24}, (3,), {0: 8, 1: 8, 2: 8}),
+        (
+            [8, 8, 8, 8],
+            4,
+            8,
+            {"colocate": True, "rollout_num_gpus_per_engine": 16},
+            (0, 1, 2, 3),
+            dict.fromkeys(range(4), 8),
+        ),
         ([8, 8], 2, 8, {"colocate": True, "rollout_engine": "embedded"}, (0, 1), {0: 8}),  # of which there is one
     ],
 )
@@ -126,6 +136,22 @@ def test_ranks_and_engines_are_spread_over_nodes(
     assert (found["buffer"], found["rollout"]) == (0, next(iter(engines)))
     hosts = list(engines) if len(engines) > 1 else []
     assert [found[name] for name in placement.engine_hosts()] == hosts
+
+
+def test_an_engine_of_more_gpus_than_a_node_is_on_several() -> None:
+    colocated = plan([8] * 4, nodes=4, ranks=8, colocate=True, rollout_num_gpus_per_engine=16)
+    assert [(share.node, share.nodes, share.part) for share in colocated.engines] == [
+        (0, 2, 0), (1, 2, 1), (2, 2, 0), (3, 2, 1),
+    ]  # fmt: skip
+    assert list(colocated.engine_hosts()) == ["engines-0", "engines-1", "engines-2", "engines-3"]
+    apart = plan([8] * 5, ranks=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=16)
+    assert [(share.node, share.gpus, share.part) for share in apart.engines] == [
+        (1, 8, 0),
+        (2, 8, 1),
+        (3, 8, 0),
+        (4, 8, 1),
+    ]
+    assert [apart.engine_options(share)["num_gpus"] for share in apart.engines] == [8] * 4
 
 
 def test_of_engines_on_several_nodes_each_holds_its_own_gpus_unless_they_are_the_trainers() -> None:
@@ -166,7 +192,7 @@ def test_without_gpus_embedded_engines_are_divided_over_nodes(
     colocate=st.booleans(),
     data=st.data(),
 )
-def test_a_plan_gives_every_gpu_once_and_every_engine_one_node(
+def test_a_plan_gives_every_gpu_once_and_every_engine_one_node_unless_it_is_larger(
     gpus: list[int], nodes: int, ranks: int, per_engine: int, engines: int, colocate: bool, data: st.DataObject
 ) -> None:
     free = [data.draw(st.integers(0, count)) for count in gpus]
@@ -174,15 +200,18 @@ def test_a_plan_gives_every_gpu_once_and_every_engine_one_node(
     options = dict(rollout_num_gpus=asked, rollout_num_gpus_per_engine=per_engine, rollout_engine="sglang")
     try:
         placement = plan(gpus, nodes=nodes, ranks=ranks, colocate=colocate, free=free, **options)
-    except (InvalidSetting, NotAvailable):
+    except InvalidSetting:
         if colocate:
-            assert ranks % per_engine or sum(count >= ranks for count in gpus) < nodes
+            fills = ranks % per_engine == 0 or (per_engine % ranks == 0 and nodes * ranks % per_engine == 0)
+            assert not fills or sum(count >= ranks for count in gpus) < nodes
         else:
             assert not fits(gpus, nodes, ranks, engines, per_engine)
         return
     trainers, shares = where(placement)
     assert len(set(trainers)) == nodes and len(shares) == len(placement.engines)
-    assert all(count > 0 and count % per_engine == 0 for count in shares.values())
+    for share in placement.engines:
+        wide = share.gpus * share.nodes == per_engine > (ranks if colocate else max(gpus))
+        assert share.gpus > 0 and (share.gpus % per_engine == 0 or wide)
     if colocate:
         assert shares == dict.fromkeys(trainers, ranks)
         return
@@ -222,12 +251,13 @@ def test_nodes_with_free_gpus_come_first_and_others_are_waited_for() -> None:
         (0, {"limit": 3}, InvalidSetting, ["--num-gpus-per-node 3 requires nodes with 3 GPUs: ", "--dry-run-gpus 3"]),
         ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus": 8}, InvalidSetting,
          ["--rollout-num-gpus must be 16", "--actor-num-nodes 2 x --actor-num-gpus-per-node 8", "16"]),
-        ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 16}, NotAvailable,
-         ["--rollout-num-gpus-per-engine 16", "one node", "8 ranks"]),
+        ([8, 8, 8], {"nodes": 3, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 16}, InvalidSetting,
+         ["--rollout-num-gpus-per-engine must be a divisor of --actor-num-gpus-per-node 8, or whole nodes that divide "
+          "--actor-num-nodes 3, got 16"]),
         ([8, 8], {"nodes": 2, "ranks": 8, "colocate": True, "rollout_num_gpus_per_engine": 3}, InvalidSetting,
-         ["--rollout-num-gpus-per-engine must be a divisor of --actor-num-gpus-per-node 8, got 3"]),
-        ([8, 8, 8], {"ranks": 8, "rollout_num_gpus_per_engine": 16}, NotAvailable,
-         ["--rollout-num-gpus-per-engine 16", "one node", "8, 8, 8"]),
+         ["--rollout-num-gpus-per-engine must be a divisor of --actor-num-gpus-per-node 8", "got 3"]),
+        ([8, 8, 8, 4], {"ranks": 4, "nodes": 2, "rollout_num_gpus_per_engine": 20}, InvalidSetting,
+         ["2 nodes with 4 GPUs each and 20 others for engines of 20", "8, 8, 8, 4"]),
     ],
 )  # fmt: skip
 def test_what_no_cluster_like_this_can_hold(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,7 @@ import sglang_recording
 
 from slime.rollout import launch
 from slime.rollout.calls.event_loop import LoopThread
+from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.sglang import kind
 from slime.rollout.engines.sglang import launch as sglang_launch
 from slime.rollout.fleet import engine_host
@@ -124,3 +127,36 @@ def test_a_node_without_its_share_of_embedded_engines_starts_none() -> None:
 )
 def test_an_engine_on_all_addresses_is_reached_at_that_of_its_node(url: str, host: str, reached: str) -> None:
     assert reached_at(url, host) == reached
+
+
+def info_of(host: EngineHost) -> dict[str, Any]:
+    with urllib.request.urlopen(host._started[0].url + "/server_info", timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_node_starts_its_part_of_an_engine_and_the_first_one_serves(on_gpus: None, rank: int) -> None:
+    wide = settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=8)
+    node = EngineNode(2, rank, "10.0.0.1:7000")
+    host = engine_host.serve(wide, RpcSettings(), first={"sglang": 3}, node=node)
+    try:
+        info = info_of(host)
+        assert (info["tp_size"], info["nnodes"], info["node_rank"], info["dist_init_addr"]) == (
+            "8", "2", str(rank), "10.0.0.1:7000",
+        )  # fmt: skip
+        assert [engine.name for engine in host.engines] == (["sglang-3"] if rank == 0 else [])
+        watch = watching(host)
+        host._started[0]._process.kill()  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="sglang-3" if rank == 0 else "sglang-3-node-1"):
+            watch.result(30)
+    finally:
+        host.stop()
+
+
+def test_a_part_of_an_engine_needs_its_share_of_gpus_and_a_kind_that_spans_nodes(on_gpus: None) -> None:
+    node = EngineNode(2, 0, "10.0.0.1:7000")
+    with pytest.raises(InvalidSetting, match="per-engine must be 8, got 16: each of its 2 nodes has 4"):
+        engine_host.serve(settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=16), RpcSettings(), node=node)
+    embedded = settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=8, rollout_engine="embedded")
+    with pytest.raises(InvalidSetting, match="--rollout-num-gpus-per-engine 8 requires --rollout-engine sglang"):
+        engine_host.serve(embedded, RpcSettings(), node=node)

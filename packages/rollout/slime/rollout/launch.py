@@ -11,6 +11,7 @@ from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RemoteEngine, RunningEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import read_key
+from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
@@ -87,11 +88,14 @@ def _close(fleet: Fleet) -> None:
         fleet.loop.stop()
 
 
-def start_engines(settings: RolloutSettings, first: Mapping[str, int] | None = None) -> list[RunningEngine]:
+def start_engines(
+    settings: RolloutSettings, first: Mapping[str, int] | None = None, node: EngineNode | None = None
+) -> list[RunningEngine]:
     """External engines where addresses are given, else engines of ours, which load at the same time; ready when
     returned.
 
-    first: by kind, the number in the name of the first engine here; 0 where it says nothing.
+    first: by kind, the number in the name of the first engine here; 0 where it says nothing. node: starts this node's
+    part of a single engine.
     Raises what an engine refuses to start with, EngineError with the last lines of one that died, DeadlineExceeded;
     then none is left running.
     """
@@ -104,7 +108,12 @@ def start_engines(settings: RolloutSettings, first: Mapping[str, int] | None = N
         ]
     gpus = visible_gpus()
     kind = choose_engine(settings, gpus)
-    starts = kind.starts(settings, gpus, (first or {}).get(kind.name, 0))
+    if node is not None and not kind.spans_nodes:
+        raise InvalidSetting.requires(
+            f"--rollout-num-gpus-per-engine {settings.rollout_num_gpus_per_engine}", "--rollout-engine sglang",
+            f"an engine of kind {kind.name} runs on one node",
+        )  # fmt: skip
+    starts = kind.starts(settings, gpus, (first or {}).get(kind.name, 0), node)
     deadline = time.monotonic() + settings.rollout_engine_start_seconds
     processes: list[EngineProcess] = []
     try:

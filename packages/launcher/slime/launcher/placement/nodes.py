@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,14 @@ class EngineShare:
     """The engines of one node.
 
     gpus: theirs, or of the ranks that they share them with; embedded: how many there are, where engines are embedded
-    ones.
+    ones. nodes: of one engine that is on several, of which this is the one of rank `part`.
     """
 
     node: int
     gpus: int = 0
     embedded: int = 1
+    nodes: int = 1
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,17 @@ class GpuRequest:
         )
 
 
-def choose_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+def choose_nodes(
+    request: GpuRequest, gpus: Sequence[int], largest: int
+) -> tuple[tuple[int, ...], list[EngineShare]] | None:
     """Returns the trainer's nodes and those of the engines, each in order; None if there are too few GPUs.
 
-    gpus: of each node. Engines are on one node where that can be, and else on as few as can be; no engine is on two.
+    gpus: of each node that may be taken now; largest: of the largest node of all. Engines are on one node where that
+    can be, and else on as few as can be. An engine is on several only if it has more GPUs than a node: on as few as can
+    be, with as many GPUs on each.
     """
+    if request.engines and request.per_engine > largest:
+        return _engines_over_nodes(request, gpus)
     return _engines_on_one(request, gpus) or _engines_on_several(request, gpus)
 
 
@@ -84,6 +92,28 @@ def _engines_on_several(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
     return None if missing else (tuple(trainer), sorted(shares, key=lambda share: share.node))
 
 
+def _engines_over_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+    for nodes in range(2, len(gpus) + 1):
+        each = request.per_engine // nodes
+        if request.per_engine % nodes or each > max(gpus):
+            continue
+        fitting = [i for i, count in enumerate(gpus) if count >= request.ranks]
+        # The trainer goes where it leaves the engines a node, or where there is no node for them.
+        trainer = sorted(
+            sorted(fitting, key=lambda i: (gpus[i] >= each) - (gpus[i] - request.ranks >= each))[: request.nodes]
+        )
+        rooms = [i for i, count in enumerate(gpus) if count - (request.ranks if i in trainer else 0) >= each]
+        needed = request.engines // request.per_engine * nodes
+        if len(trainer) == request.nodes and len(rooms) >= needed:
+            return tuple(trainer), parts_of_engines(rooms[:needed], each, nodes)
+    return None
+
+
+def parts_of_engines(places: Sequence[int], gpus: int, nodes: int) -> list[EngineShare]:
+    """Returns the shares of engines on the nodes `places`, in order: `nodes` of them for each, with `gpus` on each."""
+    return [EngineShare(place, gpus, nodes=nodes, part=number % nodes) for number, place in enumerate(places)]
+
+
 def divide_embedded(shares: Sequence[EngineShare], count: int, *, only: bool) -> tuple[EngineShare, ...]:
     """Divides `count` embedded engines over the nodes.
 
@@ -107,11 +137,9 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
     )  # fmt: skip
 
 
-def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting | NotAvailable:
+def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting:
     """Returns the error for enough GPUs that are not on the same nodes."""
     has = f"the nodes of the Ray cluster have {', '.join(map(str, gpus))}"
-    if request.engines and request.per_engine > max(gpus):
-        return _too_large(request.per_engine, has, max(gpus))
     size = f" for engines of {request.per_engine}" if request.per_engine > 1 else ""
     beside = f" and {request.engines} others{size}" if request.engines else ""
     expected = f"{counted(request.nodes, 'node')} with {request.ranks} GPUs each{beside}"
@@ -119,9 +147,9 @@ def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting | N
 
 
 def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> None:
-    """Raises InvalidSetting unless colocated engines fill the trainer's GPUs on each node.
+    """Raises InvalidSetting unless colocated engines fill the trainer's GPUs on each node, or whole nodes each.
 
-    asked: `--rollout-num-gpus`. Raises NotAvailable for an engine that is larger than a node.
+    asked: `--rollout-num-gpus`.
     """
     total = nodes * ranks
     trainer = f"--actor-num-nodes {nodes} x " if nodes > 1 else ""
@@ -130,19 +158,12 @@ def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> 
         raise InvalidSetting.must_be(
             "--rollout-num-gpus", f"{total}, all of {trainer}", got=asked, reason="--colocate shares every GPU"
         )
-    if nodes > 1 and per_engine > ranks:
-        raise _too_large(per_engine, f"--colocate leaves it the GPUs of {ranks} ranks", ranks)
-    if ranks % per_engine:
+    if ranks % per_engine and (per_engine % ranks or total % per_engine):
+        several = f", or whole nodes that divide --actor-num-nodes {nodes}" if nodes > 1 else ""
         raise InvalidSetting.must_be(
-            "--rollout-num-gpus-per-engine", f"a divisor of --actor-num-gpus-per-node {ranks}", got=per_engine,
-            reason="--colocate shares every GPU",
+            "--rollout-num-gpus-per-engine", f"a divisor of --actor-num-gpus-per-node {ranks}{several}",
+            got=per_engine, reason="--colocate shares every GPU",
         )  # fmt: skip
-
-
-def _too_large(per_engine: int, why: str, most: int) -> NotAvailable:
-    return NotAvailable.unavailable(
-        f"--rollout-num-gpus-per-engine {per_engine}", f"an engine runs on one node, and {why}", f"at most {most}"
-    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -24,6 +24,7 @@ from slime.launcher.placement.nodes import (
     counted,
     divide_embedded,
     does_not_fit,
+    parts_of_engines,
 )
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu_for
@@ -100,8 +101,7 @@ def plan_placement(
 
     gpus: of one machine, or of each node of a cluster, that of the driver first. free: how many of them nobody holds;
     nodes where enough are free come first.
-    Raises InvalidSetting, with the sum, where the flags ask for more nodes or GPUs, or for what does not fit together;
-    NotAvailable for an engine that is larger than a node.
+    Raises InvalidSetting, with the sum, where the flags ask for more nodes or GPUs, or for what does not fit together.
     """
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     nodes, ranks = launcher.actor_num_nodes, launcher.actor_num_gpus_per_node
@@ -140,12 +140,12 @@ def plan_placement(
     request = GpuRequest(nodes, ranks, 0 if elsewhere or shares else asked or engine, engine)
     check_sum(request, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
-    chosen = choose_nodes(request, idle) or choose_nodes(request, usable)
+    chosen = choose_nodes(request, idle, max(usable)) or choose_nodes(request, usable, max(usable))
     if chosen is None:
         raise does_not_fit(request, usable)
     trainer_nodes, engines = chosen
     if shares:
-        engines = [EngineShare(node, ranks) for node in trainer_nodes]
+        engines = parts_of_engines(trainer_nodes, ranks, max(1, engine // ranks))
     return Placement(
         nodes * ranks,
         trainer_nodes,

@@ -43,15 +43,16 @@ def make_plan(config: RunConfig, hardware: Hardware, *, asynchronous: bool = Fal
 def _place(config: RunConfig, hardware: Hardware) -> Placement:
     """Places the run on as many nodes as the trainer has, or more where the engines need them."""
     nodes, count = config.launcher.actor_num_nodes, len(hardware.gpus)
-    asked, engine = config.rollout.rollout_num_gpus or 1, config.rollout.rollout_num_gpus_per_engine
+    engine = config.rollout.rollout_num_gpus_per_engine
+    asked = config.rollout.rollout_num_gpus or engine
     try:
         return plan_placement(config.launcher, config.rollout, [count] * nodes)
     except InvalidSetting:
         one = nodes == 1 and not (hardware.assumed and asked > count)
-        if one or engine > count:
+        if one or not count:
             raise
-    # The engines need no more than nodes of their own.
-    most = nodes + -(-asked // (count // engine * engine))
+    # The engines need no more than nodes of their own; one that is larger than a node takes whole nodes.
+    most = nodes + -(-asked // (count // engine * engine or count))
     for several in range(nodes + 1, most):
         try:
             return plan_placement(config.launcher, config.rollout, [count] * several)
@@ -114,16 +115,18 @@ class Plan:
     @property
     def num_engines(self) -> int:
         """Returns the number of engines that this run starts."""
-        return sum(map(self.engines_of, self.placement.engines))
+        return sum(self.engines_of(share) for share in self.placement.engines if share.part == 0)
 
     def engines_of(self, share: EngineShare) -> int:
-        """Returns the number of engines that this run starts on that node."""
+        """Returns the number of engines, or of parts of one, that this run starts on that node."""
         return len(self._gpus_of_engines(share))
 
     def _gpus_of_engines(self, share: EngineShare) -> list[list[int]]:
         """Returns the numbers of each engine's GPUs, counted from the first one of the node's share."""
         if self.engine is None:
             return []
+        if share.nodes > 1:
+            return [list(range(share.gpus))]
         per_engine = self.config.rollout.rollout_num_gpus_per_engine
         return self.engine.divide(range(share.gpus), share.embedded, per_engine)
 
@@ -134,10 +137,10 @@ class Plan:
         for share in self.placement.engines:
             first = self._first_gpu(share)
             for gpus in self._gpus_of_engines(share):
-                for rank, gpu in enumerate(gpus):
-                    part = f" (tp {rank})" if len(gpus) > 1 else ""
+                for rank, gpu in enumerate(gpus, share.part * share.gpus):
+                    part = f" (tp {rank})" if len(gpus) > 1 or share.nodes > 1 else ""
                     names.setdefault((share.node, first + gpu), []).append(f"{self.engine_name}-{number}{part}")
-                number += 1
+                number += share.part == share.nodes - 1
         return {gpu: ", ".join(found) for gpu, found in names.items()}
 
     def _first_gpu(self, share: EngineShare) -> int:

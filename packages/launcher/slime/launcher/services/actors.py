@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -49,19 +50,28 @@ class ServiceActor:
         if interface is not None and is_loopback(host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
-    def meeting_point(self, one_node: bool) -> str:
-        """Returns the place where the ranks of a trainer meet, of which this process is the first.
+    def meeting_point(self, one_node: bool, ports: int = 1) -> str:
+        """Returns the place where the ranks of a trainer, or the nodes of an engine, meet; this is the first of them.
 
-        On one node it is a file that only this user can read, else a "host:port" that was free a moment ago.
+        On one node it is a file that only this user can read, else a "host:port" that was free a moment ago, with the
+        ports behind it: `ports` in all.
         """
         if one_node:
             self._directory = tempfile.mkdtemp(prefix="slime-ranks-")
             return f"file://{self._directory}/store"
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((self.host, 0))
-            host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
-            return f"{host}:{probe.getsockname()[1]}"
+        host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
+        while True:
+            with contextlib.ExitStack() as stack:
+                first = stack.enter_context(socket.socket(family))
+                first.bind((self.host, 0))
+                port = first.getsockname()[1]
+                try:
+                    for number in range(1, ports):
+                        stack.enter_context(socket.socket(family)).bind((self.host, port + number))
+                except (OSError, OverflowError):  # taken, or behind the last port
+                    continue
+                return f"{host}:{port}"
 
     def devices(self) -> list[str]:
         """Returns the GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES."""

@@ -22,11 +22,15 @@ from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
 from slime.launcher.services.supervisor import Process, Supervisor
 from slime.rollout.engines.base import HostedEngine
+from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.errors import InvalidSetting
 from slime.types.rpc import RpcSettings
+
+# An engine on several nodes takes ports behind its meeting point, one for each replica of attention too.
+ENGINE_PORTS = 64
 
 Progress = Callable[[str, int, int], None]
 
@@ -180,11 +184,18 @@ class _Start:
         rollout, supervisor = self.config.rollout, self.supervisor
         settings, options = [], []
         gpus = embedded = 0
+        address = ""
         for host, share in zip(hosts, self.placement.engine_hosts().values(), strict=True):
-            of_node = replace(rollout, rollout_num_gpus=share.gpus or None, rollout_num_engines=share.embedded)
+            # The GPUs of a part of an engine are those that its process sees.
+            own = None if share.nodes > 1 else share.gpus or None
+            of_node = replace(rollout, rollout_num_gpus=own, rollout_num_engines=share.embedded)
             settings.append(_listening_at(host, of_node))
             before = range(gpus), embedded, rollout.rollout_num_gpus_per_engine
-            options.append({"first": {name: len(kind.divide(*before)) for name, kind in KINDS.items()}})
+            first = {name: len(kind.divide(*before)) for name, kind in KINDS.items()}
+            if share.nodes > 1 and share.part == 0:
+                address = supervisor.get(host, host.actor.meeting_point.remote(False, ENGINE_PORTS))
+            node = EngineNode(share.nodes, share.part, address) if share.nodes > 1 else None
+            options.append({"first": first, "node": node})
             gpus, embedded = gpus + share.gpus, embedded + share.embedded
         supervisor.start_each(hosts, "slime.rollout.fleet.engine_host", settings, RpcSettings(), options)
         for host in hosts:

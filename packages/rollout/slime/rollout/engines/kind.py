@@ -55,12 +55,25 @@ class MemoryUse:
     because: str = ""
 
 
+@dataclass(frozen=True)
+class EngineNode:
+    """One node's part of an engine that is on several.
+
+    count: of its nodes; rank: of this one, the first of which serves; address: "host:port" where they meet.
+    """
+
+    count: int
+    rank: int
+    address: str
+
+
 class EngineKind(abc.ABC):
     """One kind of engine. All of them speak SGLang's HTTP protocol.
 
     name: its spelling in `--rollout-engine` and on the wire. title: its name in a sentence.
     weight_transports: the transports of `--update-weight-transport` that it takes, the best one first.
     needs_gpu: whether it runs on GPUs only; the number of others is `--rollout-num-engines`.
+    spans_nodes: whether one engine can be on several nodes.
     takes_server_flags: whether the `--sglang-*` flags reach it.
     image_models: values of model_type in config.json whose images it takes; None: all that the project knows.
     aborts_before_stop: whether it ends only once its requests have.
@@ -71,6 +84,7 @@ class EngineKind(abc.ABC):
     title: ClassVar[str]
     weight_transports: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False
+    spans_nodes: ClassVar[bool] = False
     takes_server_flags: ClassVar[bool] = False
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False
@@ -89,8 +103,13 @@ class EngineKind(abc.ABC):
         """Returns the GPUs of each engine that is started where there are these; engines: `--rollout-num-engines`."""
 
     @abc.abstractmethod
-    def starts(self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0) -> Starts:
-        """Functions that start the engines, one each, on `gpus`; first: the number in the name of the first one."""
+    def starts(
+        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+    ) -> Starts:
+        """Functions that start the engines, one each, on `gpus`.
+
+        first: the number in the name of the first one. node: the part of a single engine to start on all of `gpus`.
+        """
 
     @abc.abstractmethod
     def abilities(self, server_info: Mapping[str, Any]) -> Abilities:

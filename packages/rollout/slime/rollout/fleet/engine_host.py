@@ -1,4 +1,7 @@
-"""Hosts the engines of one node, in runs that have engines on several; the rollout service calls them from its own."""
+"""Hosts the engines of one node, in runs that have engines on several; the rollout service calls them from its own.
+
+Of an engine that is on several nodes each host has a part, and the first one serves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from slime.rollout.engines.base import HostedEngine, RunningEngine
+from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import ANY_ADDRESS, stop_all
 from slime.rollout.generate.prompts import check_directory
 from slime.rollout.launch import start_engines
@@ -18,16 +22,17 @@ POLL_SECONDS = 0.1
 
 
 class EngineHost:
-    """Started engines, until `stop`. address: of their node; nobody calls the host itself.
+    """Started engines, until `stop`. address: of their node; nobody calls the host itself. serving: False for a part of
+    an engine that another node serves.
 
     engines: how the rollout service reaches them, in order.
     """
 
-    def __init__(self, started: Sequence[RunningEngine], address: str) -> None:
+    def __init__(self, started: Sequence[RunningEngine], address: str, *, serving: bool = True) -> None:
         self.address = address
         self.engines = [
             HostedEngine(engine.name, reached_at(engine.url, address), engine.kind, engine.api_key)
-            for engine in started
+            for engine in (started if serving else ())
         ]
         self._started = list(started)
         self._stopping = threading.Event()
@@ -64,11 +69,17 @@ def reached_at(url: str, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
-def serve(settings: RolloutSettings, rpc: RpcSettings, *, first: Mapping[str, int] | None = None) -> EngineHost:
+def serve(
+    settings: RolloutSettings,
+    rpc: RpcSettings,
+    *,
+    first: Mapping[str, int] | None = None,
+    node: EngineNode | None = None,
+) -> EngineHost:
     """Starts the engines of this node, and returns when they are ready.
 
-    settings: with this node's share of GPUs and engines. first: see `start_engines`.
+    settings: with this node's share of GPUs and engines. first, node: see `start_engines`.
     Raises what `start_engines` does; then none is left running.
     """
     check_directory(settings.hf_checkpoint)
-    return EngineHost(start_engines(settings, first), rpc.host)
+    return EngineHost(start_engines(settings, first, node), rpc.host, serving=node is None or node.rank == 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.rollout.chat.answers import TOOL_CALL_PARSERS
 from slime.rollout.child_environment import search_path
 from slime.rollout.engines.gpus import VISIBLE
-from slime.rollout.engines.kind import Abilities, EngineKind, MemoryUse, Starts
+from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.types.errors import ConfigError, NotAvailable
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class Embedded(EngineKind):
         """Gives the engines the GPUs, if any, in turn."""
         return [[gpus[i % len(gpus)]] if gpus else [] for i in range(engines)]
 
-    def starts(self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0) -> Starts:
+    def starts(
+        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+    ) -> Starts:
         from slime.rollout.engines.embedded.launch import start_embedded
         from slime.rollout.engines.embedded.options import EmbeddedOptions
         from slime.rollout.engines.keys import new_key

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.child_environment import search_path
-from slime.rollout.engines.kind import Abilities, EngineKind, MemoryUse, Starts
+from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.rollout.engines.sglang.installed import is_installed
 from slime.types.errors import ConfigError, EngineError, InvalidField, NotAvailable
 
@@ -27,6 +27,7 @@ class SGLang(EngineKind):
     title = "SGLang"
     weight_transports = ("ipc", "nccl", "disk")
     needs_gpu = True
+    spans_nodes = True
     takes_server_flags = True
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True
@@ -42,11 +43,17 @@ class SGLang(EngineKind):
         used = len(gpus) // gpus_per_engine * gpus_per_engine
         return [list(gpus[i : i + gpus_per_engine]) for i in range(0, used, gpus_per_engine)]
 
-    def starts(self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0) -> Starts:
+    def starts(
+        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+    ) -> Starts:
         from slime.rollout.engines.keys import new_key
-        from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, start_sglang
+        from slime.rollout.engines.sglang.launch import SGLangOptions, all_gpus, divide_gpus, start_sglang
 
-        shares = divide_gpus(gpus, settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine)
+        if node is None:
+            shares = divide_gpus(gpus, settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine)
+        else:
+            shares = [all_gpus(gpus, settings.rollout_num_gpus_per_engine, node)]
+        part = "" if node is None or node.rank == 0 else f"-node-{node.rank}"
         return [
             partial(
                 start_sglang,
@@ -56,9 +63,10 @@ class SGLang(EngineKind):
                     memory_saver=settings.offloads,
                     deterministic=settings.deterministic,
                     random_seed=settings.rollout_seed,
+                    node=node,
                     args={"host": settings.rollout_engine_host} | settings.sglang_args,
                 ),
-                name=f"sglang-{i}",
+                name=f"sglang-{i}{part}",
                 api_key=new_key(),
                 env={"PYTHONPATH": search_path()},
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.rollout.doors import check_exposure
 from slime.rollout.engines.gpus import VISIBLE
+from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.flags import check, command_line
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
@@ -22,13 +23,15 @@ SERVER = (sys.executable, "-m", "sglang.launch_server")
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
     """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check` has
-    them. memory_saver: whether its GPU memory can be released and resumed."""
+    them. memory_saver: whether its GPU memory can be released and resumed. node: the part of an engine that is on
+    several nodes, with as many GPUs on each."""
 
     model_path: str
     gpus: Sequence[str]
     memory_saver: bool = False
     deterministic: bool = False
     random_seed: int | None = None
+    node: EngineNode | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     server: Sequence[str] = SERVER
 
@@ -68,11 +71,15 @@ def start_sglang(
 
 def server_command(options: SGLangOptions) -> list[str]:
     """Returns the argument vector of the server, without host and port. Raises ConfigError for args that cannot be."""
+    node = options.node
+    nodes = 1 if node is None else node.count
     flags = [
         f"--model-path={options.model_path}",
-        f"--tp-size={tensor_parallel_size(len(options.gpus), options.args)}",
+        f"--tp-size={tensor_parallel_size(len(options.gpus) * nodes, options.args)}",
         "--weight-version=0",
     ]
+    if node is not None:
+        flags += [f"--nnodes={nodes}", f"--node-rank={node.rank}", f"--dist-init-addr={node.address}"]
     if options.memory_saver:
         flags.append("--enable-memory-saver")
     if options.random_seed is not None:
@@ -81,6 +88,16 @@ def server_command(options: SGLangOptions) -> list[str]:
     if options.deterministic:
         args["enable-deterministic-inference"] = True
     return [*options.server, *flags, *command_line(args)]
+
+
+def all_gpus(visible: Sequence[str], per_engine: int, node: EngineNode) -> list[str]:
+    """Returns the GPUs of a node for an engine on several. Raises InvalidSetting unless they are its share."""
+    if len(visible) * node.count != per_engine:
+        raise InvalidSetting.must_be(
+            "--rollout-num-gpus-per-engine", f"{len(visible) * node.count}", got=per_engine,
+            reason=f"each of its {node.count} nodes has {len(visible)} GPUs for it: {VISIBLE}={','.join(visible)}",
+        )  # fmt: skip
+    return list(visible)
 
 
 def divide_gpus(visible: Sequence[str], wanted: int | None, per_engine: int) -> list[list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.types.errors import InvalidSetting
 
-ONE_NODE = "an engine runs on one node"
+OWN_NODES = "give --rollout-num-gpus-per-engine; an engine of more GPUs than a node has is on several"
 OWN_PORTS = "each engine listens where the system has a port free"
 OWN_KEY = "a run makes the key of its engines itself; give --rollout-engine-api-key-file for engines that run already"
 PLAIN_HTTP = "engines are called by plain HTTP"
@@ -25,9 +25,9 @@ RESERVED: dict[str, str] = {
     "port": OWN_PORTS,
     "nccl-port": OWN_PORTS,
     "grpc-port": OWN_PORTS,
-    "nnodes": ONE_NODE,
-    "node-rank": ONE_NODE,
-    "dist-init-addr": ONE_NODE,
+    "nnodes": OWN_NODES,
+    "node-rank": OWN_NODES,
+    "dist-init-addr": OWN_NODES,
     "base-gpu-id": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "skip-server-warmup": "an engine counts as started when it has made a token",
