@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.launcher.metrics.kept_samples import kept_files, read_rows
+from slime.launcher.show.checks import Rules, run_checks
 from tiny_runs import evaluations, metrics, run, run_command, timeless, write_inputs
 
 WEIGHTS = "model/model.safetensors"
@@ -43,6 +45,24 @@ def test_the_engines_hold_the_weights_of_each_step(trained: tuple[Path, str]) ->
     output_dir, _ = trained
     for row in metrics(output_dir):
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"]
+
+
+def test_a_run_keeps_samples_whose_log_probs_agree_and_in_which_no_check_finds_a_fault(
+    trained: tuple[Path, str],
+) -> None:
+    output_dir, _ = trained
+    state = json.loads((output_dir / "state.json").read_text())
+    files = kept_files(output_dir)
+    assert state["state"] == "done" and state["num_steps"] == len([f for f in files if not f.evaluation])
+    rows = [row for file in files if not file.evaluation for row in read_rows(file.path)]
+    scored = [row for row in rows if row["trainer_log_probs"] is not None]
+    # Groups with equal rewards are skipped: at the end that is most of them.
+    assert len(scored) > len(rows) / 4
+    for row in scored:
+        assert row["trainer_log_probs"] == pytest.approx(row["engine_log_probs"], abs=1e-4)
+    assert {row["dataset"] for file in files if file.evaluation for row in read_rows(file.path)} == {"reverse"}
+    for file in files:
+        assert run_checks(read_rows(file.path), Rules()) == []
 
 
 def test_two_deterministic_runs_have_the_same_metrics(tmp_path: Path) -> None:

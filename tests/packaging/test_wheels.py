@@ -212,7 +212,7 @@ def test_wheels_are_typed(name: str, wheels: Path) -> None:
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_a_wheel_holds_the_files_of_its_package(name: str, wheels: Path) -> None:
     directory = ROOT / "packages" / name
-    kinds = {".py", ".pyi", ".typed", ".json", ".jinja", ".tsv", ".yaml"}
+    kinds = {".py", ".pyi", ".typed", ".json", ".jinja", ".tsv", ".yaml", ".html", ".css", ".js"}
     tree = {
         p.relative_to(directory).as_posix()
         for p in (directory / "slime").rglob("*")

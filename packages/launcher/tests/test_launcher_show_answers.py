@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launcher_run_files import add_steps, group, kept_row, make_run, metrics_row
+from launcher_run_files import add_steps, checked, group, kept_row, make_run, metrics_row
 
 from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import recorded
@@ -46,7 +46,7 @@ def test_a_curve_of_very_many_steps_is_averaged(tmp_path: Path) -> None:
     found = answers_about(run).curves({})
     assert len(found["steps"]) == POINTS and found["averaged"]
     assert found["steps"][0] == pytest.approx(4.5, abs=0.6)
-    assert found["values"]["rollout/raw_reward"] == pytest.approx([step / 100 for step in found["steps"]])
+    assert found["values"]["rollout/raw_reward"] == pytest.approx([step / 100 for step in found["steps"]], rel=1e-5)
 
 
 def test_samples_come_by_page_and_one_with_every_token(tmp_path: Path) -> None:
@@ -62,6 +62,12 @@ def test_samples_come_by_page_and_one_with_every_token(tmp_path: Path) -> None:
     assert sample["tokens"] == rows[256]["tokens"] and sample["prompt_length"] == 3
     assert sample["engine_log_probs"] == pytest.approx(rows[256]["engine_log_probs"], abs=1e-5)
     assert sample["weight_versions"] == ["9"] * 4 and len(sample["response"]) == 1000
+    # Rows of a large file are checked as they are shown.
+    rows[300]["loss_mask"] = [0, 1, 1, 1]
+    write_file(run / DIRECTORY / "000009.parquet", rows)
+    marked = answers_about(run).samples({"step": "9", "start": "256"})["rows"]
+    assert [row["row"] for row in marked if "mask" in row["findings"]] == [300]
+    assert answers_about(run).sample({"step": "9", "row": "300"})["findings"][0]["row"] == 300
     evaluation = answers.samples({"step": "6", "kind": "eval"})["rows"]
     assert [(row["dataset"], row["response"]) for row in evaluation] == [("gsm", "21")]
 
@@ -104,7 +110,7 @@ def test_the_overview_says_how_a_run_failed(tmp_path: Path) -> None:
 def test_a_file_that_a_resumed_run_writes_again_is_checked_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     answers = answers_about(run)
-    assert answers.checks({})["findings"] == []
+    assert checked(answers)["findings"] == []
     rows = group(5)
     rows[0]["loss_mask"] = [0, 1, 1, 1]
     write_file(run / DIRECTORY / "000005.parquet", rows)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_run_files import Row, group, kept_row, make_run
+from launcher_run_files import Row, checked, group, kept_row, make_run
 
 from slime.launcher.show.answers import Answers
 from slime.launcher.show.checks import Rules, run_checks
@@ -81,7 +81,7 @@ def test_a_planted_fault_is_found_where_it_is(
     tmp_path: Path, fault: Callable[[list[Row]], None], check: str, words: str
 ) -> None:
     answers = Answers([RunFiles(make_run(tmp_path / "run", fault=fault))])
-    found = answers.checks({"run": "0"})
+    found = checked(answers)
     assert found["checked"] == found["files"] == 8
     assert {f["step"] for f in found["findings"]} == {3} and not any(f["eval"] for f in found["findings"])
     assert check in {f["check"] for f in found["findings"]}
@@ -94,7 +94,7 @@ def test_a_planted_fault_is_found_where_it_is(
 
 
 def test_nothing_is_found_in_a_run_without_a_fault(tmp_path: Path) -> None:
-    assert Answers([RunFiles(make_run(tmp_path / "run"))]).checks({})["findings"] == []
+    assert checked(Answers([RunFiles(make_run(tmp_path / "run"))]))["findings"] == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_rewards_are_graded_again_where_that_is_asked_for(tmp_path: Path) -> Non
         rows[0]["response"], rows[0]["reward"], rows[1]["reward"] = "no 21?", 1.0, 0.0
 
     run = make_run(tmp_path / "run", settings="num_rollout: 6\nrm_type: integer\n", fault=swap)
-    found = Answers([RunFiles(run)], regrade=True).checks({})
+    found = checked(Answers([RunFiles(run)], regrade=True))
     again = [f for f in found["findings"] if f["check"] == "regraded" and f["step"] == 3]
     assert [(f["row"], "reward 0, graded again 1" in f["text"]) for f in again] == [(1, True)]
     assert "regraded" not in {c["check"] for c in Answers([RunFiles(run)]).checks({})["checks"]}

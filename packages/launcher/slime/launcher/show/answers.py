@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slime.launcher.metrics.kept_samples import KeptFile, count_rows, read_rows
+from slime.launcher.metrics.kept_samples import ROW_GROUP, KeptFile, count_rows, read_rows
 from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Rules, SampleFinding, run_checks
 from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts
@@ -24,6 +25,8 @@ POINTS = 1000
 PAGE = 64
 MOST_PAGE = 512
 SHORT_TEXT = 300
+# Rows on each side of a sample that are checked with it: its group is among them.
+NEIGHBOURS = 32
 # Tokens of one sample that are sent.
 MOST_TOKENS = 40_000
 # Seconds of each request in which further files are checked, and rows of a file that are.
@@ -86,6 +89,7 @@ class Answers:
         steps = [float(row["step"]) for row in chosen]
         if len(chosen) > POINTS:
             steps, values = _thinned(steps, values)
+        values = {key: [_rounded(value) for value in column] for key, column in values.items()}
         return {
             "whole": whole, "edition": run.edition, "rows": len(rows), "steps": steps, "values": values,
             "averaged": len(chosen) > POINTS,
@@ -118,7 +122,7 @@ class Answers:
         start, count = _number(query, "start", 0), min(_number(query, "count", PAGE), MOST_PAGE)
         rows = read_rows(file.path, LIGHT, start=start, stop=start + count)
         findings: dict[int, list[str]] = {}
-        for finding in self._check(_number(query, "run", 0), file):
+        for finding in self._page_findings(_number(query, "run", 0), file, start, start + count):
             findings.setdefault(finding.row, []).append(finding.check)
         return {
             "start": start, "total": count_rows(file.path),
@@ -143,7 +147,11 @@ class Answers:
             "texts": self._tokens[number].of(tokens[:shown]), "prompt_length": len(tokens) - response,
             "engine_log_probs": _numbers(row["engine_log_probs"]), "weight_versions": versions,
             "trainer_log_probs": _numbers(row["trainer_log_probs"]),
-            "findings": [f.as_dict() for f in self._check(number, file) if f.row == at],
+            "findings": [
+                f.as_dict()
+                for f in self._page_findings(number, file, max(0, at - NEIGHBOURS), at + NEIGHBOURS)
+                if f.row == at
+            ],
         }  # fmt: skip
 
     def checks(self, query: Query) -> dict[str, Any]:
@@ -193,14 +201,23 @@ class Answers:
         modified, done = file.path.stat().st_mtime, self._checked[number]
         if file.path not in done or done[file.path][0] != modified:
             run = self.runs[number]
-            rows = read_rows(file.path, COLUMNS, stop=CHECKED_ROWS)
-            found = run_checks(rows, Rules.of(run.settings, asynchronous=run.asynchronous))
-            if self._regrade:
-                from slime.launcher.show.regrade import regrade
-
-                found += regrade(rows, run.settings)
-            done[file.path] = (modified, found)
+            done[file.path] = (modified, self._findings(run, read_rows(file.path, COLUMNS, stop=CHECKED_ROWS)))
         return done[file.path][1]
+
+    def _page_findings(self, number: int, file: KeptFile, start: int, stop: int) -> list[SampleFinding]:
+        """The findings of some rows: of a large file that is not checked yet, from these rows alone."""
+        if file.path in self._checked[number] or count_rows(file.path) <= ROW_GROUP:
+            return self._check(number, file)
+        found = self._findings(self.runs[number], read_rows(file.path, COLUMNS, start=start, stop=stop))
+        return [replace(finding, row=finding.row + start) for finding in found]
+
+    def _findings(self, run: RunFiles, rows: list[dict[str, Any]]) -> list[SampleFinding]:
+        found = run_checks(rows, Rules.of(run.settings, asynchronous=run.asynchronous))
+        if self._regrade:
+            from slime.launcher.show.regrade import regrade
+
+            found += regrade(rows, run.settings)
+        return found
 
     def _run(self, query: Query) -> RunFiles:
         number = _number(query, "run", 0)
@@ -251,6 +268,11 @@ def _thinned(
         sums, number = np.add.reduceat(np.where(known, array, 0.0), edges), np.add.reduceat(known, edges, dtype=int)
         thinned[key] = [float(s / n) if n else None for s, n in zip(sums, number, strict=True)]
     return list(np.add.reduceat(np.array(steps), edges) / counts), thinned
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six digits: more than a curve shows, and half the size of all of them."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def _light(number: int, row: dict[str, Any], findings: list[str]) -> dict[str, Any]:
