@@ -7,6 +7,7 @@ expected.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -23,6 +24,15 @@ def flag_name(field: str) -> str:
     `settings.flag_names` knows aliases, too, and the flags that turn a setting off.
     """
     return "--" + field.replace("_", "-")
+
+
+def is_json(value: Any) -> bool:
+    """Returns whether JSON can hold the value of a setting."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def value_type(hint: Any) -> tuple[Any, bool]:

@@ -147,14 +147,8 @@ class HfSource:
     def load_rows(self, parameter: Parameter, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """Reads rows of a whole Megatron parameter; zeros where no Hugging Face tensor has a part of them."""
         out = torch.zeros(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
-        for piece in parameter.slices():
-            first = max(piece.index[0].start, rows.start)
-            last = min(piece.index[0].stop, rows.stop)
-            if first < last:
-                shift = piece.hf_index[0].start - piece.index[0].start
-                source = (slice(first + shift, last + shift), *piece.hf_index[1:])
-                target = (slice(first - rows.start, last - rows.start), *piece.index[1:])
-                self.read(piece.hf_name, source, out[target])
+        for piece in parameter.slices_of_rows(rows):
+            self.read(piece.hf_name, piece.hf_index, out[piece.index])
         return out
 
     def _read_float8(self, name: str, stored: Stored, index: Index, out: torch.Tensor) -> None:

@@ -263,14 +263,8 @@ def write_tensors(job: ExportJob) -> None:
             for rows, *_ in pieces(parameter.shape, dtype):
                 data = torch.empty(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
                 found.read_rows(parameter, rows, data)
-                for piece in parameter.slices():
-                    first = max(piece.index[0].start, rows.start)
-                    last = min(piece.index[0].stop, rows.stop)
-                    if first < last:
-                        shift = piece.hf_index[0].start - piece.index[0].start
-                        index = (slice(first + shift, last + shift), *piece.hf_index[1:])
-                        source = (slice(first - rows.start, last - rows.start), *piece.index[1:])
-                        files.write(piece.hf_name, index, data[source])
+                for piece in parameter.slices_of_rows(rows):
+                    files.write(piece.hf_name, piece.hf_index, data[piece.index])
                 # Frees the memory before the next piece is allocated.
                 del data
     found.checkpoint.close()

@@ -6,7 +6,7 @@ keys and values of a query group beside each other in `linear_qkv`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from slime.converters.families.base import Config
 from slime.converters.families.config_json import query_groups, required, tied
@@ -20,6 +20,14 @@ def layer(number: int, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
     """Yields the parameters of layer `number`."""
     for parameter in parameters:
         yield parameter.at(LAYER.format(number), HF_LAYER.format(number))
+
+
+def decoder(config: Config, layer_of: Callable[[int], Iterable[Parameter]]) -> Iterator[Parameter]:
+    """Yields the parameters of embedding, decoder and output layer. layer_of(number): those of one layer."""
+    yield from embedding(config)
+    for number in range(required(config, "num_hidden_layers")):
+        yield from layer(number, layer_of(number))
+    yield from output(config)
 
 
 def embedding(config: Config) -> Iterator[Parameter]:

@@ -62,10 +62,7 @@ def _rope(config: Config) -> dict[str, Any]:
 def _parameters(config: Config) -> Iterator[Parameter]:
     count = required(config, "num_hidden_layers")
     kinds = moe_layers(config, count + num_mtp_layers(config))
-    yield from blocks.embedding(config)
-    for number in range(count):
-        yield from blocks.layer(number, _layer(config, kinds[number]))
-    yield from blocks.output(config)
+    yield from blocks.decoder(config, lambda number: _layer(config, kinds[number]))
     yield from mtp_parameters(config, lambda number: _layer(config, kinds[number]))
 
 

@@ -26,10 +26,7 @@ def _glm4_arguments(config: Config) -> dict[str, Any]:
 
 
 def _glm4_parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number in range(required(config, "num_hidden_layers")):
-        yield from blocks.layer(number, _glm4_layer(config))
-    yield from blocks.output(config)
+    return blocks.decoder(config, lambda _: _glm4_layer(config))
 
 
 def _glm4_layer(config: Config) -> Iterator[Parameter]:
@@ -56,10 +53,7 @@ def _glm4_moe_arguments(config: Config) -> dict[str, Any]:
 def _glm4_moe_parameters(config: Config) -> Iterator[Parameter]:
     count = required(config, "num_hidden_layers")
     kinds = moe_layers(config, count + num_mtp_layers(config))
-    yield from blocks.embedding(config)
-    for number in range(count):
-        yield from blocks.layer(number, _glm4_moe_layer(config, kinds[number]))
-    yield from blocks.output(config)
+    yield from blocks.decoder(config, lambda number: _glm4_moe_layer(config, kinds[number]))
     yield from mtp_parameters(config, lambda number: _glm4_moe_layer(config, kinds[number]))
 
 

@@ -18,10 +18,7 @@ def _arguments(config: Config) -> dict[str, Any]:
 
 
 def _parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number in range(required(config, "num_hidden_layers")):
-        yield from blocks.layer(number, _layer(config))
-    yield from blocks.output(config)
+    return blocks.decoder(config, lambda _: _layer(config))
 
 
 def _layer(config: Config) -> Iterator[Parameter]:

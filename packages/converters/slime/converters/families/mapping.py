@@ -99,6 +99,19 @@ class Parameter:
                 if piece is not None:
                     yield piece
 
+    def slices_of_rows(self, rows: slice) -> Iterator[Slice]:
+        """Yields the parts of Hugging Face tensors in rows of the whole; `index` counts from the first of them."""
+        for piece in self.slices():
+            own, theirs = piece.index[0], piece.hf_index[0]
+            first, last = max(own.start, rows.start), min(own.stop, rows.stop)
+            if first < last:
+                shift = theirs.start - own.start
+                yield dataclasses.replace(
+                    piece,
+                    hf_index=(slice(first + shift, last + shift), *piece.hf_index[1:]),
+                    index=(slice(first - rows.start, last - rows.start), *piece.index[1:]),
+                )
+
     def _runs(self, rank: int, size: int, padded_rows: int | None) -> Iterator[tuple[int, int, int]]:
         """Yields (start in the shard, start in the whole, length) along the split dimension."""
         if self.split is None:

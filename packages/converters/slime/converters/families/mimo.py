@@ -18,10 +18,7 @@ def _arguments(config: Config) -> dict[str, Any]:
 
 
 def _parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number in range(required(config, "num_hidden_layers")):
-        yield from blocks.layer(number, qwen2_layer(config))
-    yield from blocks.output(config)
+    yield from blocks.decoder(config, lambda _: qwen2_layer(config))
     for number in range(num_mtp_layers(config)):
         name, hf_name = f"mtp.layers.{number}.", f"model.mtp_layers.{number}."
         for parameter in _around(required(config, "hidden_size")):

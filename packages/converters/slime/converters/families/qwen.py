@@ -19,10 +19,7 @@ def _qwen2_arguments(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number in range(required(config, "num_hidden_layers")):
-        yield from blocks.layer(number, qwen2_layer(config))
-    yield from blocks.output(config)
+    return blocks.decoder(config, lambda _: qwen2_layer(config))
 
 
 def qwen2_layer(config: Config) -> Iterator[Parameter]:
@@ -41,16 +38,13 @@ def _qwen3_arguments(config: Config) -> dict[str, Any]:
 
 
 def _qwen3_parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number in range(required(config, "num_hidden_layers")):
-        yield from blocks.layer(number, _qwen3_layer(config))
-        yield from blocks.layer(number, blocks.dense_mlp(config))
-    yield from blocks.output(config)
+    return blocks.decoder(config, lambda _: _qwen3_layer(config))
 
 
-def _qwen3_layer(config: Config) -> Iterator[Parameter]:
+def _qwen3_layer(config: Config, has_experts: int = 0) -> Iterator[Parameter]:
     yield from blocks.layer_norms(required(config, "hidden_size"))
     yield from blocks.attention(config, _channels(config), norms=True)
+    yield from blocks.moe(config, _num_experts(config)) if has_experts else blocks.dense_mlp(config)
 
 
 def _qwen3_moe_arguments(config: Config) -> dict[str, Any]:
@@ -61,14 +55,8 @@ def _qwen3_moe_arguments(config: Config) -> dict[str, Any]:
 
 
 def _qwen3_moe_parameters(config: Config) -> Iterator[Parameter]:
-    yield from blocks.embedding(config)
-    for number, has_experts in enumerate(moe_layers(config, required(config, "num_hidden_layers"))):
-        yield from blocks.layer(number, _qwen3_layer(config))
-        if has_experts:
-            yield from blocks.layer(number, blocks.moe(config, _num_experts(config)))
-        else:
-            yield from blocks.layer(number, blocks.dense_mlp(config))
-    yield from blocks.output(config)
+    kinds = moe_layers(config, required(config, "num_hidden_layers"))
+    return blocks.decoder(config, lambda number: _qwen3_layer(config, kinds[number]))
 
 
 def _num_experts(config: Config) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.types.errors import InvalidSetting, NotAvailable
-from slime.types.setting_values import flag_name
+from slime.types.setting_values import flag_name, is_json
 from slime.types.settings import setting
 
 log = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ class Wandb:
                 mode=settings.wandb_mode,
                 id=settings.wandb_run_id,
                 resume="allow" if settings.wandb_run_id else None,
-                config={key: value for key, value in config.items() if key not in PRIVATE and _is_json(value)},
+                config={key: value for key, value in config.items() if key not in PRIVATE and is_json(value)},
                 settings=wandb.Settings(**options),
             )
         except wandb.Error as error:
@@ -106,14 +105,6 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def take_key(argv: Sequence[str]) -> list[str]:

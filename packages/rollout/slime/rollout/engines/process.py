@@ -7,10 +7,8 @@ tells the engine that we are gone, however we went.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -21,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.rollout.child_environment import child_environment
+from slime.rollout.child_pipes import read_json_line
 from slime.rollout.engines.base import RunningEngine
 from slime.rollout.engines.keys import VARIABLE
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes
@@ -170,16 +169,7 @@ class EngineProcess:
         descriptor = self._announced
         if descriptor is None:  # stopped
             return {}
-        received = b""
-        while not received.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                return None
-            chunk = os.read(descriptor, 65536)
-            if not chunk:
-                return {}
-            received += chunk
-        return json.loads(received)
+        return read_json_line(descriptor, deadline)
 
     def _await_exit(self, timeout_seconds: float) -> None:
         try:

@@ -66,13 +66,7 @@ class EngineWeights:
         async with self._lock:
             if self.pending is None and self.version == version and self.stopped is None:
                 return
-            if self.pending != version:
-                raise WrongState(
-                    f"weight update {version} is not open",
-                    field="weight_version",
-                    value=version,
-                    expected=f"the one begun: {self.pending}",
-                )
+            self._check_open(version)
             for part in MEMORY_PARTS:
                 self._check_memory(part, "before the commit")
             for member in self.fleet.members:
@@ -88,18 +82,19 @@ class EngineWeights:
             await self._serve()
             self.version, self.pending = version, None
 
+    def _check_open(self, version: int) -> None:
+        if self.pending != version:
+            raise WrongState(
+                f"weight update {version} is not open",
+                field="weight_version", value=version, expected=f"the one begun: {self.pending}",
+            )  # fmt: skip
+
     async def abort(self, version: int, reason: str) -> None:
         """Leaves the engines held. Requests that wait, and later ones, fail until an update is committed."""
         async with self._lock:
             if self.pending is None and self.stopped is not None:
                 return
-            if self.pending != version:
-                raise WrongState(
-                    f"weight update {version} is not open",
-                    field="weight_version",
-                    value=version,
-                    expected=f"{self.pending}",
-                )
+            self._check_open(version)
             self.pending = None
             await self._stop(f"weight update {version} was aborted: {reason or 'no reason given'}")
 

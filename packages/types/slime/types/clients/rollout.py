@@ -67,16 +67,8 @@ class RolloutClient(Client):
     ) -> GenerateResult:
         """Generates `num_groups` groups and completes them in the buffer, calling on_progress(completed, total)."""
         request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, num_groups=num_groups)
-        result = None
-        # Read to the end of the stream: leaving at the last message would cancel a call that is about to succeed.
-        for message in self._stream("Generate", request, timeout):
-            if message.done:
-                result = GenerateResult(dict(message.metrics), [sample_from_proto(s) for s in message.examples])
-            elif on_progress is not None:
-                on_progress(message.completed_groups, message.num_groups)
-        if result is None:
-            raise RemoteError(f"{self.address}: Generate ended without its last message", field=self.address)
-        return result
+        last = self._last("Generate", request, timeout, on_progress, lambda m: (m.completed_groups, m.num_groups))
+        return GenerateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
 
     def evaluate(
         self,
@@ -87,16 +79,28 @@ class RolloutClient(Client):
     ) -> EvaluateResult:
         """Runs the evaluation sets `names`, or all. on_progress gets (completed samples, total)."""
         request = rollout_pb2.EvaluateRequest(rollout_id=rollout_id, names=names)
-        result = None
+        last = self._last("Evaluate", request, timeout, on_progress, lambda m: (m.completed_samples, m.num_samples))
+        return EvaluateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
+
+    def _last(
+        self,
+        method: str,
+        request: Any,
+        timeout: float | None,
+        on_progress: Progress | None,
+        progress: Callable[[Any], tuple[int, int]],
+    ) -> Any:
+        """Returns the last message of a stream; calls `on_progress` with `progress` of those before it."""
+        last = None
         # Read to the end of the stream: leaving at the last message would cancel a call that is about to succeed.
-        for message in self._stream("Evaluate", request, timeout):
+        for message in self._stream(method, request, timeout):
             if message.done:
-                result = EvaluateResult(dict(message.metrics), [sample_from_proto(s) for s in message.examples])
+                last = message
             elif on_progress is not None:
-                on_progress(message.completed_samples, message.num_samples)
-        if result is None:
-            raise RemoteError(f"{self.address}: Evaluate ended without its last message", field=self.address)
-        return result
+                on_progress(*progress(message))
+        if last is None:
+            raise RemoteError(f"{self.address}: {method} ended without its last message", field=self.address)
+        return last
 
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
         """Pauses the engines; returns the members of the update."""

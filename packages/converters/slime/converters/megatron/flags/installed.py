@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from slime.converters.megatron.flags.rows import FlagRow, committed, dump, load
 from slime.types.errors import InvalidFile
+from slime.types.setting_values import is_json
 
 logger = logging.getLogger(__name__)
 SECONDS = 180.0
@@ -83,7 +83,7 @@ def merge(rows: Sequence[FlagRow], parser: argparse.ArgumentParser, fields: dict
         if not flags or isinstance(action, argparse._HelpAction):
             continue
         position = next((known[flag] for flag in flags if flag in known), None)
-        default = action.default if _is_json(action.default) else None
+        default = action.default if is_json(action.default) else None
         if position is None:
             merged.append(_new(action, flags, default, fields.get(action.dest)))
             continue
@@ -113,14 +113,6 @@ def _new(action: argparse.Action, flags: tuple[str, ...], default: Any, target: 
 def _one_line(text: str | None) -> str:
     words = " ".join((text or "").replace("%%", "%").split())
     return words if len(words) <= 160 else words[:157] + "..."
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _megatron_parser() -> argparse.ArgumentParser:

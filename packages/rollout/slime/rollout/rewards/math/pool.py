@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import queue
-import select
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.rollout.child_environment import child_environment
+from slime.rollout.child_pipes import read_json_line
 from slime.types import Sample
 from slime.types.errors import EngineError
 
@@ -176,14 +176,4 @@ class MathWorker:
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        deadline, received = time.monotonic() + seconds, b""
-        while not received.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                return None
-            chunk = os.read(descriptor, 65536)
-            if not chunk:
-                return None
-            received += chunk
-        return json.loads(received)
+        return read_json_line(self._process.stdout.fileno(), time.monotonic() + seconds) or None

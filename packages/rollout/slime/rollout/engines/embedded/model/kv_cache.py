@@ -47,7 +47,7 @@ class KvCache:
     def _zeros(self, rows: int, tokens: int) -> torch.Tensor:
         layers, heads, head_dim = self._shape
         shape = layers, 2, rows, heads, tokens, head_dim
-        # Of numpy's zeros only what was written takes memory. They are zeros because what attention masks is still
+        # numpy's zeros take memory only where something is written. They are zeros because what attention masks is still
         # multiplied by 0: it must be a number.
         empty = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
         return torch.from_numpy(empty).view(self._dtype).view(shape)
