@@ -268,6 +268,19 @@ def test_a_refused_append_leaves_the_sample_as_it_was(keywords: dict[str, Any], 
     assert sample == before
 
 
+def test_an_append_behind_a_teachers_log_probs_is_refused() -> None:
+    """The teacher scores a whole response: nobody could tell later which of its tokens have no score."""
+    sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], teacher_log_probs=[-0.5])
+    before = copy.deepcopy(sample)
+    with pytest.raises(InvalidField, match="teacher_log_probs: got length 1, expected 2"):
+        sample.append_response_tokens(tokens=[3], log_probs=[-2.0])
+    assert sample == before
+    sample.teacher_log_probs = None
+    sample.append_response_tokens(tokens=[3], log_probs=[-2.0])
+    sample.teacher_log_probs = [-0.5, -0.25]
+    sample.validate()
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
