@@ -172,3 +172,16 @@ def test_errors_are_worded_by_their_constructors() -> None:
         for line, constructor, text in hand_spelled(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert wrong == []
+
+
+def test_a_help_text_is_written_once() -> None:
+    """A setting of several packages or programs is declared once, and taken over by inheritance or by `like`."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setting" and len(node.args) > 1:
+                if isinstance(node.args[1], ast.Constant):
+                    place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    places.setdefault(str(node.args[1].value), []).append(place)
+    assert len(places) > 200
+    assert {text: found for text, found in places.items() if len(found) > 1} == {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime.types.settings import REQUIRED, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
+OUTPUT = "Directory to write; the result of an earlier conversion of the same files is kept"
 
 
 @dataclass(kw_only=True)
@@ -19,45 +20,40 @@ class GgufToHfSettings:
 
 
 @dataclass(kw_only=True)
-class HfToTorchDistSettings:
+class _ConversionSettings:
+    model_name: str | None = setting(
+        None, "Model family to assume in place of the model_type in config.json", metavar="NAME"
+    )
+    num_workers: int = setting(1, "Processes that share the work, on each rank of torchrun", minimum=1)
+    overwrite: bool = setting(False, "Replace the result of another conversion in the directory")
+
+
+@dataclass(kw_only=True)
+class HfToTorchDistSettings(_ConversionSettings):
     """Converts a Hugging Face directory into a torch_dist checkpoint of Megatron.
 
     Also takes Megatron's flags (MODEL_ARGS, parallel sizes) and compares them with the config.
     """
 
     hf_checkpoint: str = setting(REQUIRED, "Hugging Face directory to read", metavar="DIR")
-    save: str = setting(
-        REQUIRED, "Directory to write; the result of an earlier conversion of the same files is kept", metavar="DIR"
-    )
+    save: str = setting(REQUIRED, OUTPUT, metavar="DIR")
     model_type: str | None = setting(
         None, "Known model (qwen3-4B, ...) whose flags are compared with the config", metavar="NAME"
     )
-    model_name: str | None = setting(
-        None, "Model family to assume in place of the model_type in config.json", metavar="NAME"
-    )
     dtype: str | None = setting(None, "Data type of the written weights (default: the source's)", choices=DTYPES)
-    num_workers: int = setting(1, "Processes that share the work, on each rank of torchrun", minimum=1)
-    overwrite: bool = setting(False, "Replace the result of another conversion in the directory")
 
 
 @dataclass(kw_only=True)
-class _HfOutputSettings:
-    output_dir: str = setting(
-        REQUIRED, "Directory to write; the result of an earlier conversion of the same files is kept", metavar="DIR"
-    )
+class _HfOutputSettings(_ConversionSettings):
+    output_dir: str = setting(REQUIRED, OUTPUT, metavar="DIR")
     origin_hf_dir: str | None = setting(
         None, "Hugging Face directory with config and tokenizer (default: those in the checkpoint)", metavar="DIR"
-    )
-    model_name: str | None = setting(
-        None, "Model family to assume in place of the model_type in config.json", metavar="NAME"
     )
     vocab_size: int | None = setting(None, "Rows of the embedding (default: the config's)", minimum=1)
     dtype: str | None = setting(None, "Data type of the written weights (default: the checkpoint's)", choices=DTYPES)
     max_shard_size: str | None = setting(
         None, "Largest size of a file, as in 5GB (default: the files of the source)", metavar="SIZE"
     )
-    num_workers: int = setting(1, "Processes that share the work, on each rank of torchrun", minimum=1)
-    overwrite: bool = setting(False, "Replace the result of another conversion in the directory")
 
 
 @dataclass(kw_only=True)
