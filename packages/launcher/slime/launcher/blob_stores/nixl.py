@@ -119,10 +119,10 @@ class NixlReader(KeeperReader):
         starts = np.cumsum([0, *(size for _, size in places)])
         agent = _agent(self.alone, keeps=False)
         region = _Region(agent, data)
-        here = [(region.address + int(start), size, 0) for start, (_, size) in zip(starts, places, strict=False)]
-        there = [(address, size, 0) for address, size in places]
+        local = [(region.address + int(start), size, 0) for start, (_, size) in zip(starts, places, strict=False)]
+        remote = [(address, size, 0) for address, size in places]
         with _agent_lock:
-            state = _copied(agent, metadata, here, there, deadline)
+            state = _copied(agent, metadata, local, remote, deadline)
         if state == UNDER_WAY:
             # A peer may still write into this memory, so it is never freed.
             _abandoned.append(region)

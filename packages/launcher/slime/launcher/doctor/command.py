@@ -133,8 +133,8 @@ def read_flags(words: Sequence[str]) -> tuple[Subject, list[Finding]]:
     except ConfigError as error:
         problems.append(_about_flags(error))
     try:
-        given, _ = training_parser().parse_known_args(list(words))
-        values = {name: value for name, value in vars(given).items() if name != "config"}
+        parsed, _ = training_parser().parse_known_args(list(words))
+        values = {name: value for name, value in vars(parsed).items() if name != "config"}
     except SlimeError:
         values = {}  # the same error that parse raised
     if config is not None:

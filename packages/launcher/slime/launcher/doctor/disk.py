@@ -28,12 +28,12 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterator[Finding]:
-    there, free = probes.disk_free(directory)
+    nearest, free = probes.disk_free(directory)
     text = f"{flag} {directory}: {byte_size(free)} free"
-    if not there.is_dir():
-        yield fail(f"{flag} {directory}: {there} is no directory", "name another, or move the file away")
-    elif not probes.writable(there):
-        yield fail(f"{flag} {directory}: {there} is not writable", "name another, or have it made writable")
+    if not nearest.is_dir():
+        yield fail(f"{flag} {directory}: {nearest} is no directory", "name another, or move the file away")
+    elif not probes.writable(nearest):
+        yield fail(f"{flag} {directory}: {nearest} is not writable", "name another, or have it made writable")
     elif free < needed:
         yield fail(f"{text}, {byte_size(needed)} needed ({words})", "free some, or name a directory on a larger disk")
     else:
@@ -51,8 +51,8 @@ def _checkpoints(subject: Subject) -> Iterator[Finding]:
         return
     size, kept, words = needed
     before = f"a checkpoint takes {byte_size(size)}, {words}"
-    there, free = probes.disk_free(directory)
-    if there.is_dir() and probes.writable(there) and size <= free < size * kept:
+    nearest, free = probes.disk_free(directory)
+    if nearest.is_dir() and probes.writable(nearest) and size <= free < size * kept:
         yield warn(
             f"{flag} {directory}: {byte_size(free)} free, but the run keeps {kept} checkpoints, "
             f"{byte_size(kept * size)} ({before})",

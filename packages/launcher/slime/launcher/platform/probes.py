@@ -95,10 +95,10 @@ def package_version(distribution: str) -> str | None:
 
 def disk_free(directory: Path) -> tuple[Path, int]:
     """Returns (the nearest existing directory above, bytes free there)."""
-    there = directory.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return there, shutil.disk_usage(there).free
+    nearest = directory.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    return nearest, shutil.disk_usage(nearest).free
 
 
 def writable(directory: Path) -> bool:

@@ -48,11 +48,11 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
     parser.add_argument("--seed", type=int, default=0, help="of the data split, the sampling and the tiny model")
     parser.add_argument("--num-rollout", type=int, default=None, help="number of steps (default: by the recipe)")
     parser.add_argument("--model-dir", type=Path, default=None, help="where the converted model is kept between runs")
-    given, rest = parser.parse_known_args(argv)
-    kind = "tiny" if given.tiny else "quickstart"
-    output_dir = given.output_dir or Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
-    model_dir = given.model_dir or Path.home() / ".cache" / "slime" / SMOLLM2
-    return Options(given.tiny, output_dir, given.seed, given.num_rollout, model_dir), rest
+    options, rest = parser.parse_known_args(argv)
+    kind = "tiny" if options.tiny else "quickstart"
+    output_dir = options.output_dir or Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    model_dir = options.model_dir or Path.home() / ".cache" / "slime" / SMOLLM2
+    return Options(options.tiny, output_dir, options.seed, options.num_rollout, model_dir), rest
 
 
 def tiny_recipe(options: Options) -> list[str]:

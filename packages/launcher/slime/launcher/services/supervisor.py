@@ -230,11 +230,11 @@ class Supervisor:
             deadline = time.monotonic() + self._stop_seconds
             processes = list(alike)
             # A service that is still starting would not answer, and has nothing to stop.
-            told = [(p, p.actor.stop.remote(self._stop_seconds / 4)) for p in processes if p.answered]
+            stopping = [(p, p.actor.stop.remote(self._stop_seconds / 4)) for p in processes if p.answered]
             for process in processes:
                 if not process.answered:
                     ray.kill(process.actor)
-            for process, reference in told:
+            for process, reference in stopping:
                 try:
                     ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
                 except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:

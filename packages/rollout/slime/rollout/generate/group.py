@@ -75,8 +75,8 @@ async def generate_batch(
 
     await state.prompts.prepare(samples)
     # Decoding images is slow.
-    made = await asyncio.to_thread(make) if any(sample.multimodal_inputs for sample in samples) else make()
-    requests = [request for request in made if request is not None]
+    optional = await asyncio.to_thread(make) if any(sample.multimodal_inputs for sample in samples) else make()
+    requests = [request for request in optional if request is not None]
     if not requests:
         return
     members = state.fleet.members

@@ -14,7 +14,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def of_boxed(function: RewardFunction) -> RewardFunction:
+def score_boxed(function: RewardFunction) -> RewardFunction:
     async def reward(args: Any, sample: Sample) -> Any:
         boxed = copy.copy(sample)
         boxed.response = last_boxed(sample.response) or ""

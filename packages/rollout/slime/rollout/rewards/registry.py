@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.rewards.base import RewardFunction
-from slime.rollout.rewards.boxed import of_boxed
+from slime.rollout.rewards.boxed import score_boxed
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 
@@ -40,7 +40,7 @@ def reward_function(rm_type: str) -> RewardFunction:
     """
     name = check_name(rm_type)
     if rm_type.replace("-", "_").startswith(BOXED):
-        return of_boxed(reward_function(name))
+        return score_boxed(reward_function(name))
     if name == "ifbench":
         from slime.rollout.rewards.ifbench import require
 

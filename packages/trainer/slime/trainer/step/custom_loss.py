@@ -5,7 +5,7 @@
 
     S  samples of the row    K  their response tokens, end to end    J  those with loss mask 1    V  vocabulary
 
-`batch` is a dictionary of lists with one entry for each sample: what `rollout_data.of_batch` has, and
+`batch` is a dictionary of lists with one entry for each sample: what `rollout_data.as_lists` has, and
 
     policy_log_probs    [R] with gradient: of the policy as it is now; 0 where the loss mask is 0
     policy_entropy      [R] with gradient, with --entropy-coef other than 0, else None
@@ -91,7 +91,7 @@ class CustomLoss:
 
 
 def _data(batch: PackedBatch, outputs: Outputs, targets: Targets | None, samples: Sequence[Sample]) -> dict[str, Any]:
-    data = rollout_data.of_batch(batch, targets)
+    data = rollout_data.as_lists(batch, targets)
     if data["log_probs"] is None:
         # In the first update since the samples were generated, the old policy is this one.
         data["log_probs"] = list(outputs.log_probs.detach().split(batch.lengths))

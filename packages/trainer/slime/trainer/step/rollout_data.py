@@ -24,7 +24,7 @@ OF_TARGETS = {
 OF_BATCH = {"loss_masks": "mask", "rollout_log_probs": "rollout_log_probs"}
 
 
-def of_batch(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
+def as_lists(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
     """A micro-batch as a dictionary; None in place of a list that was not computed."""
 
     def split(values: Tensor | None) -> list[Tensor] | None:
@@ -51,7 +51,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
         batch, targets = work.batches[i], work.targets[i]
         assert batch is not None and targets is not None
         samples = [work.samples[position] for position in batch.positions]
-        part = of_batch(batch, targets) | {
+        part = as_lists(batch, targets) | {
             "tokens": [torch.as_tensor(sample.array("tokens")) for sample in samples],
             "sample_indices": [sample.index for sample in samples],
         }

@@ -187,7 +187,7 @@ class Preparation:
             assert targets.old_log_probs is not None and targets.ref_log_probs is not None
             kl = approximate_kl(targets.old_log_probs, targets.ref_log_probs, s.kl_loss_type)
         if self._advantages is not None:
-            data = rollout_data.of_batch(batch, targets) | {"kl": list(kl.split(batch.lengths))}
+            data = rollout_data.as_lists(batch, targets) | {"kl": list(kl.split(batch.lengths))}
             self._advantages(self.args, data)
             return torch.cat(list(data["advantages"])).to(batch.mask)
         return self._estimator.advantages(
