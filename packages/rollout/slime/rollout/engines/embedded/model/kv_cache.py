@@ -47,7 +47,7 @@ class KvCache:
     def _zeros(self, rows: int, tokens: int) -> torch.Tensor:
         layers, heads, head_dim = self._shape
         shape = layers, 2, rows, heads, tokens, head_dim
-        # numpy's zeros take memory only where something is written. They are zeros because what attention masks is still
-        # multiplied by 0: it must be a number.
+        # numpy's zeros take memory only where something is written. They are zeros because masked values are still
+        # multiplied by 0, and must be numbers.
         empty = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
         return torch.from_numpy(empty).view(self._dtype).view(shape)
