@@ -35,13 +35,17 @@ MODULES = modules()
 
 
 def first_words(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, docstring) of a module and of all its classes and functions."""
+    """Yields (line, docstring) of a module and of all its classes, functions and attributes."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield getattr(node, "lineno", 1), text
+        if isinstance(node, ast.ClassDef):
+            for part in node.body[1:]:
+                if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+                    yield part.lineno, str(part.value.value)
 
 
 def imported(name: str) -> set[str]:

@@ -39,7 +39,7 @@ def group(step: int, group_index: int = 0, size: int = 4) -> list[Row]:
 
 
 def checked(answers: Answers) -> dict[str, Any]:
-    """What the checks of the first run find, once they have seen every file: each call goes on for a moment."""
+    """Returns what the checks of the first run find once they have seen every file; each call takes a moment."""
     while True:
         found = answers.checks({"run": "0"})
         if found["checked"] == found["files"]:

@@ -14,7 +14,7 @@ class RunningEngine(Protocol):
     kind: str
     """The name of its `EngineKind`."""
     api_key: str | None
-    """What calls must carry as `Authorization: Bearer`; None: nothing."""
+    """The key that calls must carry as `Authorization: Bearer`; None: none."""
 
     @property
     def url(self) -> str:

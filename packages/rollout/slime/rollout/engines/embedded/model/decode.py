@@ -19,7 +19,7 @@ class Batch(ABC):
     """Sequences that decode together; call `step` until `done`. Between two steps any may be finished from outside."""
 
     joinable: bool
-    """Whether `add` may be called after the first step."""
+    """True if `add` may be called after the first step."""
 
     def __init__(self, loaded: Loaded, rng: np.random.Generator) -> None:
         self._tokenizer = loaded.tokenizer

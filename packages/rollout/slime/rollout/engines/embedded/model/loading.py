@@ -32,7 +32,7 @@ class Loaded:
     eos_ids: frozenset[int]
     vision: Vision | None = None
     media: Callable[[], Media] | None = None
-    """Of a model that reads images: its processor, which is loaded with the first of them."""
+    """The processor of a model that reads images, loaded with the first of them."""
 
 
 def check_directory(path: str) -> None:

@@ -32,7 +32,7 @@ class Response:
     """The model's arguments for the images of the prompt."""
     media_id: str = ""
     image_places: list[int] = field(default_factory=list)
-    """Where tokens of images stand in `prompt_ids`."""
+    """Places of image tokens in `prompt_ids`."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
