@@ -83,6 +83,14 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["rollout/raw_reward"] == pytest.approx(b["rollout/raw_reward"], abs=0.02)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
+    # Each rank returns the log-probs of its own samples.
+    by_one, by_two = (
+        {row["index"]: row["trainer_log_probs"] for row in read_rows(kept_files(directory)[1].path)}
+        for directory in (one, two)
+    )
+    assert by_one.keys() == by_two.keys() and any(by_one.values())
+    for index, log_probs in by_one.items():
+        assert by_two[index] == (None if log_probs is None else pytest.approx(log_probs, abs=1e-4))
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

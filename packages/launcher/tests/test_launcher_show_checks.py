@@ -127,7 +127,9 @@ def test_the_loop_says_how_old_weights_may_be() -> None:
     assert allowed() == 0
     assert allowed(update_weights_interval=3) == 2
     assert (allowed(True), allowed(True, async_buffer_size=4, update_weights_interval=2)) == (1, 5)
-    assert allowed(partial_rollout=True) > 10**6
+    for more in ({"partial_rollout": True}, {"rollout_function_path": "mine.py:generate"},
+                 {"load_debug_rollout_data": "recorded/{rollout_id}"}):  # fmt: skip
+        assert allowed(**more) > 10**6
 
 
 @given(st.integers(0, 3), st.integers(2, 12))

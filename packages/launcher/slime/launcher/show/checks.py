@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
+
 Row = dict[str, Any]
 # Natural-log units: far beyond what precisions differ by, mean over a response.
 FAR_APART = 0.1
@@ -38,8 +40,11 @@ class Rules:
     def of(cls, settings: dict[str, Any], *, asynchronous: bool) -> Rules:
         interval = int(settings.get("update_weights_interval") or 1)
         ahead = int(settings.get("async_buffer_size") or 1) if asynchronous else 0
-        # Work that was given back goes on with newer weights; its first tokens may be of any age.
-        partial = settings.get("partial_rollout") or settings.get("rollout_function_path", "").endswith("fully_async")
+        # Work that was given back goes on with newer weights; its first tokens may be of any age. So may recorded
+        # rollouts, and those of a function of the user.
+        function = settings.get("rollout_function_path", DEFAULT_ROLLOUT_FUNCTION)
+        partial = settings.get("partial_rollout") or function != DEFAULT_ROLLOUT_FUNCTION
+        partial = partial or settings.get("load_debug_rollout_data")
         return cls(
             staleness=1 << 30 if partial else interval - 1 + ahead,
             masks_old=bool(settings.get("mask_offpolicy_in_partial_rollout")),

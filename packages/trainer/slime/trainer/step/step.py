@@ -52,13 +52,14 @@ class TrainStep:
         self._profiler = Profiler(settings, self.args, ranks.rank)
         # From the last run, by position of the sample: float32 [response tokens], NaN for masked tokens.
         self.log_probs: dict[int, np.ndarray] = {}
+        self._scored: dict[int, torch.Tensor] = {}
 
     def run(self, plan: dict[str, Any], read: ReadSamples, positions: Set[int] = frozenset()) -> dict[str, float]:
         """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks.
 
         Sets `log_probs` to those of the samples at `positions`, as far as this rank leads the replica that has them.
         """
-        self.log_probs = {}
+        self._scored.clear()
         clock, step = _Clock(), plan["step"]
         with clock.measure("perf/train_time"), self._profiler.trace("train_overall", step):
             with clock.measure("perf/train_data_time"):
@@ -75,6 +76,8 @@ class TrainStep:
                 for number, work in enumerate(updates):
                     self.backend.begin_update(step, number)
                     results.append(self._update(plan["updates"][number], work, positions))
+        self.log_probs = {position: values.cpu().numpy() for position, values in self._scored.items()}
+        self._scored.clear()
         if self.preparation.old_policies is not None:
             self.preparation.old_policies.trained(self.preparation.old_versions(updates))
         trained_updates = [result for result in results if result is not None]
@@ -176,11 +179,10 @@ class TrainStep:
 
         def loss(number: int, batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
             if self.backend.leads_replica and not positions.isdisjoint(batch.positions):
-                # Masked tokens are not scored.
+                # Masked tokens are not scored. Read after the update: the device would be waited for here.
                 scored = torch.where(batch.mask > 0, outputs.log_probs.detach().float(), torch.nan)
-                parts = scored.cpu().split(batch.lengths)
-                found = zip(batch.positions, parts, strict=True)
-                self.log_probs.update({p: part.numpy() for p, part in found if p in positions})
+                found = zip(batch.positions, scored.split(batch.lengths), strict=True)
+                self._scored.update({p: part for p, part in found if p in positions})
             samples = [work.samples[position] for position in batch.positions]
             return self.loss(batch, outputs, work.targets[number], samples, max(1, denominator), sums)
 
