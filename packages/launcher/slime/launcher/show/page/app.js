@@ -47,7 +47,7 @@
     const pairs = [["Model", run.model || "-"], ["Step", `${done}${run.num_steps ? ` of ${run.num_steps}` : ""}`], ["Reward", number(run.reward, 3)],
       ...Object.entries(run.scores).map(([set, points]) => [set, `${number(points[0][1], 3)} → ${number(points[points.length - 1][1], 3)}`]),
       ["Took", age(ago)], ["Started", run.started === null ? "-" : new Date(run.started * 1000).toLocaleString()], ["Files", run.path]];
-    if (run.state === "running") pairs.splice(1, 0, ["Now", run.phase]);
+    if (run.state === "running") pairs.splice(1, 0, ["Now", run.phase], ["Last sign", `${age(run.now - run.updated)} ago`]);
     return element("article", { class: "card" }, element("h3", {}, run.name, element("span", { class: `badge ${run.state}` }, run.state)),
       run.num_steps ? element("progress", { max: run.num_steps, value: done, "aria-label": `${done} of ${run.num_steps} steps` }) : null,
       definitions(pairs),
@@ -124,7 +124,7 @@
     if (location.hash === "#main") { main.focus(); return; }
     const { view, query } = Data.parseAddress(location.hash), mine = ++turn;
     shownAddress = location.hash;
-    document.querySelectorAll("#views a").forEach((link) => link.toggleAttribute("aria-current", link.getAttribute("href") === `#/${view}`));
+    markCurrent(document.querySelectorAll("#views a"), (link) => link.getAttribute("href") === `#/${view}`, "page");
     page.updates = [];
     page.keys = {};
     const makers = { overview, evaluation, settings: () => settings(query), checks, curves: () => Curves.view(page, state, query), samples: () => Samples.view(page, state, query, source) };

@@ -15,6 +15,14 @@ function element(tag, attributes = {}, ...children) {
 }
 element.svg = new Set(["svg", "g", "path", "line", "text", "circle", "rect"]);
 
+// Marks one of several elements as the current one, for styles and for screen readers.
+function markCurrent(nodes, isCurrent, kind) {
+  for (const node of nodes) {
+    if (isCurrent(node)) node.setAttribute("aria-current", kind);
+    else node.removeAttribute("aria-current");
+  }
+}
+
 function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   if (Number.isInteger(value)) return Math.abs(value) < 1e7 ? String(value) : value.toExponential(2);

@@ -140,7 +140,7 @@ const Samples = (() => {
     const place = element("div", { "aria-label": "Sample" }), shown = element("div", {}, list(answer.rows, row, (next) => open(next)));
 
     async function open(next) {
-      shown.querySelectorAll("button[data-row]").forEach((button) => button.toggleAttribute("aria-current", Number(button.dataset.row) === next));
+      markCurrent(shown.querySelectorAll("button[data-row]"), (button) => Number(button.dataset.row) === next, "true");
       page.remember("samples", { run, kind: shownKind, step, start, row: next });
       try {
         place.replaceChildren(...detail(await source.get("sample", { run, kind: shownKind, step, row: next })).filter(Boolean));
