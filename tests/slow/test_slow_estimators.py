@@ -15,9 +15,17 @@ from tiny_runs import finish, metrics, quickstart
 pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
 
 
+ESTIMATORS = {
+    "rloo": (),
+    "ppo": ("--critic-lr", "2e-3", "--lambd", "0.95"),
+}
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_leave_one_out_baseline_learns_with_every_seed(tmp_path: Path, seed: int) -> None:
-    flags = ("--advantage-estimator", "rloo", "--seed", str(seed), "--rollout-seed", str(seed))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_estimator_learns_with_every_seed(tmp_path: Path, estimator: str, seed: int) -> None:
+    seeds = ("--seed", str(seed), "--rollout-seed", str(seed))
+    flags = ("--advantage-estimator", estimator, *ESTIMATORS[estimator], *seeds)
     process = quickstart(tmp_path, *flags)
     output = finish(process, seconds=900)
     assert process.returncode == 0, output

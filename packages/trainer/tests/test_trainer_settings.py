@@ -56,7 +56,7 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
 @pytest.mark.parametrize(
     "values",
     [
-        {"advantage_estimator": "ppo"},
+        {"advantage_estimator": "ppo", "train_backend": "megatron"},
         {"update_weight_mode": "delta"},
     ],
 )

@@ -35,6 +35,8 @@ CASES = {
     "bf16-rows": {"bf16": True, "lr": 1e-4, "compile": True},
     "bf16-idle": {"bf16": True, "lr": 1e-4, "max_tokens_per_gpu": 1000},
     "bf16-parts": {"bf16": True, "lr": 1e-4, "num_steps_per_rollout": 2, "fsdp_sharding": "parameters"},
+    "ppo": {"advantage_estimator": "ppo", "lambd": 0.9, "num_steps_per_rollout": 2, "critic_lr": 2e-2},
+    "bf16-ppo": {"advantage_estimator": "ppo", "bf16": True, "lr": 1e-4, "critic_lr": 1e-3},
     "moving": {"use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True, "reset_optimizer_states": True},
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.trainer.backends.build import build_backend
+from slime.trainer.backends.build import build_backend, build_critic
 from slime.trainer.batching.plan import Planner
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
@@ -139,7 +139,8 @@ class Runner:
         self.ranks = ranks or alone()
         device = pick_device(self.ranks.rank)
         self.backend = build_backend(settings, self.ranks, device, weights=weights, megatron=megatron)
-        self._step = TrainStep(settings, self.backend, self.ranks)
+        self.critic = build_critic(settings, self.ranks, device)
+        self._step = TrainStep(settings, self.backend, self.ranks, critic=self.critic)
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
         samples = make_samples(step) if samples is None else samples

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slime.trainer.backends.base import REFERENCE, TRAINING, WEIGHTS
-from slime.trainer.backends.build import build_backend, open_checkpoints
+from slime.trainer.backends.build import build_backend, build_critic, open_checkpoints
 from slime.trainer.batching.plan import FORMAT, Planner
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.debug.memory import MemoryRecord
@@ -60,15 +60,18 @@ class Trainer:
         self.backend = build_backend(
             settings, ranks, device, weights=settings.load, megatron=megatron, extra_args=extra_args
         )
+        self.critic = build_critic(settings, ranks, device)
         self._source = Path(settings.hf_checkpoint)
-        self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source)
+        self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source, self.critic)
         if settings.load:
             self._checkpoints.load(settings.load, self.state)
             self._resume_reference()
         if settings.start_rollout_id is not None:
             self.state = dataclasses.replace(self.state, step=settings.start_rollout_id - 1)
         # The ranks of a node share one store of blobs, so each can read its samples by itself.
-        self._step = TrainStep(settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None)
+        self._step = TrainStep(
+            settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None, critic=self.critic
+        )
         self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
         self._weight_sender = (
             None if rollout is None else WeightSender(settings, ranks, self.backend, rollout, self._source)
@@ -80,7 +83,7 @@ class Trainer:
         # The answer of the last iteration, for a call that is repeated.
         self._last = TrainedStep()
         self._acknowledged = True
-        self._memory = DeviceMemory(self.backend, enabled=settings.offloads_train)
+        self._memory = DeviceMemory(self.backend, self.critic, enabled=settings.offloads_train)
         self._memory.release(*PARTS)
 
     def _resume_reference(self) -> None:

@@ -184,7 +184,7 @@ def _check_batch(args: Mapping[str, Any]) -> None:
 
 def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Raises MissingFile or InvalidFile naming the flag, without reading the files as a whole."""
-    for name in ("hf_checkpoint", "ref_load"):
+    for name in ("hf_checkpoint", "ref_load", "critic_load"):
         # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
         may_be_megatron = name == "ref_load" and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):

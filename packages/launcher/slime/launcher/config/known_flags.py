@@ -18,7 +18,7 @@ PLANNED: dict[str, str] = {
     "checks for the test runs of the original system": """ci-test ci-disable-kl-checker
         ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm""",
     "the trainer's processes live as long as the run; --offload-train frees their GPU memory": "release-train",
-    "PPO with a critic is not implemented": "num-critic-only-steps value-clip lambd megatron-config-path",
+    "the critic's settings are flags of their own: --critic-lr, --critic-load and others": "megatron-config-path",
     "the trainer does not multiply in 8 bits": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
     "no family of models here has linear or sparse attention": """qwen-gdn-backend allgather-cp freeze-indexer

@@ -148,6 +148,9 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes) -> 
     ]
     if settings.needs_reference:
         items.append(Item("reference model", 4 * share, f"float32: 4 x {text}"))
+    if settings.use_critic:
+        each = 16 + 2 * bool(settings.bf16)
+        items.append(Item("critic", each * share, f"weights, gradients and moments of its own: {each} x {text}"))
     if ranks > 1:
         width = 2 if settings.bf16 else 4
         outer = 2 * shape.vocab * shape.hidden
@@ -292,6 +295,8 @@ def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, s
         weights, states = 4, 8
     each = weights + (0 if settings.no_save_optim else states)
     words = "weights" if settings.no_save_optim else "weights and optimizer"
+    if settings.use_critic:
+        return 2 * each * parameters, f"{words} of policy and critic: 2 x {each} x {parameters:,}"
     return each * parameters, f"{words}: {each} x {parameters:,}"
 
 

@@ -38,6 +38,38 @@ def reinforce_plus_plus_baseline(rewards: Tensor, kl: Tensor, lengths: Sequence[
     return broadcast_rewards(rewards, lengths) - kl_coef * kl
 
 
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    kl: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    kl_coef: float,
+    gamma: float,
+    lambd: float,
+) -> Tensor:
+    """[K] generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438) over the tokens whose mask is 1.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lambd * A_{t+1}
+
+    r_t = -kl_coef * kl_t, plus rho at the last such token, after which V and A are 0. Other tokens are not actions of
+    the policy: t + 1 is the next one that is, and A = 0 where the mask is.
+    """
+    found = torch.zeros_like(values)
+    ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+    for reward, end, length in zip(rewards, ends, lengths, strict=True):
+        actions = mask[end - length : end].nonzero()[:, 0] + end - length
+        if not len(actions):
+            continue
+        own = values[actions]
+        token_rewards = -kl_coef * kl[actions]
+        token_rewards[-1] += reward
+        deltas = token_rewards + gamma * torch.cat([own[1:], own.new_zeros(1)]) - own
+        found[actions] = discounted_returns(deltas, gamma * lambd)
+    return found
+
+
 def discounted_returns(rewards: Tensor, gamma: float, chunk: int = 128) -> Tensor:
     """[R] -> [R]: G_t = r_t + gamma * G_{t+1}, G_{R+1} = 0, by one triangular product per chunk."""
     out = torch.empty_like(rewards)

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """Inputs of advantages: rewards [S] of S samples; KL to the reference [K] and loss mask [K] of their tokens."""
+    """Inputs of advantages: rewards [S] of S samples; of their tokens, KL to the reference, loss mask and values [K].
+
+    values: of a critic, where the estimator has one.
+    """
 
     rewards: Tensor
     kl: Tensor
@@ -35,6 +38,8 @@ class Rewards:
     lengths: Sequence[int]
     kl_coef: float = 0.0
     gamma: float = 1.0
+    lambd: float = 1.0
+    values: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +95,19 @@ def discounted(x: Rewards) -> Tensor:
     return reinforce_plus_plus(x.rewards, x.kl, x.mask, x.lengths, kl_coef=x.kl_coef, gamma=x.gamma)
 
 
+def generalized(x: Rewards) -> Tensor:
+    """A_t = sum_{s>=t} (gamma * lambd)^(s-t) * delta_s, with delta_t = r_t + gamma * V_{t+1} - V_t, r as `discounted`.
+
+    Returns of the critic are A + V.
+    """
+    from slime.trainer.algorithms.advantages import generalized_advantages
+
+    assert x.values is not None
+    return generalized_advantages(
+        x.rewards, x.values, x.kl, x.mask, x.lengths, kl_coef=x.kl_coef, gamma=x.gamma, lambd=x.lambd
+    )
+
+
 def ratio_of_tokens(x: PolicyTerms) -> tuple[Tensor, Tensor]:
     """l_t = max(-ratio_t * A_t, -clip(ratio_t) * A_t)."""
     from slime.trainer.algorithms.policy_loss import clipped_loss
@@ -122,8 +140,8 @@ class Estimator:
     advantages      advantages [K] of the tokens
     subtracts_kl    whether `advantages` reads kl_coef
     discounts       whether `advantages` reads gamma
+    critic          whether a critic is trained, whose values `advantages` reads
     loss            (loss [K], 1 where the ratio was clipped [K])
-    unsupported     why there is no implementation; "": there is one
     """
 
     help: str
@@ -133,8 +151,8 @@ class Estimator:
     advantages: Callable[[Rewards], Tensor] = of_the_trajectory
     subtracts_kl: bool = False
     discounts: bool = False
+    critic: bool = False
     loss: Callable[[PolicyTerms], tuple[Tensor, Tensor]] = ratio_of_tokens
-    unsupported: str = ""
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -167,7 +185,11 @@ ESTIMATORS: dict[str, Estimator] = {
         help="reward minus its group's mean and minus the KL penalty, whitened",
         baseline=group_mean, whiten=True, advantages=less_the_kl, subtracts_kl=True,
     ),
-    "ppo": Estimator(help="generalized advantage estimation with a critic", unsupported="there is no critic"),
+    # PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438).
+    "ppo": Estimator(
+        help="generalized advantage estimation with the values of a critic, a model of its own",
+        advantages=generalized, subtracts_kl=True, discounts=True, critic=True,
+    ),
 }  # fmt: skip
 
 
@@ -179,5 +201,5 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimators_that(holds: Callable[[Estimator], bool]) -> str:
-    """The names of the supported estimators of which `holds` is true, for a sentence."""
-    return ", ".join(name for name, row in ESTIMATORS.items() if holds(row) and not row.unsupported)
+    """The names of the estimators of which `holds` is true, for a sentence."""
+    return ", ".join(name for name, row in ESTIMATORS.items() if holds(row))

@@ -42,11 +42,14 @@ TRAINING = "training"
 class Outputs:
     """Per response token, [K] float32; 0 where the loss mask is."""
 
+    # Empty for a critic.
     log_probs: Tensor
     # None unless it was asked for, and with a gradient only if that was.
     entropy: Tensor | None
     # [J, V] at the tokens with loss mask 1, before the temperature; None unless it was asked for.
     logits: Tensor | None = None
+    # Of a critic alone.
+    values: Tensor | None = None
 
 
 # (number of the micro-batch, its rows, the model's outputs for them) -> scalar.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.trainer.backends.base import Backend
-from slime.trainer.checkpoints.checkpoint import Checkpoints, HuggingFaceCheckpoints
+from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, Checkpoints, HuggingFaceCheckpoints
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.types.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from slime.trainer.backends.fsdp.critic import FsdpCritic
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,20 @@ def build_backend(
         args = _recomputed(args)
     hooks = Hooks(settings, flat_args(settings, {**(extra_args or {}), **args}))
     return MegatronBackend(settings, ranks, device, args, config, weights, hooks)
+
+
+def build_critic(settings: TrainerSettings, ranks: Ranks, device: torch.device) -> FsdpCritic | None:
+    """Builds the critic of an estimator that has one, with the weights of the checkpoint of --load if that has them."""
+    if not settings.use_critic:
+        return None
+    from slime.trainer.backends.fsdp.critic import FsdpCritic
+
+    weights = str(Path(settings.load, CRITIC_DIR)) if settings.load else None
+    if weights is not None and not Path(weights).is_dir():
+        start = settings.critic_load or settings.hf_checkpoint
+        log.warning("%s has no critic: it starts with the weights of %s", settings.load, start)
+        weights = None
+    return FsdpCritic(settings, ranks, device, weights)
 
 
 def _refuse_dropped(settings: TrainerSettings, explicit: Mapping[str, Any]) -> None:
@@ -121,13 +138,15 @@ def _recomputed(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | explicit
 
 
-def open_checkpoints(settings: TrainerSettings, backend: Backend, ranks: Ranks, source: Path) -> Checkpoints:
-    """The checkpoints of `backend`. source: directory of the config and the tokenizer."""
+def open_checkpoints(
+    settings: TrainerSettings, backend: Backend, ranks: Ranks, source: Path, critic: FsdpCritic | None = None
+) -> Checkpoints:
+    """The checkpoints of `backend` and of the critic. source: directory of the config and the tokenizer."""
     if settings.train_backend == "fsdp":
         from slime.trainer.backends.fsdp.backend import FsdpBackend
 
         assert isinstance(backend, FsdpBackend)
-        return HuggingFaceCheckpoints(backend, ranks, source)
+        return HuggingFaceCheckpoints(backend, ranks, source, critic)
     from slime.trainer.backends.megatron.backend import MegatronBackend
     from slime.trainer.backends.megatron.weights.checkpoint import TorchDistCheckpoints
 

@@ -5,6 +5,7 @@
                                                          number of ranks can load what any number saved
     trainer.json                                         format, step, updates, weight_version
     data_place.jsonl                                     the place in the data, as the buffer describes it
+    critic/                                              the same of a critic, without a place
 
 Nothing in it is a pickle. A directory without trainer.json is a plain model.
 """
@@ -41,6 +42,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("config.json", ".metadata", TRACKER)
 log = logging.getLogger(__name__)
 OPTIMIZER_DIR = "optimizer"
+CRITIC_DIR = "critic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +74,23 @@ class Checkpoints(Protocol):
 class HuggingFaceCheckpoints:
     """Checkpoints as this module describes them. source: the directory that config and tokenizer files come from."""
 
-    def __init__(self, backend: FsdpBackend, ranks: Ranks, source: Path) -> None:
+    def __init__(self, backend: FsdpBackend, ranks: Ranks, source: Path, critic: FsdpBackend | None = None) -> None:
         self._backend = backend
+        self._critic = critic
         self._ranks = ranks
         self._source = source
         self._done: int | None = None
 
     def load(self, path: str, state: TrainerState) -> None:
-        if state.has_optimizer and state.updates:
-            self._backend.load_optimizer_state(read_optimizer(path), state.updates)
-        elif state.updates:
-            log.warning("%s holds no optimizer state: its moments start anew", path)
-            self._backend.updates = state.updates
+        _load_optimizer(self._backend, path, state)
+        of_critic = str(Path(path, CRITIC_DIR))
+        if self._critic is not None and Path(of_critic).is_dir():
+            _load_optimizer(self._critic, of_critic, read_state(of_critic))
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
-        save_checkpoint(path, self._backend, self._ranks, state, self._source, optimizer=optimizer, place=place)
+        save_checkpoint(
+            path, self._backend, self._ranks, state, self._source, optimizer=optimizer, place=place, critic=self._critic
+        )
         self._done = state.step
 
     def finish(self, *, wait: bool) -> int | None:
@@ -129,6 +133,14 @@ def _state_file(path: Path) -> Path:
     return (path / f"iter_{int(number):07d}" if number.isdigit() else path) / STATE_FILE
 
 
+def _load_optimizer(backend: FsdpBackend, path: str, state: TrainerState) -> None:
+    if state.has_optimizer and state.updates:
+        backend.load_optimizer_state(read_optimizer(path), state.updates)
+    elif state.updates:
+        log.warning("%s holds no optimizer state: its moments start anew", path)
+        backend.updates = state.updates
+
+
 def read_optimizer(path: str) -> Callable[[str], Tensor]:
     """Finds an optimizer tensor of a checkpoint by name, and reads that one. Raises InvalidFile naming --load."""
     tensors = SafetensorsDir(Path(path) / OPTIMIZER_DIR)
@@ -150,29 +162,51 @@ def save_checkpoint(
     *,
     optimizer: bool = True,
     place: bytes | None = None,
+    critic: FsdpBackend | None = None,
 ) -> None:
     """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
 
     Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint; then and after any other failure nothing
     lies at `path` but what lay there before.
     """
-    state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
-    elements = sum(backend.weight_sizes().values())
-    if state.has_optimizer:
-        elements += sum(backend.optimizer_sizes().values())
-    weights = backend.named_weights()
-    moments = backend.optimizer_state() if state.has_optimizer else iter(())
+    parts = [_Part(backend, state, optimizer)]
+    if critic is not None:
+        parts.append(_Part(critic, dataclasses.replace(state, updates=critic.updates), optimizer))
 
     def write_all() -> None:
-        with whole_directory(path, WRITER, need_bytes=torch.float32.itemsize * elements) as directory:
-            copy_side_files(source, directory, "float32")
-            write(directory, as_dtype(weights, torch.float32))
-            if state.has_optimizer:
-                (directory / OPTIMIZER_DIR).mkdir()
-                write(directory / OPTIMIZER_DIR, as_dtype(moments, torch.float32))
-            write_state(directory, state, place)
+        need = torch.float32.itemsize * sum(part.elements for part in parts)
+        with whole_directory(path, WRITER, need_bytes=need) as directory:
+            parts[0].write(directory, source, place)
+            for part in parts[1:]:
+                (directory / CRITIC_DIR).mkdir()
+                part.write(directory / CRITIC_DIR, source, None)
+                # A critic may be another model than the policy.
+                part.backend.config.save_pretrained(directory / CRITIC_DIR)
 
-    ranks.on_first(write_all, weights, moments)
+    ranks.on_first(write_all, *(stream for part in parts for stream in (part.weights, part.moments)))
+
+
+class _Part:
+    """A backend as one directory of a checkpoint."""
+
+    def __init__(self, backend: FsdpBackend, state: TrainerState, optimizer: bool) -> None:
+        self.backend = backend
+        self.state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
+        self.weights = backend.named_weights()
+        self.moments = backend.optimizer_state() if self.state.has_optimizer else iter(())
+
+    @property
+    def elements(self) -> int:
+        moments = sum(self.backend.optimizer_sizes().values()) if self.state.has_optimizer else 0
+        return sum(self.backend.weight_sizes().values()) + moments
+
+    def write(self, directory: Path, source: Path, place: bytes | None) -> None:
+        copy_side_files(source, directory, "float32")
+        write(directory, as_dtype(self.weights, torch.float32))
+        if self.state.has_optimizer:
+            (directory / OPTIMIZER_DIR).mkdir()
+            write(directory / OPTIMIZER_DIR, as_dtype(self.moments, torch.float32))
+        write_state(directory, self.state, place)
 
 
 def write_state(directory: Path, state: TrainerState, place: bytes | None) -> None:

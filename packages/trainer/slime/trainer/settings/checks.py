@@ -20,6 +20,7 @@ MEGATRON_ONLY = (
 )  # fmt: skip
 
 
+CRITIC_ONLY = ("critic_load", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip", "lambd")
 # Terms and corrections of the policy loss.
 POLICY_LOSS_ONLY = (
     "kl_loss_coef", "use_tis", "use_opsm", "custom_tis_function_path", "custom_pg_loss_reducer_function_path",
@@ -28,10 +29,12 @@ POLICY_LOSS_ONLY = (
 
 def refuse_unavailable(settings: TrainerSettings) -> None:
     """Raises NotAvailable, and InvalidSetting for an unknown estimator."""
-    reason = find_estimator(settings.advantage_estimator).unsupported
-    if reason:
-        estimators = estimators_that(lambda row: True)
-        raise NotAvailable.unavailable(spelled(settings, "advantage_estimator"), reason, f"one of {estimators}")
+    if find_estimator(settings.advantage_estimator).critic and settings.train_backend == "megatron":
+        raise NotAvailable.unavailable(
+            f"{spelled(settings, 'advantage_estimator')} with --train-backend megatron",
+            "that backend trains no critic",
+            "--train-backend fsdp",
+        )
     for field, value, reason, alternative in (
         ("update_weight_mode", "delta", "weights are pushed as a whole", "full"),
     ):
@@ -87,8 +90,22 @@ def _check_estimator(s: TrainerSettings) -> None:
         _conflict(s, "kl_coef", "advantage_estimator", _used_by(estimators_that(lambda row: row.subtracts_kl)))
     if s.gamma != 1 and not estimator.discounts:
         _conflict(s, "gamma", "advantage_estimator", _used_by(estimators_that(lambda row: row.discounts)))
+    _check_critic(s)
     if s.eps_clip_c is not None and estimator.loss is constant_ratio:
         _conflict(s, "eps_clip_c", "advantage_estimator", "its loss has no dual clip")
+
+
+def _check_critic(s: TrainerSettings) -> None:
+    if s.use_critic:
+        if s.critic_lr is not None and s.min_lr > s.critic_lr:
+            _conflict(s, "min_lr", "critic_lr", "the last learning rate must be at most the first")
+        if s.lr_decay_iters is not None and s.lr_decay_iters <= s.critic_lr_warmup_iters:
+            _conflict(s, "lr_decay_iters", "critic_lr_warmup_iters", "the decay must end after the warm-up")
+        return
+    for name in CRITIC_ONLY:
+        if getattr(s, name) != getattr(type(s), name):
+            critics = estimators_that(lambda row: row.critic)
+            _requires(s, name, f"--advantage-estimator {critics}", "no other estimator has a critic")
 
 
 def _used_by(estimators: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slime.trainer.algorithms.estimators import ESTIMATORS, estimators_that
+from slime.trainer.algorithms.estimators import ESTIMATORS, estimators_that, find_estimator
 from slime.trainer.settings.checks import refuse_contradictions, refuse_unavailable
 from slime.trainer.settings.debug import DebugSettings
 from slime.types.settings import like, setting
@@ -110,6 +110,22 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     )
     clip_grad: float = setting(1.0, "Largest gradient norm; 0 turns clipping off", minimum=0)
 
+    # Critic
+    critic_load: str | None = setting(
+        None,
+        "Model, or critic/ of a checkpoint, that the critic starts from (default: --hf-checkpoint); a checkpoint of "
+        f"--load that has a critic comes before it. For {estimators_that(lambda row: row.critic)}",
+        metavar="DIR",
+    )
+    critic_lr: float | None = setting(None, "Peak learning rate of the critic (default: --lr)", above=0)
+    critic_lr_warmup_iters: int = setting(0, "Updates of the critic's linear warm-up", minimum=0)
+    num_critic_only_steps: int = setting(
+        0, "Iterations at the start of a run in which the critic trains and the policy does not", minimum=0
+    )
+    value_clip: float = setting(
+        0.2, "Change of a value in one iteration beyond which the critic's loss is clipped", minimum=0
+    )
+
     # Loss
     loss_type: str = setting("policy_loss", "Loss to minimise", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = setting(
@@ -117,10 +133,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     )
     advantage_estimator: str = setting(
         "grpo",
-        "Advantage estimator (the algorithm). "
-        + "; ".join(f"{name}: {row.help}" for name, row in ESTIMATORS.items() if not row.unsupported),
-        choices=tuple(name for name, row in ESTIMATORS.items() if not row.unsupported),
-        refused=tuple(name for name, row in ESTIMATORS.items() if row.unsupported),
+        "Advantage estimator (the algorithm). " + "; ".join(f"{name}: {row.help}" for name, row in ESTIMATORS.items()),
+        choices=tuple(ESTIMATORS),
     )
     compute_advantages_and_returns: bool = setting(
         True,
@@ -144,6 +158,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     gamma: float = setting(
         1.0, f"Discount factor of {estimators_that(lambda row: row.discounts)}", minimum=0, maximum=1
     )
+    lambd: float = setting(1.0, f"GAE's lambda, of {estimators_that(lambda row: row.critic)}", minimum=0, maximum=1)
     eps_clip: float = setting(0.2, "Lower clip width of the ratio", minimum=0)
     eps_clip_high: float | None = setting(None, "Upper clip width of the ratio (default: --eps-clip)", minimum=0)
     eps_clip_c: float | None = setting(None, "Dual-clip constant (default: no dual clip)", above=1)
@@ -305,6 +320,11 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         return round(self.lr_warmup_fraction * self.lr_decay_iters)
 
     @property
+    def use_critic(self) -> bool:
+        """True if a critic is trained."""
+        return self.compute_advantages_and_returns and find_estimator(self.advantage_estimator).critic
+
+    @property
     def needs_reference(self) -> bool:
         return self.use_kl_loss or self.kl_coef != 0
 
@@ -316,6 +336,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     def advantages_alone_train(self) -> bool:
         """True if a sample whose advantages are all 0 adds no gradient to the policy's loss."""
         other_terms = self.use_kl_loss or self.kl_coef or self.entropy_coef or self.custom_tis_function_path
+        # A critic learns from every sample.
+        other_terms = other_terms or self.use_critic
         return self.loss_type == "policy_loss" and not other_terms
 
     def on(self, device_type: str) -> TrainerSettings:

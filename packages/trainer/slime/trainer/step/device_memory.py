@@ -21,11 +21,20 @@ PARTS = (WEIGHTS, TRAINING)
 class DeviceMemory:
     """The parts WEIGHTS and TRAINING of `backend`, each on the device or in host memory. Not collective.
 
+    critic: all of it belongs to TRAINING, where there is one.
     enabled: False leaves everything in place. device_types: kinds of devices whose memory can be released.
     """
 
-    def __init__(self, backend: Backend, *, enabled: bool, device_types: Sequence[str] = ("cuda",)) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        critic: Backend | None = None,
+        *,
+        enabled: bool,
+        device_types: Sequence[str] = ("cuda",),
+    ) -> None:
         self._backend = backend
+        self._critic = critic
         self.enabled = enabled
         self._device_types = device_types
         self._away: dict[str, list[_Away]] = {}
@@ -72,6 +81,12 @@ class DeviceMemory:
         finally:
             self.release(*away)
 
+    def _tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
+        yield from self._backend.device_tensors(part)
+        if part == TRAINING and self._critic is not None:
+            for of_critic in PARTS:
+                yield from self._critic.device_tensors(of_critic)
+
     def _move(self, part: str) -> list[_Away]:
         owned = set()
         if part != WEIGHTS and WEIGHTS not in self._away:
@@ -79,7 +94,7 @@ class DeviceMemory:
             owned = {_address(tensor) for tensor, _ in self._backend.device_tensors(WEIGHTS)}
         moved: list[_Away] = []
         found: dict[int, tuple[torch.UntypedStorage, bool]] = {}
-        for tensor, matters in self._backend.device_tensors(part):
+        for tensor, matters in self._tensors(part):
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             usable = storage.device.type in self._device_types and storage.resizable() and storage.nbytes()

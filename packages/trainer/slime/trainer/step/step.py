@@ -19,6 +19,7 @@ from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
 from slime.trainer.debug.profiler import Profiler
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
+from slime.trainer.step.critic import CriticStep
 from slime.trainer.step.dump import write_train_data
 from slime.trainer.step.loss import Loss, Sums
 from slime.trainer.step.nonfinite import find_cause
@@ -41,6 +42,7 @@ class TrainStep:
         extra_args: dict[str, Any] | None = None,
         *,
         each_reads: bool = False,
+        critic: Backend | None = None,
     ) -> None:
         self.settings = settings
         self.backend = backend
@@ -48,7 +50,9 @@ class TrainStep:
         self.loss = Loss(settings, extra_args)
         self._reader = ReplicaReader(ranks, backend, each_reads=each_reads)
         self.args = flat_args(settings, extra_args)
-        self.preparation = Preparation(settings, backend, ranks, self.args)
+        self.critic = None if critic is None else CriticStep(settings, critic, ranks)
+        values = None if self.critic is None else self.critic.values
+        self.preparation = Preparation(settings, backend, ranks, self.args, values)
         self._profiler = Profiler(settings, self.args, ranks.rank)
         # From the last run, by position of the sample: float32 [response tokens], NaN for masked tokens.
         self.log_probs: dict[int, np.ndarray] = {}
@@ -71,9 +75,13 @@ class TrainStep:
             if self.settings.save_debug_train_data is not None:
                 path = self.settings.save_debug_train_data
                 self.ranks.together(lambda: write_train_data(path, step, self.ranks.rank, updates))
+            if self.critic is not None:
+                with clock.measure("perf/critic_train_time"):
+                    prepared |= self.critic.train(updates)
             results = []
+            trains_policy = self.critic is None or step >= self.settings.num_critic_only_steps
             with clock.measure("perf/actor_train_time"), self._profiler.trace("train_actor", step):
-                for number, work in enumerate(updates):
+                for number, work in enumerate(updates if trains_policy else ()):
                     self.backend.begin_update(step, number)
                     results.append(self._update(plan["updates"][number], work, positions))
         self.log_probs = {position: values.cpu().numpy() for position, values in self._scored.items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,15 +42,22 @@ class Work:
                 yield batch, targets
 
 
+# Work -> [K] of each of its micro-batches.
+Values: TypeAlias = Callable[[Work], list[Tensor | None]]
+
+
 class Preparation:
     """Sets the targets of iterations. Every method is collective."""
 
-    def __init__(self, settings: TrainerSettings, backend: Backend, ranks: Ranks, args: Any) -> None:
-        """args: what plug-ins receive."""
+    def __init__(
+        self, settings: TrainerSettings, backend: Backend, ranks: Ranks, args: Any, values: Values | None = None
+    ) -> None:
+        """args: what plug-ins receive. values: of a critic, where there is one."""
         self.settings = settings
         self.backend = backend
         self.ranks = ranks
         self.args = args
+        self._values = values
         self._estimator = find_estimator(settings.advantage_estimator)
         # With --keep-old-actor the trainer sets it.
         self.old_policies: OldPolicies | None = None
@@ -67,7 +74,7 @@ class Preparation:
         metrics = self._score_all(updates)
         pairs = [pair for work in updates for pair in work.pairs()]
         for batch, targets in pairs:
-            targets.advantages = targets.returns = self._estimate(batch, targets)
+            self._estimate(batch, targets)
         if self.settings.normalize_advantages:
             self._whiten(pairs)
         if self._postprocess is not None:
@@ -102,6 +109,7 @@ class Preparation:
             old = self._old_log_probs(work, names, trained) if stale else trained
             nothing: list[Outputs | None] = [None] * len(work.batches)
             ref = self._scores(work, REFERENCE) if s.needs_reference else nothing
+            values = self._values(work) if self._values is not None else [None] * len(work.batches)
             for i, batch in enumerate(work.batches):
                 if batch is None:
                     continue
@@ -114,6 +122,7 @@ class Preparation:
                     train_log_probs=trained[i] if s.use_rollout_logprobs else None,
                     moved=number > 0,
                     entropy=None if outputs is None else outputs.entropy,
+                    values=values[i],
                 )
                 if targets.entropy is not None and self.backend.leads_replica:
                     sums["entropy"] += float((targets.entropy * batch.weights).sum())
@@ -179,8 +188,8 @@ class Preparation:
         local_versions = sorted(trained_versions(sample for work in updates for sample in work.samples.values()))
         return sorted({version for of_rank in self.ranks.gather(local_versions) for version in of_rank})
 
-    def _estimate(self, batch: PackedBatch, targets: Targets) -> Tensor:
-        """[K] advantages before whitening."""
+    def _estimate(self, batch: PackedBatch, targets: Targets) -> None:
+        """Sets advantages, before whitening, and returns."""
         s = self.settings
         kl = torch.zeros_like(batch.mask)
         if s.kl_coef:
@@ -189,10 +198,18 @@ class Preparation:
         if self._advantages is not None:
             data = rollout_data.as_lists(batch, targets) | {"kl": list(kl.split(batch.lengths))}
             self._advantages(self.args, data)
-            return torch.cat(list(data["advantages"])).to(batch.mask)
-        return self._estimator.advantages(
-            Rewards(batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma)
-        )
+            targets.advantages = targets.returns = torch.cat(list(data["advantages"])).to(batch.mask)
+            if self._values is not None and data["returns"] is not None:
+                targets.returns = torch.cat(list(data["returns"])).to(batch.mask)
+            return
+        targets.advantages = targets.returns = self._estimator.advantages(
+            Rewards(
+                batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma, lambd=s.lambd,
+                values=targets.values,
+            )
+        )  # fmt: skip
+        if targets.values is not None:
+            targets.returns = targets.advantages + targets.values
 
     def _whiten(self, pairs: list[tuple[PackedBatch, Targets]]) -> None:
         none = torch.zeros(0, device=self.backend.device)

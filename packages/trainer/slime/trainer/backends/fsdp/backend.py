@@ -56,6 +56,8 @@ _LARGEST_SHARE = 0.5
 class FsdpBackend(Backend):
     name = "fsdp"
     can_share_prompts = True
+    # True if other models may be loaded to compare the policy with.
+    _has_references = True
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
@@ -64,8 +66,7 @@ class FsdpBackend(Backend):
         self.settings = settings
         self.ranks = ranks
         self.device = device
-        flag = "--load" if weights else "--hf-checkpoint"
-        policy = loading.load_model(weights or settings.hf_checkpoint, flag=flag)
+        policy, flag = self._load(weights)
         self._other_in_files = other_in_files(policy, flag)
         config = policy.config.get_text_config()
         self.vocab_size = config.vocab_size
@@ -84,7 +85,7 @@ class FsdpBackend(Backend):
         self.row_multiple = settings.data_pad_size_multiplier
         self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config)
         self.reference: nn.Module | None = None
-        if settings.needs_reference:
+        if settings.needs_reference and self._has_references:
             reference = loading.load_model(settings.ref_load or settings.hf_checkpoint, flag="--ref-load")
             self.reference = self._place(reference.requires_grad_(False))
             if bf16_copy:
@@ -97,6 +98,11 @@ class FsdpBackend(Backend):
             self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit, graphs=self._can_replay)
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
+
+    def _load(self, weights: str | None) -> tuple[nn.Module, str]:
+        """The model that trains, and the flag that names where it comes from."""
+        flag = "--load" if weights else "--hf-checkpoint"
+        return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
 
     def _keeps_weights_whole(self) -> bool:
         """Tells if every rank has all weights and gradients, the same on all ranks."""

@@ -17,8 +17,10 @@ from slime.types.vision import vision_of
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 
 
-def load_model(path: str, *, flag: str) -> nn.Module:
+def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     """The model of a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
+
+    other_head: the output layer will be replaced; in the files it may have any shape.
 
     Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
     """
@@ -34,14 +36,17 @@ def load_model(path: str, *, flag: str) -> nn.Module:
         )
     config = AutoConfig.from_pretrained(path)
     _turn_off_dropout(config)
+    if other_head:
+        _untie_head(config)
     for kind in layer_types(config):
         if kind not in _PACKABLE:
             raise NotAvailable.unavailable(f"layer_types {kind}", "such layers take no packed rows").at(flag)
     try:
         kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
         model = kind.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
-        )
+            path, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True,
+            ignore_mismatched_sizes=other_head,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
@@ -70,6 +75,14 @@ def _turn_off_dropout(config: Any) -> None:
             _turn_off_dropout(value)
         elif "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
+
+
+def _untie_head(config: Any) -> None:
+    """Gives the output layer weights of its own, and leaves its outputs as they are."""
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+        if getattr(part, "final_logit_softcapping", None):
+            part.final_logit_softcapping = None
 
 
 def enable_recomputation(model: Any) -> None:
