@@ -118,7 +118,7 @@ def test_file_then_flag_then_custom_file(base: list[str], tmp_path: Path) -> Non
     "text, error, words",
     [
         ("learning_rte: 1", UnknownFlag, "--config .*config.yaml: learning_rte: .*--learning-rte"),
-        ("use_opd: true", NotAvailable, "--config .*config.yaml: use_opd: --use-opd"),
+        ("release_train: true", NotAvailable, "--config .*config.yaml: release_train: --release-train"),
         ("[1, 2]", InvalidFile, "mapping"),
         ("lr: fast", InvalidSetting, "--lr"),
         ("disable_grpo_std_normalization: 3", InvalidSetting, "true or false"),
@@ -141,7 +141,7 @@ def test_unknown_flag_names_the_nearest(base: list[str]) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--use-opd",
+        "--release-train",
         "--router-policy",
         "--fp8-format",
         "--tokenizer-model=x",

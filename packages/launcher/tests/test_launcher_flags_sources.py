@@ -89,7 +89,7 @@ def test_variables_are_read_as_flags_are(parse: Parse) -> None:
             UnknownFlag,
             ["unknown variable 'SLIME_SGLANG_PROT'; use one that `slime train --help` lists"],
         ),
-        ("SLIME_USE_OPD", "1", NotAvailable, ["SLIME_USE_OPD", "--use-opd is not supported yet"]),
+        ("SLIME_RELEASE_TRAIN", "1", NotAvailable, ["SLIME_RELEASE_TRAIN", "--release-train is not supported yet"]),
     ],
 )
 def test_a_wrong_variable_is_named(

@@ -215,7 +215,7 @@ def test_every_list_that_a_plug_in_may_change_is_read_back(monkeypatch: pytest.M
     tokens = sum(sample.response_length for sample in samples)
     packed = pack(samples, [0, 1], [1.0, 0.0], [1.0, 1.0])
     batch = Batch(**vars(packed), sampled_entropies=torch.zeros(tokens))
-    targets = Targets(*(torch.zeros(tokens) for _ in range(4)), entropy=torch.zeros(tokens))
+    targets = Targets(**{field: torch.zeros(tokens) for field in rollout_data.OF_TARGETS.values()})
     work = Work([batch], [targets], [batch], dict(enumerate(samples)))
     names = [*rollout_data.OF_TARGETS, *rollout_data.OF_BATCH]
 

@@ -153,7 +153,10 @@ SERVE = "serve --hf-checkpoint m --buffer-address a:1 --rollout-address b:2".spl
     [
         (["serve", "--hf-checkpoint", "m", "--lrr", "1"], "did you mean --lr"),
         (["serve", "--hf-checkpoint", "m"], "--buffer-address is required"),
-        (["serve", "--hf-checkpoint", "m", "--advantage-estimator", "ppo"], "not supported yet"),
+        (
+            ["serve", "--hf-checkpoint", "m", "--train-backend", "megatron", "--advantage-estimator", "ppo"],
+            "--advantage-estimator ppo with --train-backend megatron is not supported yet",
+        ),
         (
             [*SERVE, "--tensor-model-parallel-size", "2"],
             "--tensor-model-parallel-size 2 requires --train-backend megatron",

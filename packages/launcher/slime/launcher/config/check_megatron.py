@@ -53,7 +53,11 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
         )
     if launcher.train_backend == "megatron":
         check_model_args(values, config, source=source)
-        for flag, directory in (("--load", trainer.load), ("--ref-load", trainer.ref_load)):
+        for flag, directory in (
+            ("--load", trainer.load),
+            ("--ref-load", trainer.ref_load),
+            ("--opd-teacher-load", trainer.opd_teacher_load),
+        ):
             _check_checkpoint(flag, directory, config, source, trainer.model_name)
         rank_layout.sizes_of(model_args(config, values), _ranks(launcher))
         _check_loss(trainer, values)

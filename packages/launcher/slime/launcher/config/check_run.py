@@ -66,7 +66,11 @@ def check_run(args: Mapping[str, Any]) -> None:
     for name in ("save", "save_hf", "save_keep", "save_retain_interval", "async_save"):
         if args[name] and args["save_interval"] is None:
             raise _requires(args, name, "--save-interval N")
-    for name, other in (("ckpt_step", "load"), ("ref_ckpt_step", "ref_load")):
+    for name, other in (
+        ("ckpt_step", "load"),
+        ("ref_ckpt_step", "ref_load"),
+        ("opd_teacher_ckpt_step", "opd_teacher_load"),
+    ):
         if args[name] is not None and args[other] is None:
             raise _requires(args, name, as_typed(other, "DIR"))
     _check_template("--save-hf", args["save_hf"])
@@ -87,6 +91,7 @@ def check_run(args: Mapping[str, Any]) -> None:
             "--sglang-skip-tokenizer-init", "--multimodal-keys", "the engine's tokenizer makes the tokens of images"
         )
     _check_reward_key(args)
+    _check_teacher(args)
     check_wandb(args)
     check_on_policy(args)
     _check_whole_vocabulary(args)
@@ -102,6 +107,15 @@ def _check_reward_key(args: Mapping[str, Any]) -> None:
     if args["rollout_function_path"] == DEFAULT_ROLLOUT_FUNCTION and not may_return_dict(rm_type):
         raise InvalidSetting.conflict(
             as_typed("reward_key", key), as_typed("rm_type", rm_type), "this reward is one number, without keys"
+        )
+
+
+def _check_teacher(args: Mapping[str, Any]) -> None:
+    if args["use_opd"] and args["opd_type"] == "sglang" and not (args["custom_rm_path"] or args["group_rm"]):
+        raise InvalidSetting.requires(
+            "--opd-type sglang",
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+            "it asks the teacher at --rm-url; a function of yours may set teacher_log_probs of samples too",
         )
 
 
@@ -184,9 +198,9 @@ def _check_batch(args: Mapping[str, Any]) -> None:
 
 def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Raises MissingFile or InvalidFile naming the flag, without reading the files as a whole."""
-    for name in ("hf_checkpoint", "ref_load", "critic_load"):
+    for name in ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"):
         # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
-        may_be_megatron = name == "ref_load" and args["train_backend"] == "megatron"
+        may_be_megatron = name in ("ref_load", "opd_teacher_load") and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
             _check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
     if args["multimodal_keys"]:

@@ -33,7 +33,6 @@ PLANNED: dict[str, str] = {
     "an engine that dies ends the run; start the run again with --load": "use-fault-tolerance",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
-    "on-policy distillation is not implemented": "use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step",
     "a secret: set WANDB_API_KEY; a command line that gives the key is taken with a warning": "wandb-key",
     "every metric is logged at the step of its rollout": "wandb-always-use-train-step",
     "metrics that are not computed here; --custom-rollout-log-function-path can compute them": """log-multi-turn

@@ -32,6 +32,7 @@ from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkp
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
+from slime.types.setting_values import flag_name
 from slime.types.settings import Parser, build, merge
 
 
@@ -176,9 +177,10 @@ def _find_weights(values: dict[str, Any]) -> None:
         del values["load"]
     elif isinstance(load, str):
         values["load"] = find_checkpoint(load, step=values.get("ckpt_step"))
-    reference, step = values.get("ref_load"), values.get("ref_ckpt_step")
-    if isinstance(reference, str) and (step is not None or steps(Path(reference))):
-        values["ref_load"] = find_checkpoint(reference, flag="--ref-load", step=step)
+    for name, of_name in (("ref_load", "ref_ckpt_step"), ("opd_teacher_load", "opd_teacher_ckpt_step")):
+        directory, step = values.get(name), values.get(of_name)
+        if isinstance(directory, str) and (step is not None or steps(Path(directory))):
+            values[name] = find_checkpoint(directory, flag=flag_name(name), step=step)
 
 
 def _assemble(

@@ -103,6 +103,9 @@ class LauncherSettings(LoopSettings, TrainingSettings, EngineSettings, ModeSetti
     ref_ckpt_step: int | None = setting(
         None, "Iteration whose checkpoint --ref-load takes (default: the newest in the directory)", minimum=0
     )
+    opd_teacher_ckpt_step: int | None = setting(
+        None, "Iteration whose checkpoint --opd-teacher-load takes (default: the newest in the directory)", minimum=0
+    )
     initial_megatron_checkpoint: str | None = setting(
         None,
         "Directory of the first weights in torch_dist format, used while --load has no checkpoint yet",

@@ -151,6 +151,8 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes) -> 
     if settings.use_critic:
         each = 16 + 2 * bool(settings.bf16)
         items.append(Item("critic", each * share, f"weights, gradients and moments of its own: {each} x {text}"))
+    if settings.loads_teacher:
+        items.append(Item("teacher", 4 * share, f"float32, if it is as large as the policy: 4 x {text}"))
     if ranks > 1:
         width = 2 if settings.bf16 else 4
         outer = 2 * shape.vocab * shape.hidden
@@ -192,6 +194,8 @@ def _megatron(settings: TrainerSettings, held: Held, sizes: Sizes, args: Mapping
         items.append(
             Item("reference model", 2 * weight * held.total, f"and a place to swap: 2 x {weight} x P", host=True)
         )
+    if settings.loads_teacher:
+        items.append(Item("teacher", weight * held.total, f"{weight} x {held.total:,}", host=True))
     return items
 
 

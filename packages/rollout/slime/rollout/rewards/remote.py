@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from slime.rollout.engines.keys import engine_headers
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, Unavailable
 
@@ -20,17 +21,20 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = TRIES) -> Any:
     if not args.rm_url:
         raise InvalidSetting.requires("--rm-type remote_rm", "--rm-url URL")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await ask(args.rm_url, payload, max_retries)
+
+
+async def ask(url: str, payload: dict[str, Any], max_retries: int = TRIES) -> Any:
+    """Posts to --rm-url and returns the JSON of its answer; waits and raises as `remote_rm`."""
     last: Exception | None = None
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)) as session:
         for attempt in range(max_retries):
             try:
-                async with session.post(args.rm_url, json=payload) as response:
+                async with session.post(url, json=payload, headers=engine_headers(url)) as response:
                     response.raise_for_status()
                     return await response.json()
             except (TimeoutError, aiohttp.ClientError) as error:
                 last = error
                 if attempt + 1 < max_retries:
                     await asyncio.sleep(min(2**attempt, 30) + random.random())
-    raise Unavailable(
-        f"--rm-url {args.rm_url}: no answer in {max_retries} tries: {last!r}", field="--rm-url", value=args.rm_url
-    )
+    raise Unavailable(f"--rm-url {url}: no answer in {max_retries} tries: {last!r}", field="--rm-url", value=url)

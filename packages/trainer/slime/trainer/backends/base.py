@@ -28,9 +28,10 @@ class NonFiniteGradient(SlimeError):
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
-# Names of weights: those that train, and those of the reference model.
+# Names of weights: those that train, those of the reference model, and those of the model to distil from.
 POLICY = ""
 REFERENCE = "ref"
+TEACHER = "teacher"
 
 
 # Parts of a rank's memory: the weights, which are sent to engines, and what only training needs besides.
@@ -91,7 +92,7 @@ class Backend(abc.ABC):
     def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
         """Without gradient, on every rank of the replica; None in, None out.
 
-        of: POLICY, REFERENCE or a name given to `keep`. Raises WrongState where there are no such weights.
+        of: POLICY, REFERENCE, TEACHER or a name given to `keep`. Raises WrongState where there are no such weights.
         """
 
     def log_probs(self, batches: Sequence[MaybeBatch], *, reference: bool = False) -> list[Tensor | None]:

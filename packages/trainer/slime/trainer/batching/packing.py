@@ -104,6 +104,17 @@ def check_sample(
         )
 
 
+def check_teacher(sample: Sample) -> None:
+    """Raises InvalidField where the sample has no log-probs of a teacher for its response tokens."""
+    found = sample.array("teacher_log_probs")
+    if found is None or len(found) != sample.response_length:
+        raise InvalidField(
+            "teacher_log_probs", None if found is None else len(found),
+            f"{sample.response_length} log-probs of the teacher, for --opd-type sglang, as --custom-rm-path "
+            f"slime.rollout.on_policy_distillation.reward_func sets them (sample {sample.index})",
+        )  # fmt: skip
+
+
 def pack(
     samples: Sequence[Sample],
     positions: Sequence[int],

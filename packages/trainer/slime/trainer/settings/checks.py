@@ -91,6 +91,7 @@ def _check_estimator(s: TrainerSettings) -> None:
     if s.gamma != 1 and not estimator.discounts:
         _conflict(s, "gamma", "advantage_estimator", _used_by(estimators_that(lambda row: row.discounts)))
     _check_critic(s)
+    _check_distillation(s)
     if s.eps_clip_c is not None and estimator.loss is constant_ratio:
         _conflict(s, "eps_clip_c", "advantage_estimator", "its loss has no dual clip")
 
@@ -106,6 +107,24 @@ def _check_critic(s: TrainerSettings) -> None:
         if getattr(s, name) != getattr(type(s), name):
             critics = estimators_that(lambda row: row.critic)
             _requires(s, name, f"--advantage-estimator {critics}", "no other estimator has a critic")
+
+
+def _check_distillation(s: TrainerSettings) -> None:
+    if not s.use_opd:
+        for name in ("opd_type", "opd_teacher_load"):
+            if getattr(s, name) is not None:
+                _requires(s, name, "--use-opd")
+        if s.opd_kl_coef != type(s).opd_kl_coef:
+            _requires(s, "opd_kl_coef", "--use-opd")
+        return
+    if s.opd_type is None:
+        raise InvalidSetting.requires("--use-opd", "--opd-type sglang or --opd-type trainer")
+    if not s.compute_advantages_and_returns:
+        _conflict(s, "use_opd", "compute_advantages_and_returns", "the teacher counts in the advantages")
+    if s.loads_teacher and s.opd_teacher_load is None:
+        _requires(s, "opd_type", "--opd-teacher-load DIR")
+    if not s.loads_teacher and s.opd_teacher_load is not None:
+        _requires(s, "opd_teacher_load", "--opd-type trainer", "an engine loads its model itself")
 
 
 def _used_by(estimators: str) -> str:
@@ -146,7 +165,7 @@ def compares_rewards(settings: TrainerSettings) -> bool:
         settings.custom_convert_samples_to_train_data_path, settings.rollout_data_postprocess_path,
     )  # fmt: skip
     centred = find_estimator(settings.advantage_estimator).baseline is not None and settings.rewards_normalization
-    return settings.loss_type == "policy_loss" and centred and not any(plug_ins)
+    return settings.loss_type == "policy_loss" and centred and not settings.use_opd and not any(plug_ins)
 
 
 def refuse_groups_of_one(settings: TrainerSettings) -> None:

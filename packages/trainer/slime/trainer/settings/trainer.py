@@ -13,6 +13,8 @@ from slime.types.shared_settings import BatchSettings, GroupSettings, ModeSettin
 
 # Kinds of weights that correct for the mismatch of engine and trainer; see `algorithms.importance`.
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Where the log-probs of a teacher come from.
+OPD_TYPES = ("sglang", "trainer", "megatron")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -175,6 +177,24 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         f"Weight of the KL penalty inside the reward ({estimators_that(lambda row: row.subtracts_kl)})",
         minimum=0,
     )
+    use_opd: bool = setting(
+        False,
+        "On-policy distillation: subtract --opd-kl-coef times (log-prob of the policy - log-prob of the teacher) from "
+        "the advantage of each token",
+    )
+    opd_type: str | None = setting(
+        None,
+        "Source of the teacher's log-probs for --use-opd: sglang, an engine that a reward function asks "
+        "(slime.rollout.on_policy_distillation.reward_func); trainer, or megatron: the model of --opd-teacher-load",
+        choices=OPD_TYPES,
+    )
+    opd_kl_coef: float = setting(1.0, "Weight of the teacher in the advantages of --use-opd", minimum=0)
+    opd_teacher_load: str | None = setting(
+        None,
+        "Hugging Face directory of the teacher, with the policy's vocabulary; with megatron also a torch_dist "
+        "checkpoint, and of the policy's architecture",
+        metavar="DIR",
+    )
     use_rollout_entropy: bool = setting(
         False,
         "Compute the policy's entropy before the updates of an iteration: metric rollout/entropy, and an input "
@@ -329,6 +349,11 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         return self.use_kl_loss or self.kl_coef != 0
 
     @property
+    def loads_teacher(self) -> bool:
+        """True if the trainer has a model to distil from."""
+        return self.use_opd and self.opd_type != "sglang"
+
+    @property
     def reads_rollout_log_probs(self) -> bool:
         return self.use_tis or self.use_rollout_logprobs or self.get_mismatch_metrics
 
@@ -337,7 +362,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         """True if a sample whose advantages are all 0 adds no gradient to the policy's loss."""
         other_terms = self.use_kl_loss or self.kl_coef or self.entropy_coef or self.custom_tis_function_path
         # A critic learns from every sample.
-        other_terms = other_terms or self.use_critic
+        other_terms = other_terms or self.use_critic or self.use_opd
         return self.loss_type == "policy_loss" and not other_terms
 
     def on(self, device_type: str) -> TrainerSettings:

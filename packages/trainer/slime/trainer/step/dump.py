@@ -5,7 +5,7 @@
     positions, updates, total_lengths, response_lengths [S] int64; rewards [S] float32
     tokens [L] int32
     loss_masks, weights, advantages, returns, log_probs, ref_log_probs, rollout_log_probs, entropy,
-    values [K] float32
+    values, teacher_log_probs [K] float32
 
 Samples lie end to end, in the order of `positions`, their places in the iteration; `updates` is the optimizer update
 of each. Entries that were not computed are absent. The file's metadata has format, rollout_id and rank.
@@ -58,6 +58,7 @@ def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]
                     "ref_log_probs": targets.ref_log_probs,
                     "entropy": targets.entropy,
                     "values": targets.values,
+                    "teacher_log_probs": targets.teacher_log_probs,
                 }
             for name, values in tensors.items():
                 if values is not None:

@@ -47,6 +47,7 @@ class Targets:
     # True if the policy has been updated since these targets were set.
     moved: bool = False
     entropy: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
     # Of the critic before the iteration's first update.
     values: Tensor | None = None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Name in the dictionary -> attribute: tensors [R] of each sample, which a plug-in may replace or change in place.
 OF_TARGETS = {
     "advantages": "advantages", "returns": "returns", "log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs",
-    "entropy": "entropy", "values": "values",
+    "entropy": "entropy", "values": "values", "teacher_log_probs": "teacher_log_probs",
 }  # fmt: skip
 OF_BATCH = {"loss_masks": "mask", "rollout_log_probs": "rollout_log_probs"}
 

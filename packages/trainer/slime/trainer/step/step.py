@@ -13,7 +13,7 @@ import torch
 
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.backends.learning_rate import learning_rate
-from slime.trainer.batching.packing import PackedBatch, check_sample, pack, prompt_digest
+from slime.trainer.batching.packing import PackedBatch, check_sample, check_teacher, pack, prompt_digest
 from slime.trainer.batching.plan import assign, lengths_of
 from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
 from slime.trainer.debug.profiler import Profiler
@@ -150,6 +150,8 @@ class TrainStep:
         needs_log_probs = s.reads_rollout_log_probs
         for position, sample in samples.items():
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
+            if s.use_opd and not s.loads_teacher:
+                check_teacher(sample)
             expected = plan["lengths"][position]
             if len(sample.array("tokens")) != expected:
                 raise InvalidField(

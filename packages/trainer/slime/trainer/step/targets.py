@@ -12,7 +12,7 @@ from torch import Tensor
 from slime.trainer.algorithms.advantages import whiten
 from slime.trainer.algorithms.estimators import Rewards, find_estimator
 from slime.trainer.algorithms.kl import approximate_kl
-from slime.trainer.backends.base import POLICY, REFERENCE, Backend, Outputs
+from slime.trainer.backends.base import POLICY, REFERENCE, TEACHER, Backend, Outputs
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
@@ -75,6 +75,8 @@ class Preparation:
         pairs = [pair for work in updates for pair in work.pairs()]
         for batch, targets in pairs:
             self._estimate(batch, targets)
+        if self.settings.use_opd:
+            metrics |= self._distil(pairs)
         if self.settings.normalize_advantages:
             self._whiten(pairs)
         if self._postprocess is not None:
@@ -90,7 +92,7 @@ class Preparation:
         if s.use_rollout_logprobs:
             return s.get_mismatch_metrics and updates > 1
         plugins = self._advantages is not None or self._postprocess is not None
-        return updates > 1 or s.kl_coef != 0 or plugins
+        return updates > 1 or s.kl_coef != 0 or s.use_opd or plugins
 
     def _score_all(self, updates: list[Work]) -> dict[str, float]:
         s = self.settings
@@ -109,6 +111,7 @@ class Preparation:
             old = self._old_log_probs(work, names, trained) if stale else trained
             nothing: list[Outputs | None] = [None] * len(work.batches)
             ref = self._scores(work, REFERENCE) if s.needs_reference else nothing
+            teacher = self._teacher_log_probs(work)
             values = self._values(work) if self._values is not None else [None] * len(work.batches)
             for i, batch in enumerate(work.batches):
                 if batch is None:
@@ -123,6 +126,7 @@ class Preparation:
                     moved=number > 0,
                     entropy=None if outputs is None else outputs.entropy,
                     values=values[i],
+                    teacher_log_probs=teacher[i],
                 )
                 if targets.entropy is not None and self.backend.leads_replica:
                     sums["entropy"] += float((targets.entropy * batch.weights).sum())
@@ -210,6 +214,41 @@ class Preparation:
         )  # fmt: skip
         if targets.values is not None:
             targets.returns = targets.advantages + targets.values
+
+    def _teacher_log_probs(self, work: Work) -> list[Tensor | None]:
+        """[K] of each micro-batch; None without distillation."""
+        if self.settings.loads_teacher:
+            return [None if outputs is None else outputs.log_probs for outputs in self._scores(work, TEACHER)]
+        if not self.settings.use_opd:
+            return [None] * len(work.batches)
+        return [
+            None
+            if batch is None
+            else torch.cat(
+                [
+                    torch.as_tensor(work.samples[position].array("teacher_log_probs")).to(batch.mask)
+                    for position in batch.positions
+                ]
+            )
+            for batch in work.batches
+        ]
+
+    def _distil(self, pairs: list[tuple[PackedBatch, Targets]]) -> dict[str, float]:
+        """Subtracts the weighted difference to the teacher from the advantages; returns its mean over tokens.
+
+        A_t - opd_kl_coef * (log p(policy) - log p(teacher)): the expectation of the difference under the policy is the
+        reverse KL divergence (Lu et al., "On-Policy Distillation", 2025).
+        """
+        sums = {"difference": 0.0, "weight": 0.0}
+        for batch, targets in pairs:
+            assert targets.old_log_probs is not None and targets.teacher_log_probs is not None
+            difference = (targets.old_log_probs - targets.teacher_log_probs).where(batch.mask != 0, 0.0)
+            targets.advantages = targets.advantages - self.settings.opd_kl_coef * difference
+            if self.backend.leads_replica:
+                sums["difference"] += float((difference * batch.weights).sum())
+                sums["weight"] += float(batch.weights.sum())
+        totals = self.ranks.add_numbers(sums)
+        return {"train/opd_reverse_kl": totals["difference"] / totals["weight"] if totals["weight"] else 0.0}
 
     def _whiten(self, pairs: list[tuple[PackedBatch, Targets]]) -> None:
         none = torch.zeros(0, device=self.backend.device)

@@ -21,6 +21,7 @@ from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.backends.base import (
     POLICY,
     REFERENCE,
+    TEACHER,
     TRAINING,
     WEIGHTS,
     Backend,
@@ -90,6 +91,13 @@ class FsdpBackend(Backend):
             self.reference = self._place(reference.requires_grad_(False))
             if bf16_copy:
                 loading.round_parameters(self.reference)
+        self.teacher: nn.Module | None = None
+        if settings.loads_teacher and self._has_references:
+            assert settings.opd_teacher_load is not None
+            teacher = loading.load_model(settings.opd_teacher_load, flag="--opd-teacher-load")
+            self.teacher = self._place(teacher.requires_grad_(False))
+            if bf16_copy:
+                loading.round_parameters(self.teacher)
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
         self._fused: FusedLogProbs | None = None
         self._rows: StaticRows | None = None
@@ -175,6 +183,10 @@ class FsdpBackend(Backend):
             if self.reference is None:
                 raise WrongState("no reference model was loaded")
             return self._scores(self.reference, batches, entropy)
+        if of == TEACHER:
+            if self.teacher is None:
+                raise WrongState("no teacher was loaded")
+            return self._scores(self.teacher, batches, entropy)
         if of == POLICY:
             return self._scores(self.policy, batches, entropy)
         if of not in self.snapshots:
@@ -311,9 +323,10 @@ class FsdpBackend(Backend):
             return
         assert part == TRAINING
         yield from ((tensor, True) for tensor in self._optimizer.device_tensors())
-        if self.reference is not None:
-            loading.reshard(self.reference)
-            yield from ((tensor, True) for tensor in _tensors(self.reference))
+        for other in (self.reference, self.teacher):
+            if other is not None:
+                loading.reshard(other)
+                yield from ((tensor, True) for tensor in _tensors(other))
 
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         for name, tensor in self._weights():

@@ -15,6 +15,7 @@ from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.backends.base import (
     POLICY,
     REFERENCE,
+    TEACHER,
     TRAINING,
     WEIGHTS,
     Backend,
@@ -88,6 +89,10 @@ class MegatronBackend(Backend):
             reference = settings.ref_load or settings.hf_checkpoint
             initial.load(chunks, self.args, config, reference, flag="--ref-load")
             self.snapshots.keep(REFERENCE)
+        if settings.loads_teacher:
+            assert settings.opd_teacher_load is not None
+            initial.load(chunks, self.args, config, settings.opd_teacher_load, flag="--opd-teacher-load")
+            self.snapshots.keep(TEACHER)
         initial.load(chunks, self.args, config, weights_from or settings.hf_checkpoint, flag="--load")
         freezing.apply(chunks, settings, ranks)
         self.models = chunks
@@ -148,7 +153,7 @@ class MegatronBackend(Backend):
             raise WrongState("no reference model was loaded" if of == REFERENCE else f"no weights were kept as {of}")
         self.optimizer.settle()
         with self.snapshots.swapped_in(of):
-            self.hooks.before_log_probs(self.chunks, "ref_" if of == REFERENCE else "")
+            self.hooks.before_log_probs(self.chunks, {REFERENCE: "ref_", TEACHER: "teacher_"}.get(of, ""))
             return self._scores(batches, entropy)
 
     def _scores(self, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:

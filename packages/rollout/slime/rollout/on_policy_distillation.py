@@ -1,0 +1,58 @@
+"""On-policy distillation from a teacher behind an engine's HTTP: its log-probs of the tokens that the policy sampled.
+
+    slime train --use-opd --opd-type sglang --rm-url http://HOST:PORT/generate
+        --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+        --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
+
+The teacher has the tokenizer of the policy. The trainer subtracts --opd-kl-coef times the difference of log-probs from
+the advantages; the reward itself is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.rewards.remote import ask
+from slime.types import Sample
+from slime.types.errors import InvalidField, InvalidSetting
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Sets `teacher_log_probs` of the sample and returns 0, the contract of `--custom-rm-path`.
+
+    Raises InvalidSetting without --rm-url, Unavailable if it does not answer, InvalidField for another answer than an
+    engine's.
+    """
+    if not args.rm_url:
+        raise InvalidSetting.requires("slime.rollout.on_policy_distillation.reward_func", "--rm-url URL")
+    tokens = [int(token) for token in sample.tokens]
+    answer = await ask(
+        args.rm_url,
+        {
+            "input_ids": tokens,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        },
+    )
+    sample.teacher_log_probs = response_log_probs(answer, tokens, sample.response_length)
+    return 0.0
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """Zeros for raw and training rewards, the contract of `--custom-reward-post-process-path`."""
+    return [0.0] * len(samples), [0.0] * len(samples)
+
+
+def response_log_probs(answer: Any, tokens: Sequence[int], response_length: int) -> list[float]:
+    """Log-probs of the last `response_length` of `tokens` in an engine's answer. Raises InvalidField."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(entries, list) or [entry[1] for entry in entries] != list(tokens):
+        got = f"{len(entries)} entries" if isinstance(entries, list) else None
+        raise InvalidField(
+            "meta_info.input_token_logprobs", got,
+            f"(log-prob, token) of each of the {len(tokens)} tokens that --rm-url was sent, as SGLang answers",
+        )  # fmt: skip
+    return [float(entry[0]) for entry in entries[len(entries) - response_length :]]

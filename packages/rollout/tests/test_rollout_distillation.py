@@ -1,0 +1,53 @@
+"""Log-probs of a teacher behind HTTP: what it is asked, and what becomes of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.types import Sample
+from slime.types.errors import InvalidField, InvalidSetting
+
+TOKENS = [5, 6, 7, 8]
+
+
+async def ask(entries: Any) -> tuple[float, Sample, dict[str, Any]]:
+    """Scores a sample with a teacher that answers with `entries`; returns the request too."""
+    requests = []
+
+    async def generate(request: web.Request) -> web.Response:
+        requests.append(await request.json())
+        return web.json_response({"text": "", "meta_info": {"input_token_logprobs": entries}})
+
+    application = web.Application()
+    application.router.add_post("/generate", generate)
+    sample = Sample(tokens=TOKENS, response_length=2, status=Sample.Status.COMPLETED)
+    async with TestServer(application) as server:
+        reward = await reward_func(SimpleNamespace(rm_url=str(server.make_url("/generate"))), sample)
+    return reward, sample, requests[0]
+
+
+def test_a_sample_gets_the_teachers_log_probs_of_its_response() -> None:
+    entries = [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None], [-2.5, 8, None]]
+    reward, sample, request = asyncio.run(ask(entries))
+    assert reward == 0.0 and sample.teacher_log_probs == [-1.5, -2.5]
+    assert request["input_ids"] == TOKENS and request["return_logprob"] and request["logprob_start_len"] == 0
+    assert request["sampling_params"]["max_new_tokens"] == 0
+    assert post_process_rewards(None, [sample, sample]) == ([0.0, 0.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("entries", [None, [[-0.5, 6, None]], [[None, 5, None], [-1, 6, None], [-1, 9, None], [-1, 8]]])
+def test_an_answer_about_other_tokens_is_refused(entries: Any) -> None:
+    with pytest.raises(InvalidField, match="input_token_logprobs.*4 tokens"):
+        asyncio.run(ask(entries))
+
+
+def test_the_teachers_address_is_required() -> None:
+    with pytest.raises(InvalidSetting, match="reward_func requires --rm-url URL"):
+        asyncio.run(reward_func(SimpleNamespace(rm_url=None), Sample(tokens=TOKENS, response_length=2)))
