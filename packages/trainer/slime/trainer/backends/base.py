@@ -49,7 +49,7 @@ class Outputs:
     entropy: Tensor | None
     # [J, V] at the tokens with loss mask 1, before the temperature; None unless it was asked for.
     logits: Tensor | None = None
-    # Of a critic alone.
+    # A critic's only output.
     values: Tensor | None = None
 
 

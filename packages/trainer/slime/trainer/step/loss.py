@@ -48,7 +48,7 @@ class Targets:
     moved: bool = False
     entropy: Tensor | None = None
     teacher_log_probs: Tensor | None = None
-    # Of the critic before the iteration's first update.
+    # The critic's, before the iteration's first update.
     values: Tensor | None = None
 
 
