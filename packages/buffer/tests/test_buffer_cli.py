@@ -44,6 +44,8 @@ def test_serves_until_a_signal(write_jsonl, tmp_path, number):
         (["serve", "--promt-data", "x"], "unknown option --promt-data; did you mean --prompt-data?"),
         (["serve", "--n-samples-per-prompt", "0"], "--n-samples-per-prompt must be at least 1, got 0"),
         (["serve", "--prompt-data", "none.jsonl"], "no such file none.jsonl"),
+        (["serve", "--prompt-data", "a.jsonl@[0:x]"], "--prompt-data must be PATH@[a:b] with integers a and b"),
+        (["serve", "--buffer-dir", __file__], "--buffer-dir must be a directory, got"),
         (["serve", "--eval-prompt-data", "a", "b", "c"], "must be pairs of NAME PATH"),
         (["serve", "--buffer-durability", "perfect"], "process, power"),
         (["serve", "--host", "0.0.0.0"], "--host 0.0.0.0"),

@@ -146,7 +146,7 @@ def test_data_is_read_and_the_broken_line_named(tmp_path: Path) -> None:
         ("gone.jsonl", None, "no such file"),
         ("rows.csv", "a,b", "unknown ending '.csv'"),
         ("empty.jsonl", "\n", "no rows"),
-        ("list.jsonl", "[1]\n", "line 1: got list"),
+        ("list.jsonl", "[1]\n", "line 1 must be a JSON object, got [1]"),
         ("table.parquet", "nothing of the kind", "not a parquet file"),
     ],
 )
@@ -179,8 +179,8 @@ def test_labels_that_are_null_are_a_warning(tmp_path: Path) -> None:
     "source, words",
     [
         ("def other(args, sample): ...", "has no 'reward'"),
-        ("def reward(args): ...", "it takes (args), expected (args, sample)"),
-        ("reward = 3", "reward is a int"),
+        ("def reward(args): ...", "it takes (args), and is called with (args, sample)"),
+        ("reward = 3", "reward is a value of type int, not a function"),
         ("import nothing_like_it", "nothing_like_it"),
         ("1 / 0", "ZeroDivisionError"),
     ],

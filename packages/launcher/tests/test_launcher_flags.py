@@ -192,6 +192,7 @@ def test_page_is_up_to_date() -> None:
             ["--reward-key", "score", "--rm-type", "math"],
             ["--reward-key score and --rm-type math cannot be used together: this reward is one number"],
         ),
+        (["--eval-prompt-data", "a", "p.jsonl@[0:x]"], ["--eval-prompt-data a must be PATH@[a:b] with integers"]),
         (["--max-tokens-per-gpu", "9"], ["--max-tokens-per-gpu 9 requires --use-dynamic-batch-size"]),
         (
             ["--colocate", "--rollout-external-engine-addrs", "h:1"],

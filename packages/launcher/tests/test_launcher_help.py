@@ -49,6 +49,7 @@ def test_a_help_text_is_a_phrase_that_stands_alone() -> None:
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["train_async"], "unknown command 'train_async'; did you mean train-async?"),
         (["doctr"], "unknown command 'doctr'; did you mean doctor?"),
+        (["buffer", "serve"], "unknown command 'buffer'; use slime-buffer"),
         (["eval"], "unknown command 'eval'; known ones are train, train-async, doctor, show, runs, compare"),
     ],
 )

@@ -135,6 +135,7 @@ def test_each_kind_of_fault_is_worded_in_one_way(
         ("gpro", ["grpo", "gspo"], "grpo"),
         ("GRPO", ["cispo", "grpo"], "grpo"),
         ("zzz", ["grpo"], None),
+        ("--foo", ["--offload"], None),
         ("", ["grpo"], None),
     ],
 )

@@ -60,8 +60,8 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("{file}:missing", ["has no 'missing'", "exact"]),
-        ("{file}:NUMBER", ["NUMBER is a int", "something callable"]),
-        ("{file}:alone", ["it takes (args)", "expected (args, sample), which returns a number"]),
+        ("{file}:NUMBER", ["NUMBER is a value of type int, not a function"]),
+        ("{file}:alone", ["it takes (args), and is called with (args, sample) to return a number"]),
         ("{file}", ["defines 3 public functions (exact, later, alone)"]),
         ("{dir}/nowhere.py:f", ["no such file"]),
         ("{dir}/broken.py:f", ["SyntaxError"]),
@@ -69,8 +69,9 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
         ("{dir}/exits.py:f", ["loading it raised SystemExit: 3"]),
         ("no_such_package_of_ours.f", ["no module named 'no_such_package_of_ours'"]),
         ("os.path.no_such_function", ["has no 'no_such_function'"]),
-        ("plain", ["it is not a path"]),
-        ("", ["it is not a path"]),
+        ("plain", ["it is not of the form package.module.name or path/to/file.py:name"]),
+        ("", ["it is not of the form"]),
+        ("{file}:exat", ["has no 'exat'; did you mean exact?"]),
     ],
 )
 def test_what_is_wrong_with_a_path_is_said(file: Path, path: str, words: list[str]) -> None:

@@ -336,6 +336,8 @@ class Directory:
     def __init__(self, path: str | None) -> None:
         self.temporary = path is None
         self.path = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="slime-buffer-"))
+        if self.path.is_file():
+            raise InvalidSetting.must_be("--buffer-dir", "a directory", got=str(self.path), reason="it is a file")
         with path_errors(self.path, "--buffer-dir"):
             self.path.mkdir(parents=True, exist_ok=True)
             # The directory itself: a lock on a file in it is lost with the file.

@@ -35,6 +35,8 @@ commands:
 # Commands that only look at runs.
 LOOKS = ("show", "runs", "compare")
 COMMANDS = ("train", "train-async", "doctor", *LOOKS)
+# Parts of the system with commands of their own: slime-buffer, ...
+SERVICES = ("buffer", "rollout", "trainer", "convert")
 # Exit code of a dry run that finds the GPUs too small.
 DOES_NOT_FIT = 3
 
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return show(words[0], words[1:])
     if words[0] not in ("train", "train-async"):
-        print(f"slime: error: {wrong_command(words, COMMANDS)}", file=sys.stderr)
+        elsewhere = f"unknown command {words[0]!r}; use slime-{words[0]}" if words[0] in SERVICES else ""
+        print(f"slime: error: {elsewhere or wrong_command(words, COMMANDS)}", file=sys.stderr)
         return 2
     return run_train(words[1:], asynchronous=words[0] == "train-async")
 

@@ -90,10 +90,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     longer = [each for each in names if each.startswith((f"{name}-", f"{name}_"))]
     if len(longer) == 1:
         return longer[0]
-    matcher = difflib.SequenceMatcher(b=name.lower())
+    matcher = difflib.SequenceMatcher(b=name.lower().lstrip("-"))  # dashes are no similarity
     best, similarity = None, 0.0
     for each in names:
-        matcher.set_seq1(each.lower())
+        matcher.set_seq1(each.lower().lstrip("-"))
         least = max(SIMILAR, similarity)
         if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
             continue

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime.types.errors import PluginError
+from slime.types.errors import PluginError, nearest
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.setting_values import flag_name
 
@@ -37,9 +37,8 @@ def load_plugin(path: str, *, flag: str, shown: str = "", names: Sequence[str] =
     function = find_function(path, flag=setting, names=names, usual=contract.names)
     function = getattr(function, contract.constructor or "", None) or function
     if not contract.fits(function):
-        raise _error(
-            path, setting, f"it takes {inspect.signature(function)}", f"{contract}, which returns {contract.returns}"
-        )
+        problem = f"it takes {inspect.signature(function)}, and is called with {contract} to return {contract.returns}"
+        raise _error(path, setting, problem, str(contract))
     return function
 
 
@@ -67,9 +66,11 @@ def find_function(
         function = getattr(module, name)
     except AttributeError:
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise _error(path, flag, f"{module_path} has no {name!r}", f"one of {', '.join(public[:8])}") from None
+        near = nearest(name, public)
+        hint = f"did you mean {near}?" if near else f"it has {', '.join(public[:8]) or 'no functions'}"
+        raise _error(path, flag, f"{module_path} has no {name!r}; {hint}", near or ", ".join(public[:8])) from None
     if not callable(function):
-        raise _error(path, flag, f"{name} is a {type(function).__name__}", "something callable")
+        raise _error(path, flag, f"{name} is a value of type {type(function).__name__}, not a function", "a function")
     return function
 
 
@@ -81,7 +82,8 @@ def _split(path: str, flag: str) -> tuple[str, str]:
         return path, ""
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
-        raise _error(path, flag, "it is not a path", '"package.module.name" or "path/to/file.py:name"')
+        forms = "package.module.name or path/to/file.py:name"
+        raise _error(path, flag, f"it is not of the form {forms}", forms)
     return module, name
 
 
@@ -134,11 +136,14 @@ def _function_of_file(module: ModuleType, path: str, flag: str, names: Sequence[
                 return name
         listing = ", ".join(callables) or "none"
         raise _error(
-            path, flag, f"the file defines {len(callables)} public functions ({listing})", f"one, or {path}:NAME"
+            path,
+            flag,
+            f"the file defines {len(callables)} public functions ({listing}); name one: {path}:NAME",
+            f"{path}:NAME",
         )
     return callables[0]
 
 
 def _error(path: str, flag: str, problem: str, expected: str) -> PluginError:
     prefix = f"{flag} " if flag else ""
-    return PluginError(f"{prefix}{path}: {problem}, expected {expected}", field=flag, value=path, expected=expected)
+    return PluginError(f"{prefix}{path}: {problem}", field=flag, value=path, expected=expected)

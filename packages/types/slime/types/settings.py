@@ -216,7 +216,9 @@ def add_flags(parser: argparse.ArgumentParser, *settings: type, show_hidden: boo
     show_hidden: describe also the settings that `--help` leaves out.
     """
     for cls in settings:
-        group = parser.add_argument_group((cls.__doc__ or cls.__name__).splitlines()[0].rstrip("."))
+        title = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
+        # The flags of a command that is described above them need no title.
+        group: Any = parser if (parser.description or "").startswith(title) else parser.add_argument_group(title)
         hints = typing.get_type_hints(cls)
         declared = {action.dest for action in parser._actions}
         for field in dataclasses.fields(cls):

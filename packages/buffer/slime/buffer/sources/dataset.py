@@ -85,7 +85,7 @@ def read_dataset(
     check_readable(path, "prompt data")
     ending = os.path.splitext(path)[1].lower()
     if ending not in READERS:
-        raise InvalidSetting.must_be("prompt_data", f"a file that ends in {' or '.join(READERS)}", got=path)
+        raise InvalidSetting.must_be("--prompt-data", f"a file that ends in {' or '.join(READERS)}", got=path)
     read = READERS[ending](path)
     if _counts_from_start(rows):
         read = islice(read, rows.start, rows.stop)
@@ -110,7 +110,7 @@ def read_dataset(
     return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
 
 
-def split_slice(source: str) -> tuple[str, slice]:
+def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
     """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)). Raises InvalidSetting for another form behind `@[`."""
     path, mark, bounds = source.rpartition("@[")
     if not mark:
@@ -118,7 +118,7 @@ def split_slice(source: str) -> tuple[str, slice]:
     match = re.fullmatch(r"(-?\d*):(-?\d*)\]", bounds)
     if match is None or "-" in match.groups():
         raise InvalidSetting.must_be(
-            "prompt_data", "PATH@[a:b] with integers a and b, each of which may be left out", got=source
+            flag, "PATH@[a:b] with integers a and b, each of which may be left out", got=source
         )
     start, stop = (int(text) if text else None for text in match.groups())
     return path, slice(start, stop)

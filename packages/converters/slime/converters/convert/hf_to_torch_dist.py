@@ -33,7 +33,7 @@ from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
 from slime.types.directories import check_replaceable, whole_directory
 from slime.types.errors import InvalidSetting, MissingFile, SlimeError
-from slime.types.files import write_whole
+from slime.types.files import no_directory, write_whole
 
 # A chunk is small because loading a part of one reads all of it.
 CHUNK_BYTES = 128 << 20
@@ -122,6 +122,8 @@ def read_model(
     """Raises MissingFile, InvalidFile, or InvalidSetting with each contradiction between flags and config,
     or with a parallel size that the model cannot be cut by."""
     path = Path(hf_checkpoint)
+    if not path.is_dir():
+        raise no_directory(path, "--hf-checkpoint")
     config = read_model_config(path, model_name)
     check_model_args(dict(given), dict(config))
     args = model_args(config, given)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime.buffer.sources.dataset import READERS
+from slime.buffer.sources.dataset import READERS, split_slice
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.check_loop import check_loop, check_recordings
@@ -37,7 +36,6 @@ from slime.types.vision import require_vision
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-ROW_SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
 
 # A larger number is a typing error, and planning it rank by rank would take for ever.
 MOST_GPUS = 1_000_000
@@ -235,7 +233,7 @@ def _check_recording(flag: str, template: str, first: int | None) -> None:
 
 
 def _check_prompts(flag: str, path: str) -> None:
-    file = Path(ROW_SLICE.sub("", path))
+    file = Path(split_slice(path, flag)[0])
     if not file.exists() and (hint := hub_hint(file, flag, "dataset")):
         raise MissingFile(f"{flag}: no such file {file}{hint}", field=flag, value=path, expected="a file")
     check_readable(file, flag)

@@ -57,9 +57,9 @@ def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
 
 def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> Iterator[Finding]:
     try:
-        path, rows = split_slice(source)
+        path, rows = split_slice(source, flag)
     except SlimeError as error:
-        yield fail(f"{flag}: {error}", "FILE@[a:b] takes rows a to b")
+        yield fail(str(error), "FILE@[a:b] takes rows a to b")
         return
     file = Path(path)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +63,8 @@ class EngineHTTP:
             ) from None
         except aiohttp.ClientError as error:
             reason = str(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+                reason = os.strerror(error.os_error.errno)
             raise EngineError(
                 f"engine {self.name} at {self.url} is gone ({method} {path}: {reason})", field=self.name, value=reason
             ) from error
