@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_run_files import Row, add_steps, make_run
+from launcher_run_files import Row, add_steps, group, make_run
 
+from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
+from slime.launcher.run_directory.state import recorded
 from slime.launcher.show.answers import Answers
 from slime.launcher.show.command import serve
 from slime.launcher.show.html_page import SCRIPTS, request, write_html
@@ -132,6 +134,11 @@ def shift_mask(rows: list[Row]) -> None:
         row["response"] = "<img src=x onerror=document.title='bad'>"
 
 
+def write_kept(run: Path, step: int) -> None:
+    (run / DIRECTORY).mkdir(exist_ok=True)
+    write_file(run / DIRECTORY / f"{step:06d}.parquet", group(step, step))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # pants: no-infer-dep
@@ -180,6 +187,32 @@ def test_a_planted_fault_is_found_with_the_keyboard_alone(browser: Any, tmp_path
     finally:
         server.shutdown()
         server.server_close()
+
+
+@needs_browser
+def test_a_run_that_begins_is_followed_to_its_first_steps_and_samples(browser: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with recorded(run, "train") as state:
+        state.phase("starting Ray", num_steps=8)
+        server = serve(Answers([RunFiles(run)]))
+        try:
+            page, errors = opened(browser, server.url)
+            page.wait_for_selector(".badge.running")
+            page.wait_for_selector("text=no values")
+            assert page.locator("text=Seconds of each step").count() == 0
+            add_steps(run, range(3))
+            write_kept(run, 2)
+            page.wait_for_selector("text=Seconds of each step", timeout=60_000)
+            page.keyboard.press("3")
+            page.wait_for_selector("[data-row='0'][aria-current]")
+            write_kept(run, 3)
+            page.keyboard.press("]")
+            page.wait_for_selector("text=group 3")
+            assert errors == []
+        finally:
+            server.shutdown()
+            server.server_close()
 
 
 @needs_browser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def find_runs(directory: Path) -> list[Path]:
     def visit(path: Path, depth: int) -> None:
         if is_run(path):
             found.append(path)
-        elif depth:
+        elif depth and os.access(path, os.R_OK | os.X_OK):
             for child in sorted(path.iterdir()):
                 if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
                     visit(child, depth - 1)
@@ -62,6 +63,8 @@ class RunFiles:
         """Raises InvalidSetting where `path` holds no run."""
         if not is_run(path):
             found = f"has none of {', '.join(MARKS)}" if path.is_dir() else "is no directory"
+            if path.is_dir() and find_runs(path):
+                found += f"; slime runs {path} lists the runs below it"
             raise InvalidSetting(
                 f"{path}: not the directory of a run: it {found}", field="RUN", value=str(path), expected="a run"
             )

@@ -14,7 +14,10 @@
     go: (view, query) => { location.hash = Data.address(view, query); },
     remember: (view, query) => { shownAddress = Data.address(view, query); history.replaceState(null, "", shownAddress); },
   };
-  let shownAddress = null, turn = 0;
+  let shownAddress = null, turn = 0, shownParts = "";
+
+  // The parts that a view has: it is made anew where a run gets its first step, sample or set, or another evaluation.
+  const parts = () => JSON.stringify(state.runs.map((run) => [run.rows > 0, run.kept > 0, Object.values(run.scores).map((points) => points.length)]));
 
   async function refresh() {
     const runs = await source.get("runs");
@@ -64,22 +67,22 @@
     };
     findings();
     page.updates.push(() => { if (!cards.contains(document.activeElement)) cards.replaceChildren(...state.runs.map(card)); findings(); });
-    const parts = [cards, found, ...Curves.overview(page, state), element("h2", {}, "Samples before and after")];
+    const content = [cards, found, ...Curves.overview(page, state), element("h2", {}, "Samples before and after")];
     for (const run of state.runs) {
       const answer = await source.get("pairs", { run: run.number });
-      if (state.runs.length > 1) parts.push(element("h3", {}, run.name));
-      parts.push(Samples.pairs({ ...answer, pairs: answer.pairs.slice(0, 5) }));
+      if (state.runs.length > 1) content.push(element("h3", {}, run.name));
+      content.push(Samples.pairs({ ...answer, pairs: answer.pairs.slice(0, 5) }));
     }
-    return parts;
+    return content;
   }
 
   async function evaluation() {
-    const parts = Curves.evaluations(page, state);
+    const content = Curves.evaluations(page, state);
     for (const run of state.runs) {
       const answer = await source.get("pairs", { run: run.number });
-      if (answer.eval) parts.push(element("h2", {}, `Samples before and after${state.runs.length > 1 ? `: ${run.name}` : ""}`), Samples.pairs(answer));
+      if (answer.eval) content.push(element("h2", {}, `Samples before and after${state.runs.length > 1 ? `: ${run.name}` : ""}`), Samples.pairs(answer));
     }
-    return parts;
+    return content;
   }
 
   async function settings(query) {
@@ -124,13 +127,14 @@
     if (location.hash === "#main") { main.focus(); return; }
     const { view, query } = Data.parseAddress(location.hash), mine = ++turn;
     shownAddress = location.hash;
+    shownParts = parts();
     markCurrent(document.querySelectorAll("#views a"), (link) => link.getAttribute("href") === `#/${view}`, "page");
     page.updates = [];
     page.keys = {};
     const makers = { overview, evaluation, settings: () => settings(query), checks, curves: () => Curves.view(page, state, query), samples: () => Samples.view(page, state, query, source) };
     try {
-      const parts = await (makers[view] || overview)();
-      if (mine === turn) main.replaceChildren(...parts.flat().filter(Boolean));
+      const content = await (makers[view] || overview)();
+      if (mine === turn) main.replaceChildren(...content.flat().filter(Boolean));
     } catch (error) {
       if (mine === turn) main.replaceChildren(element("p", { class: "alert" }, error.message));
     }
@@ -142,6 +146,8 @@
       await refresh();
       announce();
       page.updates.forEach((update) => update());
+      const reads = main.contains(document.activeElement) && document.activeElement !== main;
+      if (parts() !== shownParts && !reads) await show();
       const unchecked = state.runs.some((run) => state.checks[run.number] && state.checks[run.number].checked < state.checks[run.number].files);
       if (unchecked || state.runs.some((run) => run.state === "running")) wait = POLL;
     } catch (error) {

@@ -136,7 +136,11 @@ const Samples = (() => {
     const go = (changes) => page.go("samples", { ...{ run, kind: shownKind, step }, ...changes });
     const start = Number(query.start || 0), answer = await source.get("samples", { run, kind: shownKind, step, start });
     const row = query.row === undefined ? (answer.rows[0] || {}).row : Number(query.row), numberField = element("input", { type: "number", value: step, min: ranges[0][0], max: last, "aria-label": "Step", onchange: (event) => go({ step: event.target.value }) });
-    const turn = (direction) => { const next = Data.neighbour(ranges, step, direction); if (next !== null) go({ step: next }); };
+    // Of a run that goes on there may be more steps by now.
+    const turn = async (direction) => {
+      const next = Data.neighbour((await source.get("steps", { run }))[shownKind], step, direction);
+      if (next !== null) go({ step: next });
+    };
     const place = element("div", { "aria-label": "Sample" }), shown = element("div", {}, list(answer.rows, row, (next) => open(next)));
 
     async function open(next) {
@@ -170,7 +174,7 @@ const Samples = (() => {
       steps.train.length && steps.eval.length ? choice("Samples", [["train", "trained on"], ["eval", "evaluation"]], shownKind, (value) => go({ kind: value })) : null,
       element("button", { type: "button", onclick: () => turn(-1), "aria-label": "Previous step" }, "←"), labelled(shownKind === "eval" ? "After steps" : "Step", numberField),
       element("button", { type: "button", onclick: () => turn(1), "aria-label": "Next step" }, "→"),
-      element("button", { type: "button", onclick: () => go({ step: last }) }, "Newest")),
+      element("button", { type: "button", onclick: () => go({ step: Number.MAX_SAFE_INTEGER }) }, "Newest")),
     element("div", { class: "split" }, element("div", {}, shown, pages), place)];
   }
 
