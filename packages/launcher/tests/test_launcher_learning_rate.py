@@ -8,6 +8,7 @@ import pytest
 
 from slime.launcher.config import run_config
 from slime.launcher.config.derived import decay_over_run, other_defaults
+from slime.trainer.settings.checks import require_schedule
 from slime.types.errors import InvalidSetting
 
 BATCH = ("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "16")
@@ -31,6 +32,14 @@ def test_a_number_of_updates_that_was_given_is_kept() -> None:
 
 def test_a_constant_learning_rate_needs_no_length() -> None:
     assert parse("--num-rollout", "5").trainer.lr_decay_iters is None
+
+
+def test_a_run_that_trains_nothing_needs_no_length() -> None:
+    config = parse("--num-rollout", "0", "--eval-prompt-data", "held", "f", "--lr-decay-style", "linear")
+    require_schedule(config.trainer)
+    words = ("--num-rollout", "1", "--debug-rollout-only", "--lr-decay-style", "linear", "--lr-warmup-iters", "10")
+    config = parse(*words)
+    assert config.trainer.on("cpu").lr_decay_iters is None
 
 
 def test_a_number_of_epochs_is_counted_when_the_run_starts() -> None:

@@ -61,9 +61,12 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
 
     Raises InvalidSetting for a warm-up that is as long as the run.
     """
-    if not trainer.depends_on_length or trainer.lr_decay_iters is not None or not num_rollout:
+    if not trainer.depends_on_length or trainer.lr_decay_iters is not None:
         return
-    updates = num_rollout * trainer.updates_per_iteration
+    if num_rollout is None or flat["debug_rollout_only"]:
+        return
+    # A run without updates starts a trainer too, for its weights.
+    updates = num_rollout * trainer.updates_per_iteration or trainer.lr_warmup_iters + 1
     if trainer.lr_warmup_iters >= updates:
         raise InvalidSetting.must_be(
             "--lr-warmup-iters", f"less than {updates}, the updates of the run", got=trainer.lr_warmup_iters
