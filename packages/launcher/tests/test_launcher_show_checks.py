@@ -106,6 +106,7 @@ def test_nothing_is_found_in_a_run_without_a_fault(tmp_path: Path) -> None:
         ({"loss_mask": [0, 0, 0, 0]}, Rules()),
         ({"loss_mask": None, "trainer_log_probs": None}, Rules()),
         ({"engine_log_probs": None, "spans": []}, Rules()),
+        ({"engine_log_probs": None, "spans": [], "loss_mask": [0, 1, 1, 0]}, Rules()),
         ({"reward": None, "reward_json": '{"a": 1}'}, Rules()),
         ({"trainer_log_probs": [float("nan"), -1, -1, -1], "engine_log_probs": [0, -1, -1, -1]}, Rules()),
         ({"spans": [{"start": 0, "end": 4, "weight_version": "default"}]}, Rules()),
@@ -130,6 +131,7 @@ def test_the_loop_says_how_old_weights_may_be() -> None:
     for more in ({"partial_rollout": True}, {"rollout_function_path": "mine.py:generate"},
                  {"load_debug_rollout_data": "recorded/{rollout_id}"}):  # fmt: skip
         assert allowed(**more) > 10**6
+    assert allowed(fully_async=True) > 10**6 and allowed(fully_async=True, max_staleness=3) == 3
 
 
 @given(st.integers(0, 3), st.integers(2, 12))

@@ -18,6 +18,8 @@ Row = dict[str, Any]
 FAR_APART = 0.1
 # So many times closer than in place, where log-probs are those of the neighbouring token.
 SHIFT_FACTOR = 4.0
+# No bound on the age of weights.
+ANY_AGE = 1 << 30
 COLUMNS = (
     "step", "dataset", "group_index", "index", "prompt", "response", "label", "reward", "status", "response_length",
     "tokens", "loss_mask", "engine_log_probs", "trainer_log_probs", "spans", "metadata",
@@ -43,10 +45,12 @@ class Rules:
         # Work that was given back goes on with newer weights; its first tokens may be of any age. So may recorded
         # rollouts, and those of a function of the user.
         function = settings.get("rollout_function_path", DEFAULT_ROLLOUT_FUNCTION)
-        partial = settings.get("partial_rollout") or function != DEFAULT_ROLLOUT_FUNCTION
-        partial = partial or settings.get("load_debug_rollout_data")
+        any_age = function != DEFAULT_ROLLOUT_FUNCTION or any(
+            settings.get(name) for name in ("partial_rollout", "load_debug_rollout_data", "fully_async")
+        )
+        bound = settings.get("max_staleness")
         return cls(
-            staleness=1 << 30 if partial else interval - 1 + ahead,
+            staleness=int(bound) if bound is not None else ANY_AGE if any_age else interval - 1 + ahead,
             masks_old=bool(settings.get("mask_offpolicy_in_partial_rollout")),
             random=settings.get("rm_type") == "random",
         )
@@ -67,7 +71,9 @@ class SampleFinding:
 def mask(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
     for number, row in enumerate(rows):
         values = row["loss_mask"]
-        if values is None or not any(values):
+        # Conversations of a supervised run come from no model.
+        from_model = row["spans"] or row["engine_log_probs"] is not None
+        if values is None or not any(values) or not from_model:
             continue
         trained, generated = np.asarray(values, bool), _generated(row)
         if len(trained) != row["response_length"]:
@@ -188,7 +194,7 @@ def _generated(row: Row) -> np.ndarray:
     engine = row["engine_log_probs"]
     if not row["spans"] and engine is not None and len(engine) == len(found):
         found = np.asarray(engine) != 0
-    return found if row["spans"] or engine is not None else ~found
+    return found
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
