@@ -15,7 +15,7 @@ from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces
 from slime.converters.files.safetensors_dir import SHARD_BYTES
-from slime.converters.files.side_files import copy_side_files
+from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidSetting
@@ -85,13 +85,7 @@ def _write(
         tensors.append(HfTensor(name, wanted if wanted is not None and kind.is_floating_point else kind, shape))
     like = None if max_shard_bytes else {name: info.file.name for name, info in source.tensors.items()}
     files = divide_into_files(tensors, like=like, max_bytes=max_shard_bytes or SHARD_BYTES)
-    changes: dict[str, Any] = {}
-    if source.block is not None:
-        changes = {"quantization_config": None, "dtype": "bfloat16"}
-    if dtype is not None:
-        changes["dtype"] = dtype
-    if vocab_size is not None:
-        changes["vocab_size"] = vocab_size
+    changes = config_changes(was_fp8=source.block is not None, dtype=dtype, vocab_size=vocab_size)
     size = sum(tensor.num_bytes for tensor in tensors) + SPARE_BYTES
     with whole_directory(target, WRITER, field="--output-dir", need_bytes=size, alone=True, source=mark) as partial:
         create(partial, files)

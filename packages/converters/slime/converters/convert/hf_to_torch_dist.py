@@ -23,7 +23,7 @@ from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
 from slime.converters.files.finished import SPARE_BYTES, WRITER, fingerprint
-from slime.converters.files.side_files import copy_side_files
+from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, model_args, padded_vocab_size, read_model_config
 from slime.converters.megatron.rank_layout import check_model_split, check_parameters
 from slime.converters.torch_dist.description import describe
@@ -263,11 +263,8 @@ def _describe_source(
     directory: Path, model: Model, source: HfSource, mark: str, dtypes: dict[str, torch.dtype]
 ) -> list[str]:
     """Writes `slime.json` and `hf/`, which the way back needs beside the tensors. Returns what is lost."""
-    changes: dict[str, Any] = {}
-    if source.block is not None:
-        changes = {"quantization_config": None, "dtype": "bfloat16"}
-    if model.dtype is not None:
-        changes["dtype"] = str(model.dtype).removeprefix("torch.")
+    dtype = None if model.dtype is None else str(model.dtype).removeprefix("torch.")
+    changes = config_changes(was_fp8=source.block is not None, dtype=dtype)
     copy_side_files(Path(model.path), directory / HF_DIR, changes)
     # A tensor that was widened to be stacked with others is narrow again in a Hugging Face directory.
     narrow = {

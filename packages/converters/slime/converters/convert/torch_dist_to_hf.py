@@ -24,7 +24,7 @@ from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces
 from slime.converters.files.safetensors_dir import SHARD_BYTES, SafetensorsDir
-from slime.converters.files.side_files import copy_side_files, weight_map
+from slime.converters.files.side_files import config_changes, copy_side_files, weight_map
 from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.converters.torch_dist.directory import METADATA
 from slime.converters.torch_dist.reader import Parameters, TorchDist
@@ -285,12 +285,9 @@ def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:
 
 
 def _config_changes(export: Export, origin: Path, tensors: dict[str, HfTensor]) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    config = read_config(origin)
-    if config.get("quantization_config"):
-        changes = {"quantization_config": None, "dtype": "bfloat16"}
-    if export.dtype is not None:
-        changes["dtype"] = str(export.dtype).removeprefix("torch.")
-    if export.config["vocab_size"] != config["vocab_size"]:
-        changes["vocab_size"] = export.config["vocab_size"]
-    return changes
+    config, rows = read_config(origin), export.config["vocab_size"]
+    return config_changes(
+        was_fp8=bool(config.get("quantization_config")),
+        dtype=None if export.dtype is None else str(export.dtype).removeprefix("torch."),
+        vocab_size=rows if rows != config["vocab_size"] else None,
+    )

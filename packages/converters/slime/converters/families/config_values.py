@@ -77,8 +77,8 @@ def check_values(path: Path, config: Mapping[str, Any]) -> None:
             raise _wrong(path, key, config[key], f"{relation} {other} = {config[other]}")
     scaling = config.get("rope_scaling")
     if scaling and not {"rope_type", "type"} & scaling.keys():
-        raise _wrong(path, "rope_scaling", scaling, "a rope_type in it")
+        raise _wrong(path, "rope_scaling", scaling, "an object with a rope_type")
 
 
 def _wrong(path: Path, key: str, value: Any, expected: str) -> InvalidFile:
-    return InvalidFile(f"{path}: {key} = {value!r}, expected {expected}", field=key, value=value, expected=expected)
+    return InvalidFile.must_be(key, expected, got=value).at(str(path))

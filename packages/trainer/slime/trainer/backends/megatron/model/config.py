@@ -63,7 +63,8 @@ def _check(args: Mapping[str, Any]) -> None:
             raise InvalidSetting.unknown("argument of Megatron", name, by_dest())
         # Where a family says so by itself these are Megatron's defaults; a switch that is off asks for nothing.
         if row.status == "same" and row.accepts and value not in (None, False, row.default, *row.accepts):
-            raise InvalidSetting(f"{name}: {row.note}", field=name, value=value, expected=str(list(row.accepts)))
+            expected = " or ".join(map(str, row.accepts))
+            raise InvalidSetting.must_be(name, expected, got=value, reason=row.note)
     if not args.get("multi_latent_attention"):
         for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             if args.get(name) not in (None, by_dest()[name].default):
