@@ -60,6 +60,11 @@ def test_a_misspelled_command_is_told_the_nearest(
     assert capsys.readouterr().err == f"slime: error: {message}\n"
 
 
+def test_the_help_of_the_loop_begins_with_its_length() -> None:
+    text = build_parser(declared()).format_help().split("Launcher: the training loop")[1]
+    assert text.index("--num-rollout N") < text.index("--use-wandb")
+
+
 def test_a_default_is_stated_once() -> None:
     """The parser appends the default of a setting that has one."""
     for flag in declared().values():

@@ -71,6 +71,10 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
         (["show", "RUN", "--text", "--step", "88"], "step"),
         (["show", "RUN", "--html", "."], "--html"),
         (["sho", "x"], "did you mean show?"),
+        (["show"], "slime: error: RUN is required"),
+        (["show", "RUN", "--stp", "3"], "unknown option --stp; did you mean --step?"),
+        (["show", "RUN", "--step", "last"], "--step must be an integer, got 'last'"),
+        (["runs", "--jsn"], "unknown option --jsn; did you mean --json?"),
     ],
 )
 def test_a_wrong_argument_is_one_line(

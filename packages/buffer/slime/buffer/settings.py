@@ -135,7 +135,10 @@ class BufferSettings(GroupSettings, PromptSettings):
             if name in sets or name == "train" or not name.strip():
                 reason = "reserved" if name == "train" else "given twice" if name in sets else "empty"
                 raise InvalidSetting.must_be(
-                    "--eval-prompt-data", "a list of sets with a name each", got=name, reason=f"the name is {reason}"
+                    "--eval-prompt-data",
+                    "pairs of NAME PATH with a name each",
+                    got=name,
+                    reason=f"the name is {reason}",
                 )
             sets[name] = path
         return sets

@@ -64,7 +64,7 @@ class LoopSettings:
 
 
 @dataclass(kw_only=True)
-class LauncherSettings(LoopSettings, TrainingSettings, EngineSettings, ModeSettings, WandbSettings):
+class LauncherSettings(WandbSettings, LoopSettings, TrainingSettings, EngineSettings, ModeSettings):
     """Launcher: the training loop, placement, output."""
 
     eval_interval: int | None = setting(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from slime.launcher.show.run_files import RunFiles, find_runs, names
 from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.settings import Parser
 
 if TYPE_CHECKING:
     from slime.launcher.show.answers import Answers
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 def main(command: str, argv: Sequence[str]) -> int:
     """Exit code: 0 done, 2 wrong arguments."""
-    options = _parser(command).parse_args(argv)
     try:
+        options = _parser(command).parse_strict(argv)
         if command == "runs":
             return _runs(options)
         runs = _opened(options.run)
@@ -40,14 +41,14 @@ def main(command: str, argv: Sequence[str]) -> int:
         return 0
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _parser(command: str) -> Parser:
     about = {
         "show": "Opens a page on one or more runs in the browser: curves, samples token by token, evaluation, settings "
         "and what failed. It follows a run that goes on; Ctrl-C ends it.",
         "runs": "Lists the runs below a directory with their state, steps, reward, scores, age and model.",
         "compare": "Prints the settings in which runs differ, and their metrics and scores side by side.",
     }
-    parser = argparse.ArgumentParser(prog=f"slime {command}", description=about[command])
+    parser = Parser(prog=f"slime {command}", description=about[command], formatter_class=argparse.HelpFormatter)
     if command == "runs":
         parser.add_argument(
             "dir", nargs="?", default="runs", metavar="DIR", help="Directory to look in (default: runs)"
