@@ -104,6 +104,13 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
         parse("--eval-config", str(tmp_path / "none.yaml"))
 
 
+def test_plugins_find_every_evaluation_set_with_its_name() -> None:
+    assert parse("--eval-prompt-data", "held_out.jsonl").flat["eval_prompt_data"] == [["held_out", "held_out.jsonl"]]
+    config = parse("--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl")
+    assert config.flat["eval_prompt_data"] == [["a", "x.jsonl"], ["b", "y.jsonl"]]
+    assert parse().flat["eval_prompt_data"] is None
+
+
 def test_eval_config_takes_a_mapping_by_name_and_every_key(tmp_path: Path) -> None:
     path = tmp_path / "eval.yaml"
     path.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate.sample import generate
+from slime.rollout.settings.eval_overrides import KEYS
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.sleep_rollout import sleep
 from slime.types import Sample
@@ -143,6 +145,10 @@ def test_evaluation_sets_of_a_file_take_what_they_lack_from_the_defaults() -> No
         build_eval_dataset_configs(SimpleNamespace(), [{"name": "a", "path": "p", "topk": 3}])
     with pytest.raises(ValueError, match="min_eval_samples must be an integer, at least 1"):
         EvalDatasetConfig(name="a", path="p", min_eval_samples=0)
+
+
+def test_a_set_in_args_has_every_key_of_a_file() -> None:
+    assert set(KEYS) <= {each.name for each in dataclasses.fields(EvalDatasetConfig)}
 
 
 def test_ports_hosts_and_engines() -> None:

@@ -97,13 +97,8 @@ def _of_path(entry: Any) -> Mapping[str, Any]:
 
 
 def _of_run(args: Any) -> list[dict[str, Any]]:
-    words = [
-        w for item in getattr(args, "eval_prompt_data", None) or [] for w in ([item] if isinstance(item, str) else item)
-    ]
-    if len(words) == 1:
-        words = ["aime", *words]
     columns, overrides = getattr(args, "eval_columns", None) or {}, getattr(args, "eval_overrides", None) or {}
     return [
         {"name": name, "path": path, **columns.get(name, {}), **overrides.get(name, {})}
-        for name, path in zip(words[::2], words[1::2], strict=True)
+        for name, path in getattr(args, "eval_prompt_data", None) or ()
     ]

@@ -207,6 +207,8 @@ def _assemble(
     flat.update(defaults() | given(parts["megatron"]))
     config = RunConfig(**parts, flat=flat, explicit=explicit)
     flat["checkpoint_dir"] = str(config.checkpoint_dir)
+    # Plug-ins find every set with its name.
+    flat["eval_prompt_data"] = [list(pair) for pair in config.buffer.evaluation_sets().items()] or None
     return config
 
 
