@@ -106,6 +106,7 @@ def test_nothing_is_found_in_a_run_without_a_fault(tmp_path: Path) -> None:
         ({"loss_mask": [0, 0, 0, 0]}, Rules()),
         ({"loss_mask": None, "trainer_log_probs": None}, Rules()),
         ({"engine_log_probs": None, "spans": []}, Rules()),
+        ({"engine_log_probs": [-1.0, 0.0, -1.0, -1.0], "spans": [], "trainer_log_probs": None}, Rules()),
         ({"engine_log_probs": None, "spans": [], "loss_mask": [0, 1, 1, 0]}, Rules()),
         ({"reward": None, "reward_json": '{"a": 1}'}, Rules()),
         ({"trainer_log_probs": [float("nan"), -1, -1, -1], "engine_log_probs": [0, -1, -1, -1]}, Rules()),
