@@ -10,10 +10,13 @@ from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.doctor import run as doctor_run
 from slime.launcher.doctor.finding import Subject
+from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.quickstart import reverse
 from slime.launcher.run_directory import checkpoints
 from slime.launcher.run_directory.earlier_run import check_unused, overwrite, resumes
 from slime.launcher.run_directory.lock import run_directory
+from slime.launcher.run_directory.state import recorded
+from slime.types import Sample
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidSetting, MissingFile
 
@@ -105,6 +108,21 @@ def test_checkpoints_exports_and_dumps_elsewhere_are_results_too(words: list[str
             check_unused(run_config.parse([*words, *more]))
         check_unused(run_config.parse([*words, *more, "--overwrite"]))
     check_unused(run_config.parse(words))
+
+
+def test_samples_and_the_state_are_results_that_overwrite_removes(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for step in range(6):
+        KeptSamples(out, None).write(step, [Sample(index=step)])
+    (out / "samples" / "notes.txt").write_text("precious")
+    with recorded(out, "train"):
+        pass
+    config = run_config.parse(words)
+    with pytest.raises(InvalidSetting, match="an earlier run left samples;"):
+        check_unused(config)
+    overwrite(config)
+    assert sorted(path.name for path in out.rglob("*")) == ["notes.txt", "samples"]
+    check_unused(config)
 
 
 def test_overwrite_removes_what_the_run_wrote_and_no_more(words: list[str], used: Path) -> None:

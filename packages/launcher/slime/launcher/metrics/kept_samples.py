@@ -98,7 +98,7 @@ class KeptSamples:
         directory = self._run / DIRECTORY
         path = directory / f"{'eval-' if evaluation else ''}{step:06d}.parquet"
         with path_errors(path):
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
         write_file(path, [row(step, sample) for sample in samples])
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
 from slime.launcher.metrics.kept_samples import kept_files, remove_kept
 from slime.launcher.run_directory import checkpoints, writable
 from slime.launcher.run_directory.state import FILE as STATE
@@ -57,8 +58,8 @@ def used(config: Run) -> list[Path]:
     if config.launcher.num_rollout == 0:
         return []
     candidates = [config.output_dir / name for name in (*FILES, MODEL)]
-    found = [file.path for file in kept_files(config.output_dir)]
-    found += [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
+    found = [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
+    found += [config.output_dir / SAMPLES] if kept_files(config.output_dir) else []
     found += checkpoints.steps(config.checkpoint_dir).values()
     found += writable.exports(config.flat)
     for name in writable.DUMPS:
