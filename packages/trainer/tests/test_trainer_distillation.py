@@ -1,5 +1,6 @@
 """On-policy distillation against float64, with a teacher in the trainer and with its log-probs in the samples."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,16 @@ def test_a_sample_without_log_probs_of_the_teacher_is_named(model: str):
 def test_settings_that_do_not_fit(model: str, values: dict[str, Any], words: str):
     with pytest.raises(InvalidSetting, match=words):
         make_settings(model, **values)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model: str, tmp_path: Path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    config.vocab_size -= 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InvalidSetting, match="--opd-teacher-load must be a model that knows the policy's 32 tokens"):
+        Runner(distilled(model, str(tmp_path)))
 
 
 def test_one_sample_per_prompt_is_enough(model: str, reference_model: str):

@@ -95,6 +95,12 @@ class FsdpBackend(Backend):
         if settings.loads_teacher and self._has_references:
             assert settings.opd_teacher_load is not None
             teacher = loading.load_model(settings.opd_teacher_load, flag="--opd-teacher-load")
+            known = teacher.config.get_text_config().vocab_size
+            if known < self.vocab_size:
+                raise InvalidSetting.must_be(
+                    "--opd-teacher-load", f"a model that knows the policy's {self.vocab_size} tokens", got=known,
+                    reason=f"{settings.opd_teacher_load} has a smaller vocabulary",
+                )  # fmt: skip
             self.teacher = self._place(teacher.requires_grad_(False))
             if bf16_copy:
                 loading.round_parameters(self.teacher)

@@ -16,6 +16,7 @@ from slime.rollout.doors import Access, Bodies, Connections
 from slime.rollout.doors.bodies import too_deep
 from slime.rollout.engines.embedded.endpoints import openai
 from slime.rollout.engines.embedded.endpoints.generate import answer, make_response, parse_generate
+from slime.rollout.engines.embedded.endpoints.scoring import asks_for_scores, parse_scored, score
 from slime.rollout.engines.embedded.endpoints.served_model import ServedModel, error_detail, send_events
 from slime.rollout.engines.embedded.model.checks import WeightChecker
 from slime.rollout.engines.embedded.model.loading import Loaded, free_cached_memory
@@ -111,6 +112,10 @@ class EngineServer(ServedModel):
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await self.read_json(request)
+        if asks_for_scores(body):
+            scored = parse_scored(body, self.loaded)
+            work = self.scheduler.between_steps(lambda: score(self.loaded, scored, self.scheduler.weights.version))
+            return web.json_response(await asyncio.wrap_future(work))
         if body.get("image_data") or body.get("text") is not None:
             responses, batched = await self.workers.run("the prompt", lambda: parse_generate(body, self.loaded))
         else:
