@@ -35,6 +35,8 @@ from slime.rollout.engines.registry import KINDS
 from slime.rollout.generate.prompts import context_length
 from slime.rollout.generate.state import eval_sampling_params, flat_args
 from slime.trainer.algorithms.policy_loss import clipped_loss
+from slime.trainer.backends.fsdp import critic
+from slime.trainer.backends.fsdp.backend import FsdpBackend
 from slime.trainer.checkpoints.checkpoint import TrainerState
 from slime.trainer.debug import memory
 from slime.trainer.debug.profiler import Profiler
@@ -82,7 +84,11 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
         ["--rollout-max-context-len", "60"],
         lambda c: plug_in_view(c).rollout_max_prompt_len == 59,
     ),
-    "eval_reward_key": ("--reward-key", ["--reward-key", "k"], lambda c: plug_in_view(c).eval_reward_key == "k"),
+    "eval_reward_key": (
+        "--reward-key",
+        ["--reward-key", "k", "--rm-type", "dapo"],
+        lambda c: plug_in_view(c).eval_reward_key == "k",
+    ),
     "eval_temperature": (
         "--rollout-temperature",
         ["--rollout-temperature", "0.7"],
@@ -204,11 +210,28 @@ def checkpoints(tmp_path: Path) -> Path:
     return directory
 
 
-@states(ckpt_step="the newest in the directory", ref_ckpt_step="the newest in the directory")
+@states(
+    ckpt_step="the newest in the directory",
+    ref_ckpt_step="the newest in the directory",
+    opd_teacher_ckpt_step="the newest in the directory",
+)
 def test_the_newest_checkpoint_is_loaded(words: list[str], checkpoints: Path) -> None:
-    both = ["--load", str(checkpoints), "--ref-load", str(checkpoints), "--use-kl-loss"]
-    trainer = run_config.parse([*words, *both]).trainer
-    assert trainer.load == trainer.ref_load == str(checkpoints / "step_000010")
+    teacher = ["--use-opd", "--opd-type", "trainer", "--opd-teacher-load", str(checkpoints)]
+    others = ["--load", str(checkpoints), "--ref-load", str(checkpoints), "--use-kl-loss"]
+    trainer = run_config.parse([*words, *others, *teacher]).trainer
+    assert trainer.load == trainer.ref_load == trainer.opd_teacher_load == str(checkpoints / "step_000010")
+
+
+@states(critic_load="--hf-checkpoint", critic_lr="--lr")
+def test_a_critic_starts_from_the_model_with_the_policys_rate(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FsdpBackend, "__init__", lambda self, settings, *_: setattr(self, "settings", settings))
+    monkeypatch.setattr(critic, "load_critic", lambda path, flag: path)
+    settings = run_config.parse([*words, "--advantage-estimator", "ppo", "--lr", "3e-6"]).trainer
+    made = critic.FsdpCritic(settings, None, None)  # type: ignore[arg-type]
+    assert made.settings.lr == 3e-6
+    assert made._load(None) == (settings.hf_checkpoint, "--hf-checkpoint")
 
 
 @states(start_rollout_id="the one after the checkpoint's, else 0", data_place="the file of the checkpoint in --load")
