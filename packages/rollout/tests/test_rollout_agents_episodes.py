@@ -25,7 +25,7 @@ from rollout_tiny_model import write_tiny_model
 from slime.rollout.agents.rollout import generate_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.calls.event_loop import LoopThread
-from slime.rollout.child_environment import search_path
+from slime.rollout.children.environment import search_path
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slime.rollout.child_environment import child_environment
+from slime.rollout.children.environment import child_environment
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.rewards.math.pool import MathWorker
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slime.rollout.child_environment import child_environment
-from slime.rollout.child_pipes import read_json_line
+from slime.rollout.children.environment import child_environment
+from slime.rollout.children.pipes import read_json_line
 from slime.rollout.engines.base import RunningEngine
 from slime.rollout.engines.keys import VARIABLE
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_classes

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.chat.answers import TOOL_CALL_PARSERS
-from slime.rollout.child_environment import search_path
+from slime.rollout.children.environment import search_path
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.types.errors import ConfigError, NotAvailable

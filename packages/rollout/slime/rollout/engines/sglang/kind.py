@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.rollout.child_environment import search_path
+from slime.rollout.children.environment import search_path
 from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.rollout.engines.sglang.installed import is_installed
 from slime.types.errors import ConfigError, EngineError, InvalidField, NotAvailable

@@ -21,8 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slime.rollout.child_environment import child_environment
-from slime.rollout.child_pipes import read_json_line
+from slime.rollout.children.environment import child_environment
+from slime.rollout.children.pipes import read_json_line
 from slime.types import Sample
 from slime.types.errors import EngineError
 

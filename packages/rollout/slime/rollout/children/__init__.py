@@ -1,0 +1,1 @@
+"""Processes that the rollout service starts: their environment and their pipes."""
