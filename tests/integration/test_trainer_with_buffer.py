@@ -15,6 +15,7 @@ from slime.trainer.service import serve as serve_trainer
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient, TrainerClient
+from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss, InvalidField
 from slime.types.rpc import RpcSettings
 
@@ -135,18 +136,21 @@ def test_the_command_line_trains_in_two_processes(model: str, buffer: BufferClie
     watchdog.start()
     try:
         addresses = [process.stdout.readline().removeprefix("listening on ").strip() for process in processes]
-        results: dict[int, dict[str, float]] = {}
+        results: dict[int, TrainedStep] = {}
 
         def train(rank: int) -> None:
             with TrainerClient(addresses[rank], buffer.writer) as trainer:
-                results[rank] = trainer.train_step(0, GROUPS, timeout=60)
+                results[rank] = trainer.train_and_score(0, GROUPS, range(64), timeout=60)
 
         threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(90)
-        assert results[0]["train/grad_norm"] == results[1]["train/grad_norm"] > 0
+        assert results[0].metrics["train/grad_norm"] == results[1].metrics["train/grad_norm"] > 0
+        # Each rank returns the log-probs of its own samples.
+        first, second = (set(results[rank].log_probs) for rank in range(2))
+        assert first and second and not first & second
         assert buffer.stats().groups["acknowledged"] == GROUPS
         for process in processes:
             process.terminate()
