@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clip": OFF_POLICY | {"eps_clip": 0.1, "eps_clip_high": 0.2},
     "dual clip": OFF_POLICY | {"eps_clip_c": 1.1},
     "per token": OFF_POLICY | {"calculate_per_token_loss": True},
+    "dr. grpo": OFF_POLICY | {"loss_divisor": 12.0, "grpo_std_normalization": False},
+    "divisor with every term": KL | {"loss_divisor": 7.0, "kl_loss_type": "k2", "entropy_coef": 0.1},
     "gspo": OFF_POLICY | {"advantage_estimator": "gspo", "eps_clip": 0.05},
     "cispo": OFF_POLICY | {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.2},
     "rloo": {"advantage_estimator": "rloo"},
@@ -146,7 +148,7 @@ def expected(samples: list[Sample], s: Any, policy: Any, reference: Any) -> tupl
             logits = policy(input_ids=torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)[None]).logits[0]
             entropy = torch.distributions.Categorical(logits=logits).entropy()[-sample.response_length - 1 : -1]
             loss = loss - s.entropy_coef * entropy
-        divisor = tokens if s.calculate_per_token_loss else len(samples) * mask.sum()
+        divisor = tokens if s.calculate_per_token_loss else len(samples) * (s.loss_divisor or mask.sum())
         total = total + (loss * mask).sum() / divisor
     policy.zero_grad()
     total.backward()

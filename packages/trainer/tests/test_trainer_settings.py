@@ -44,6 +44,7 @@ def settings(**values: Any) -> TrainerSettings:
             ("--global-batch-size 8", "--num-steps-per-rollout 2"),
         ),
         ({"gamma": 0.9, "advantage_estimator": "grpo"}, ("--gamma 0.9", "--advantage-estimator grpo")),
+        ({"loss_divisor": 9.0, "calculate_per_token_loss": True}, ("--loss-divisor 9.0", "--calculate-per-token-loss")),
     ],
 )
 def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[str, str]):

@@ -74,6 +74,7 @@ class Planner:
                 [mask_sums[i] for i in positions],
                 len(keys),
                 per_token=self.settings.calculate_per_token_loss,
+                divisor=self.settings.loss_divisor,
             )
             for position, weight in zip(positions, of_update, strict=True):
                 weights[position] = weight

@@ -141,6 +141,10 @@ def _check_losses(s: TrainerSettings) -> None:
     for name in POLICY_LOSS_ONLY:
         if s.loss_type == "custom_loss" and getattr(s, name):
             _requires(s, name, "--loss-type policy_loss", "a loss function of yours is the whole loss")
+    if s.loss_divisor is not None:
+        for name in ("calculate_per_token_loss", "custom_pg_loss_reducer_function_path"):
+            if getattr(s, name):
+                _conflict(s, "loss_divisor", name, "both say what a sum over tokens is divided by")
     if s.kl_coef and s.kl_loss_coef:
         _conflict(s, "kl_coef", "kl_loss_coef", "the KL counts in the reward or in the loss, not in both")
     if s.kl_loss_coef and not s.use_kl_loss:

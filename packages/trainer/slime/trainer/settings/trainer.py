@@ -208,6 +208,12 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     )
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus")
     calculate_per_token_loss: bool = setting(False, "Average the loss over tokens, not over trajectories")
+    loss_divisor: float | None = setting(
+        None,
+        "Divide the sum over a trajectory's tokens by this number, not by how many they are, so that no length counts "
+        "less (Dr. GRPO: that of --rollout-max-response-len)",
+        above=0,
+    )
     use_rollout_logprobs: bool = setting(False, "Use the engine's log-probs as those of the old policy")
     use_tis: bool = setting(
         False, "Weight the policy loss by the ratio of the trainer's probabilities to the engine's; see --tis-mode"
