@@ -59,6 +59,9 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     ):
         assert part in text
     assert "the flags fit together" in text and "FAIL" not in text
+    code, text = examine(*words, "--rollout-max-response-len", "65", capsys=capsys)
+    doubts = [line.split()[:3] for line in text.splitlines() if not line.startswith("ok")]
+    assert code == 0 and doubts == [["warn", "--rollout-max-response-len", "65"]], text
     assert sorted(tmp_path.rglob("*")) == before
 
 
