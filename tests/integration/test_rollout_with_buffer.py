@@ -14,6 +14,8 @@ import pytest
 
 from slime.buffer.service import serve as serve_buffer
 from slime.buffer.settings import BufferSettings
+from slime.rollout.engines.embedded.launch import start_embedded
+from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.service import serve as serve_rollout
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
@@ -188,3 +190,20 @@ def test_a_model_directory_without_a_tokenizer(checkpoint, prompts, tmp_path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(MissingFile, match="has no tokenizer"):
         Pair(tmp_path, prompts)
+
+
+def test_log_probs_of_a_teacher_reach_the_buffer(checkpoint, prompts):
+    """The teacher is an engine with the same weights, so it says what the engine of the rollout said."""
+    with start_embedded(EmbeddedOptions(model_path=str(checkpoint), threads=1)) as teacher:
+        url = f"{teacher.wait_ready(120).url}/generate"
+        reward = "slime.rollout.on_policy_distillation.reward_func"
+        pair = Pair(checkpoint, prompts, rm_type=None, custom_rm_path=reward, rm_url=url)
+        try:
+            pair.rollout.generate(0, 2, timeout=60)
+            samples = [sample for group in pair.groups(range(2)) for sample in group]
+        finally:
+            pair.close()
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample.reward == 0 and sample.response_length > 0
+        assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
