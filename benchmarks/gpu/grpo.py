@@ -83,6 +83,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp")
+    parser.add_argument("--loop", choices=("train", "train-async"), default="train")
     parser.add_argument("--num-rollout", type=int, default=60)
     parser.add_argument("--rollout-batch-size", type=int, default=32)
     parser.add_argument("--n-samples-per-prompt", type=int, default=8)
@@ -117,7 +118,15 @@ def training_command(options: argparse.Namespace, rest: list[str], out: Path) ->
     switches += ["bf16"] if options.dtype == "bf16" else []
     switches += ["no-use-tensorboard"] if importlib.util.find_spec("tensorboard") is None else []
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "slime.launcher.cli", "train", *words, *(f"--{name}" for name in switches), *rest]
+    return [
+        sys.executable,
+        "-m",
+        "slime.launcher.cli",
+        options.loop,
+        *words,
+        *(f"--{name}" for name in switches),
+        *rest,
+    ]
 
 
 def run(command: list[str], log: Path, timeout: float) -> int:

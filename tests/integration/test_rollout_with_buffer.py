@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -207,3 +208,47 @@ def test_log_probs_of_a_teacher_reach_the_buffer(checkpoint, prompts):
     for sample in samples:
         assert sample.reward == 0 and sample.response_length > 0
         assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+
+
+def test_responses_go_on_under_new_weights_where_generation_never_ends(checkpoint, prompts):
+    from slime.rollout.engines.client import EngineClient
+    from slime.types.clients.rollout import StopSignal
+    from slime.types.pace import TrainerPace
+
+    pair = Pair(checkpoint, prompts, rollout_max_response_len=24)
+    pace, stop, failures = TrainerPace(2, 8, 1000), StopSignal(), []
+
+    def generate() -> None:
+        try:
+            pair.rollout.generate_on(0, pace, stop, lambda metrics: None)
+        except SlimeError as error:
+            failures.append(error)
+
+    async def push(version: int) -> None:
+        (engine,) = await asyncio.to_thread(pair.rollout.begin_weight_update, version)
+        async with EngineClient(engine.url, engine.name, api_key=engine.api_key) as client:
+            await client.update_weights_from_disk(str(checkpoint), version)
+        await asyncio.to_thread(pair.rollout.commit_weight_update, version)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        mixed = 0
+        for step in range(40):
+            summaries = pair.buffer.seal_step(step, 8, wait_seconds=120, pace=pace)
+            assert all(step - summary.oldest_weight_version <= 2 for summary in summaries)
+            for sample in pair.buffer.read_step(step, range(len(summaries))):
+                versions = [span.weight_version for span in sample.spans]
+                assert versions == sorted(set(versions), key=int)
+                assert sample.spans[-1].end == sample.response_length == len(sample.rollout_log_probs)
+                mixed += len(versions) > 1
+            pair.buffer.acknowledge_step(step)
+            asyncio.run(push(step + 1))
+            if mixed and step > 2:
+                break
+        assert mixed
+    finally:
+        stop.set()
+        thread.join(60)
+        pair.close()
+    assert not failures

@@ -120,6 +120,7 @@ def test_payloads_of_an_older_version_have_no_checksums(settings, directory):
     connection = sqlite3.connect(directory / "state.sqlite")
     connection.executescript(
         "ALTER TABLE groups DROP COLUMN checksums; ALTER TABLE prompt_batches DROP COLUMN digest;"
+        "ALTER TABLE groups DROP COLUMN weight_version;"
         "PRAGMA user_version = 1;"
     )
     connection.close()

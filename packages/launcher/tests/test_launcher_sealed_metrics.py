@@ -21,6 +21,7 @@ from slime.v1 import buffer_pb2
 
 ARGS = SimpleNamespace(
     custom_rollout_log_function_path=None,
+    fully_async=False,
     dynamic_sampling_filter_path=None,
     log_passrate=True,
     reward_key=None,

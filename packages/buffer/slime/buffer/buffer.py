@@ -39,6 +39,7 @@ from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
 from slime.types.directories import path_errors
 from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound
+from slime.types.pace import TrainerPace
 from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
 
@@ -143,14 +144,23 @@ class Buffer:
         return added
 
     def lease(
-        self, writer: WriterId, max_groups: int, *, ttl: float, wait: float, worker: str, caller: Caller
+        self,
+        writer: WriterId,
+        max_groups: int,
+        *,
+        ttl: float,
+        wait: float,
+        worker: str,
+        caller: Caller,
+        pace: TrainerPace | None = None,
     ) -> list[Leased]:
-        """Waits up to `wait` seconds for the first group; empty where none came."""
+        """Waits up to `wait` seconds for the first group; empty where none came, or `pace` admits none."""
 
         def attempt() -> list[Leased] | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
-                leased = self.leases.lease(max_groups, ttl, worker)
+                next_step = 0 if pace is None else self.steps.next_to_seal()
+                leased = self.leases.lease(max_groups, ttl, worker, pace, next_step)
                 unneeded, self.leases.unneeded = self.leases.unneeded, []
             self._delete(unneeded)
             return leased or None
@@ -173,6 +183,8 @@ class Buffer:
         with self.store.transaction():
             self.run_lock.check(writer)
             payload = self.leases.reject(token, reason)
+        # A step may have waited for it.
+        self.waits.wake(COMPLETED)
         self._delete([] if payload is None else [payload])
 
     def drop(self, indexes: Sequence[int], reason: str, *, keep: bool) -> list[int]:
@@ -191,6 +203,7 @@ class Buffer:
         num_groups: int,
         *,
         metrics: Mapping[str, float] | None = None,
+        pace: TrainerPace | None = None,
         wait: float,
         caller: Caller,
     ) -> bytes:
@@ -201,7 +214,10 @@ class Buffer:
         def attempt() -> bytes | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
-                return self.steps.seal(step, num_groups, self.quarantine.check_sizes, metrics)
+                sealed = self.steps.seal(step, num_groups, self.quarantine.check_sizes, metrics, pace)
+                unneeded, self.steps.unneeded = self.steps.unneeded, []
+            self._delete(unneeded)
+            return sealed
 
         sealed = self.waits.wait(COMPLETED, attempt, wait, caller)
         if sealed is None:

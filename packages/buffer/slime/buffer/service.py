@@ -18,6 +18,7 @@ from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
 from slime.types.errors import InvalidField, WrongState
+from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
 
@@ -87,6 +88,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             wait=request.wait_seconds,
             worker=_short("worker_id", request.worker_id),
             caller=self._caller(context),
+            pace=_pace(request),
         ):
             group = leased.group
             yield buffer_pb2.LeaseGroupsResponse(
@@ -154,6 +156,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             request.step,
             request.num_groups,
             metrics=request.metrics,
+            pace=_pace(request),
             wait=request.wait_seconds,
             caller=self._caller(context),
         )
@@ -272,6 +275,10 @@ def _short(field: str, text: str) -> str:
     if len(text) > LONGEST_TEXT:
         raise InvalidField(field, f"{len(text)} characters", f"at most {LONGEST_TEXT} characters")
     return text
+
+
+def _pace(request: Any) -> TrainerPace | None:
+    return TrainerPace.from_proto(request.pace) if request.HasField("pace") else None
 
 
 def _writer(request: Any) -> WriterId:

@@ -18,6 +18,7 @@ from slime.rollout.calls.jobs import Progress, Result, RolloutJob
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member
+from slime.rollout.generate.continuous import ContinuousCall, generate_on
 from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import close_state, open_state
@@ -26,11 +27,13 @@ from slime.rollout.recordings.rollouts import record_evaluation, record_rollout
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.rollout.sources.own import OwnLeases, OwnSource
+from slime.rollout.sources.paced import PacedSource
 from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample
 from slime.types.clients import BufferClient, Writer
 from slime.types.codec import sample_to_proto
 from slime.types.errors import InvalidField, StaleWriter
+from slime.types.pace import TrainerPace
 from slime.types.plugins import load_plugin, load_setting
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.types.rpc.auth import check_exposure
@@ -58,6 +61,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if settings.data_source_path != DEFAULT_DATA_SOURCE:
             self._own_source = OwnSource.open(settings.data_source_path, state.args)
         self._names = WireNames(settings, state.tokenizer)
+        self._continuous = ContinuousCall()
         self._running = 0
         self._lock = threading.Lock()
         self._newest_writer: Writer | None = None
@@ -74,6 +78,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[rollout_pb2.GenerateResponse]:
+        if request.HasField("pace"):
+            yield from self._generate_on(request, context)
+            return
         if request.num_groups < 1:
             raise InvalidField("num_groups", request.num_groups, "at least 1")
         self.engine_weights.check_serving()
@@ -108,6 +115,36 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                     examples=[sample_to_proto(group[0]) for group in groups[:EXAMPLES]],
                     done=True,
                 )
+
+    def _generate_on(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[rollout_pb2.GenerateResponse]:
+        """Generates until the call is cancelled. Raises WrongState while another such call runs."""
+        pace = TrainerPace.from_proto(request.pace)
+        self.engine_weights.check_serving()
+        self._check_writer(request.writer)
+        if self._own_source is not None:
+            raise InvalidField("pace", "given", "none: --data-source-path gives groups to one iteration at a time")
+        args = copy.copy(self.state.args)
+        args.rollout_batch_size = pace.groups_per_step
+        options = self._lease_options()
+        with (
+            self._buffer(request.writer) as buffer,
+            PacedSource(buffer, pace, lambda: self.engine_weights.version, **options) as source,
+            self._continuous.running(source),
+        ):
+            job: RolloutJob[None] = RolloutJob(
+                self.fleet,
+                request.rollout_id,
+                0,
+                lambda: self.state.loop.run(
+                    generate_on(args, request.rollout_id, source, over_sampling=self.settings.over_sampling_batch_size)
+                ),
+            )
+            self._continuous.call = job.call
+            for event in self._run(job, context):
+                if isinstance(event, Progress):
+                    yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
 
     def Evaluate(
         self, request: rollout_pb2.EvaluateRequest, context: grpc.ServicerContext
@@ -156,7 +193,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.BeginWeightUpdateRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginWeightUpdateResponse:
         fresh = self._check_writer(request.writer)
-        members = self.fleet.loop.run(self.engine_weights.begin(request.weight_version, supersede=fresh))
+        members = self.fleet.loop.run(
+            self.engine_weights.begin(
+                request.weight_version, supersede=fresh, interrupt=self._continuous.source is not None
+            )
+        )
         engines = [self._engine_message(member) for member in members]
         for member, engine in zip(members, engines, strict=True):
             # Only the trainer, which sends the weights, gets the key.
@@ -168,6 +209,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.CommitWeightUpdateResponse:
         self._check_writer(request.writer)
         self.fleet.loop.run(self.engine_weights.commit(request.weight_version))
+        self._continuous.moved(request.weight_version)
         return rollout_pb2.CommitWeightUpdateResponse()
 
     def AbortWeightUpdate(
@@ -189,14 +231,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.fleet.loop.run(self.engine_weights.onload(request.parts))
         return rollout_pb2.OnloadResponse()
 
-    def _lease(self, buffer: BufferClient) -> LeasedDataSource:
-        options: dict[str, Any] = dict(
+    def _lease_options(self) -> dict[str, Any]:
+        return dict(
             worker_id=self.worker_id,
             names=self._names,
             render=self.state.prompts.render,
             ttl_seconds=self.settings.rollout_lease_seconds,
             wait_seconds=self.settings.rollout_prompt_wait_seconds,
         )
+
+    def _lease(self, buffer: BufferClient) -> LeasedDataSource:
+        options = self._lease_options()
         if self._own_source is None:
             return LeasedDataSource(buffer, **options)
         return OwnLeases(buffer, self._own_source, group_size=self.settings.n_samples_per_prompt, **options)

@@ -19,6 +19,13 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_COMMITTED: _ClassVar[GroupState]
     GROUP_STATE_REJECTED: _ClassVar[GroupState]
     GROUP_STATE_QUARANTINED: _ClassVar[GroupState]
+
+class StalenessPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STALENESS_POLICY_UNSPECIFIED: _ClassVar[StalenessPolicy]
+    STALENESS_POLICY_WAIT: _ClassVar[StalenessPolicy]
+    STALENESS_POLICY_DROP: _ClassVar[StalenessPolicy]
+    STALENESS_POLICY_KEEP: _ClassVar[StalenessPolicy]
 GROUP_STATE_UNSPECIFIED: GroupState
 GROUP_STATE_READY: GroupState
 GROUP_STATE_LEASED: GroupState
@@ -28,6 +35,10 @@ GROUP_STATE_ACKNOWLEDGED: GroupState
 GROUP_STATE_COMMITTED: GroupState
 GROUP_STATE_REJECTED: GroupState
 GROUP_STATE_QUARANTINED: GroupState
+STALENESS_POLICY_UNSPECIFIED: StalenessPolicy
+STALENESS_POLICY_WAIT: StalenessPolicy
+STALENESS_POLICY_DROP: StalenessPolicy
+STALENESS_POLICY_KEEP: StalenessPolicy
 
 class Writer(_message.Message):
     __slots__ = ("run_id", "incarnation")
@@ -95,19 +106,35 @@ class AddPromptsResponse(_message.Message):
     duplicate: bool
     def __init__(self, added: _Optional[int] = ..., first_group_index: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
 
+class Pace(_message.Message):
+    __slots__ = ("max_staleness", "policy", "groups_per_step", "stop_step", "weight_version")
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    STOP_STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    max_staleness: int
+    policy: StalenessPolicy
+    groups_per_step: int
+    stop_step: int
+    weight_version: int
+    def __init__(self, max_staleness: _Optional[int] = ..., policy: _Optional[_Union[StalenessPolicy, str]] = ..., groups_per_step: _Optional[int] = ..., stop_step: _Optional[int] = ..., weight_version: _Optional[int] = ...) -> None: ...
+
 class LeaseGroupsRequest(_message.Message):
-    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds")
+    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds", "pace")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     worker_id: str
     max_groups: int
     ttl_seconds: float
     wait_seconds: float
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    pace: Pace
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_index", "token", "expires_in_seconds", "attempt")
@@ -226,7 +253,7 @@ class SampleSummary(_message.Message):
     def __init__(self, index: _Optional[int] = ..., group_index: _Optional[int] = ..., rollout_id: _Optional[int] = ..., total_length: _Optional[int] = ..., response_length: _Optional[int] = ..., loss_mask_sum: _Optional[int] = ..., reward_value: _Optional[float] = ..., reward_json: _Optional[str] = ..., status: _Optional[_Union[_sample_pb2.SampleStatus, str]] = ..., remove_sample: bool = ..., metadata_json: _Optional[str] = ..., oldest_weight_version: _Optional[int] = ..., newest_weight_version: _Optional[int] = ..., non_generation_time: _Optional[float] = ...) -> None: ...
 
 class SealStepRequest(_message.Message):
-    __slots__ = ("writer", "step", "num_groups", "wait_seconds", "metrics")
+    __slots__ = ("writer", "step", "num_groups", "wait_seconds", "metrics", "pace")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -239,12 +266,14 @@ class SealStepRequest(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     step: int
     num_groups: int
     wait_seconds: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    pace: Pace
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., step: _Optional[int] = ..., num_groups: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
 
 class SealStepResponse(_message.Message):
     __slots__ = ("samples", "metrics", "rejected")

@@ -43,14 +43,16 @@ class GetStatusResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("writer", "rollout_id", "num_groups")
+    __slots__ = ("writer", "rollout_id", "num_groups", "pace")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     rollout_id: int
     num_groups: int
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., rollout_id: _Optional[int] = ..., num_groups: _Optional[int] = ...) -> None: ...
+    pace: _buffer_pb2.Pace
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., rollout_id: _Optional[int] = ..., num_groups: _Optional[int] = ..., pace: _Optional[_Union[_buffer_pb2.Pace, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("completed_groups", "num_groups", "metrics", "examples", "done")

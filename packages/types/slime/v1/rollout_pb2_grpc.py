@@ -87,7 +87,9 @@ class RolloutServiceServicer(object):
 
     def Generate(self, request, context):
         """Makes `num_groups` groups for one rollout and completes them in the buffer. One message per finished group,
-        then a last one with the metrics. Cancelling the call returns unfinished groups to the buffer.
+        then a last one with the metrics. Cancelling the call returns unfinished groups to the buffer. With `pace` it
+        generates group after group until it is cancelled, and weight updates interrupt its requests, which go on with the
+        tokens that they have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,23 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slime.buffer.filters import BufferFilter
+from slime.buffer.groups.pacing import Deadlines, oldest_version, unsealed_groups
 from slime.buffer.groups.prompts import Prompts
-from slime.buffer.groups.samples import samples_of
-from slime.buffer.groups.summaries import encode_summaries
+from slime.buffer.groups.samples import expand, samples_of
+from slime.buffer.groups.summaries import encode_summaries, oldest_of
 from slime.buffer.groups.validation import ANY_TRAINER, CompletionRules, check_samples
-from slime.buffer.store.base import Group, Payloads, State, Store
+from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Store
 from slime.buffer.waits import COMPLETED, READY
 from slime.types.codec import sample_from_proto, sample_to_proto
 from slime.types.errors import DataLoss, InvalidField, LeaseLost
+from slime.types.pace import TrainerPace
 from slime.v1 import sample_pb2
 
 # Longest lease that a worker may ask for: a dead worker's group must come back some day.
 LONGEST_LEASE = 7 * 86400.0
 # Limit for one call, because others wait for it.
 MOST_GROUPS = 16384
-NO_LEASE: dict[str, object] = {"token": None, "expires_at": None, "worker": None}
-
-NO_PAYLOAD: dict[str, object] = {"payload": None, "sizes": [], "checksums": []}
 
 
 @dataclass
@@ -71,10 +70,13 @@ class Leases:
         # Wall-clock time, because leases outlive a restart of the buffer.
         self.clock = clock
 
-    def lease(self, max_groups: int, ttl_seconds: float, worker: str) -> list[Leased]:
+    def lease(
+        self, max_groups: int, ttl_seconds: float, worker: str, pace: TrainerPace | None = None, next_step: int = 0
+    ) -> list[Leased]:
         """Up to `max_groups` groups: those that wait, lowest index first, then new ones of the dataset. May be empty.
 
-        Inside a transaction.
+        pace: no more than can be trained on in time from `next_step` on; a group that was returned with tokens too old
+        for that starts over. Inside a transaction.
         """
         if max_groups < 1:
             raise InvalidField("max_groups", max_groups, "at least 1")
@@ -82,8 +84,17 @@ class Leases:
         # Without a bound, one call would draw the whole dataset, epoch after epoch.
         max_groups = min(max_groups, MOST_GROUPS)
         self.expire()
+        deadlines = None
+        if pace is not None:
+            known = [group.weight_version for group in unsealed_groups(self.store, pace.weight_version)]
+            deadlines = Deadlines(pace, known, next_step)
+            max_groups = deadlines.room(max_groups)
+        if not max_groups:
+            return []
         taken = self._filtered(max_groups) if self.buffer_filter else self._first(max_groups)
         taken += [(group, samples_of(group, self.payloads)) for group in self.prompts.draw(max_groups - len(taken))]
+        if pace is not None and deadlines is not None:
+            taken = [(group, self._in_time(group, samples, pace, deadlines)) for group, samples in taken]
         for group, _ in taken:
             group.state = State.LEASED
             group.token = secrets.token_urlsafe(24)
@@ -95,8 +106,22 @@ class Leases:
                 attempt=group.attempt,
                 worker=worker,
                 expires_at=self.clock() + seconds,
+                weight_version=group.weight_version,
             )
         return [Leased(group, samples, seconds) for group, samples in taken]
+
+    def _in_time(
+        self, group: Group, samples: list[sample_pb2.Sample], pace: TrainerPace, deadlines: Deadlines
+    ) -> list[sample_pb2.Sample]:
+        """Notes the version of the oldest token that the group will have; returns the samples that it goes on with."""
+        begun = oldest_version(samples)
+        group.weight_version = pace.weight_version if begun is None else min(begun, pace.weight_version)
+        if deadlines.admit(group.weight_version) or begun is None:
+            return samples
+        group.weight_version = pace.weight_version
+        deadlines.admit(group.weight_version)
+        indexes = range(group.first_sample, group.first_sample + group.num_samples)
+        return expand(group.template, group.group_index, indexes)
 
     def _first(self, count: int) -> list[tuple[Group, list[sample_pb2.Sample]]]:
         ready = self.store.groups(states=[State.READY], limit=count)
@@ -170,6 +195,8 @@ class Leases:
             parts = [message.SerializeToString() for message in messages]
             if ended_by == "complete":
                 columns["summaries"] = encode_summaries(messages, samples)
+                if (oldest := oldest_of(samples)) is not None:
+                    columns["weight_version"] = oldest
             columns["payload"] = self.payloads.write(group.group_index, parts)
             columns["sizes"] = [len(part) for part in parts]
             columns["checksums"] = [zlib.crc32(part) for part in parts]
@@ -222,6 +249,8 @@ class Leases:
             self.store.update_groups(due, state=State.READY, **NO_LEASE)
             self.store.put("expired_leases", self.store.get("expired_leases", 0) + len(due))
             self.wake(READY, len(due))
+            # A step may have waited for one of them.
+            self.wake(COMPLETED, len(due))
         return len(due)
 
     def end_all(self) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from slime.buffer.groups.leases import NO_LEASE, NO_PAYLOAD
 from slime.buffer.groups.samples import encoded_samples
 from slime.buffer.groups.steps import Steps
-from slime.buffer.store.base import Group, Payloads, State, Store
+from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Store
 from slime.types.errors import DataLoss, InvalidField, NotFound, WrongState
 
 log = logging.getLogger(__name__)

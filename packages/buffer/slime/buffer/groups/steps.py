@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from slime.buffer.groups.pacing import STALE, choose, unsealed_groups
 from slime.buffer.groups.samples import encoded_samples
-from slime.buffer.store.base import Group, Payloads, State, Step, Store
+from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Step, Store
 from slime.types.errors import InvalidField, NotFound, WrongState
+from slime.types.pace import TrainerPace
 from slime.types.wire.json_fields import from_json
 from slime.v1 import buffer_pb2
 
@@ -45,6 +47,8 @@ class Steps:
         self.store = store
         self.payloads = payloads
         self.release_committed = release_committed
+        # Payloads of groups that were rejected as too old, to be deleted once the transaction is over.
+        self.unneeded: list[str] = []
 
     def seal(
         self,
@@ -52,11 +56,13 @@ class Steps:
         num_groups: int,
         whole: Callable[[Sequence[Group]], bool],
         metrics: Mapping[str, float] | None = None,
+        pace: TrainerPace | None = None,
     ) -> bytes | None:
         """Returns an encoded SealStepResponse; None where fewer than `num_groups` groups are complete.
 
-        Takes the lowest group indexes. A step that was sealed before stays as it is, with the `metrics` of that time.
-        whole: whether the samples of groups are there; it takes out of the run those that are not.
+        Takes the lowest group indexes, or with `pace` what `pacing.choose` says. A step that was sealed before stays as
+        it is, with the `metrics` of that time. whole: whether the samples of groups are there; it takes out of the run
+        those that are not.
         """
         if num_groups < 1:
             raise InvalidField("num_groups", num_groups, "at least 1")
@@ -69,39 +75,58 @@ class Steps:
             return self._sealed(step, groups)
         if known is None:
             self._check_next(step)
-        while self.store.count(State.COMPLETED) >= num_groups:
-            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
-            if whole(groups):
-                indexes = tuple(group.group_index for group in groups)
+        while (chosen := self._chosen(step, num_groups, pace)) is not None:
+            if whole(chosen):
+                indexes = tuple(group.group_index for group in chosen)
                 self.store.update_groups(indexes, state=State.SEALED, step=step)
                 self.store.insert_step(Step(step, State.SEALED, indexes))
-                self._note(step, metrics or {})
-                return self._sealed(step, groups)
+                self._note(step, metrics or {}, paced=pace is not None)
+                return self._sealed(step, chosen)
         return None
+
+    def _chosen(self, step: int, num_groups: int, pace: TrainerPace | None) -> list[Group] | None:
+        if pace is None:
+            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
+            return groups if len(groups) == num_groups else None
+        chosen = choose(unsealed_groups(self.store, step), step, num_groups, pace)
+        if chosen is None:
+            return None
+        taken, stale = chosen
+        for group in self.store.groups(indexes=stale):
+            ended = {} if group.token is None else {"ended_token": group.token, "ended_by": STALE}
+            columns = {"state": State.REJECTED, "reject_reason": STALE} | NO_LEASE | NO_PAYLOAD | ended
+            self.store.update_groups([group.group_index], **columns)
+            if group.payload is not None:
+                self.unneeded.append(group.payload)
+        return self.store.groups(indexes=taken) if taken else None
 
     def _sealed(self, step: int, groups: Sequence[Group]) -> bytes:
         extra = buffer_pb2.SealStepResponse(**self.store.seal_record(step)).SerializeToString()
         return b"".join(group.summaries or b"" for group in groups) + extra
 
-    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _note(self, step: int, metrics: Mapping[str, float], *, paced: bool) -> None:
         # A step that was unsealed has a record already, with the groups that were rejected for it.
         known = self.store.seal_record(step)
-        rejected = Counter(known.get("rejected", {})) + Counter(self._rejected_since(step))
+        rejected = Counter(known.get("rejected", {})) + Counter(self._rejected_since(step, paced=paced))
         record = {"metrics": dict(metrics) or known.get("metrics", {}), "rejected": dict(rejected)}
         if any(record.values()):
             self.store.insert_seal_record(step, record)
 
-    def _rejected_since(self, step: int) -> dict[str, int]:
+    def _rejected_since(self, step: int, *, paced: bool) -> dict[str, int]:
         """Returns groups rejected since the step before was sealed, by reason; from now on they are of this step."""
         before = self.store.step(step - 1)
-        after = min(before.group_indexes) if before is not None else None
-        found = [g for g in self.store.groups(states=[State.REJECTED], after=after) if g.step is None]
+        # With a pace, a group may end many steps after the one that was begun before it.
+        after = min(before.group_indexes) if before is not None and not paced else None
+        found = self.store.groups(states=[State.REJECTED], after=after, in_no_step=True)
         self.store.update_groups([group.group_index for group in found], step=step)
         return dict(Counter(group.reject_reason or "" for group in found))
 
-    def _check_next(self, step: int) -> None:
+    def next_to_seal(self) -> int:
         over = self.next_step() - 1
-        last = max([over] + [known.step for known in self.store.steps(after=over)])
+        return 1 + max([over] + [known.step for known in self.store.steps(after=over)])
+
+    def _check_next(self, step: int) -> None:
+        last = self.next_to_seal() - 1
         if step <= last:
             raise WrongState(
                 f"step {step} was never sealed and step {last} is over: steps are sealed in order",

@@ -37,7 +37,9 @@ class Group:
     payload: name of the samples in Payloads, None where they are still as the template; sizes: bytes of each sample;
     checksums: CRC-32 of each sample, none where an older version stored them.
     summaries: an encoded SealStepResponse with the summaries of this group, once completed.
-    ended_token, ended_by: the latest lease that ended by a call of its holder: "return", "complete" or "reject".
+    weight_version: of its oldest token, as far as that is known.
+    ended_token, ended_by: the latest lease that ended by a call of its holder: "return", "complete" or "reject"; or by
+    a step that rejected its group: "stale".
     """
 
     group_index: int
@@ -58,6 +60,12 @@ class Group:
     ended_by: str | None = None
     step: int | None = None
     reject_reason: str | None = None
+    weight_version: int | None = None
+
+
+# Columns of a group without a lease, and without samples of its own.
+NO_LEASE: dict[str, Any] = {"token": None, "expires_at": None, "worker": None}
+NO_PAYLOAD: dict[str, Any] = {"payload": None, "sizes": [], "checksums": []}
 
 
 @dataclass
@@ -104,6 +112,7 @@ class Store(ABC):
         indexes: Sequence[int] | None = None,
         after: int | None = None,
         limit: int = -1,
+        in_no_step: bool = False,
     ) -> list[Group]:
         """By ascending group index; a negative limit is none."""
 
@@ -120,6 +129,10 @@ class Store(ABC):
 
     @abstractmethod
     def next_expiry(self) -> float | None: ...
+
+    @abstractmethod
+    def weight_versions(self, states: Sequence[State]) -> list[tuple[int, State, int | None]]:
+        """Returns (index, state, weight version) of the groups in these states, by ascending index."""
 
     @abstractmethod
     def count(self, state: State) -> int: ...

@@ -19,14 +19,14 @@ from slime.buffer.store.base import Group, State, Step, Store
 from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, SlimeError
 from slime.types.files import check_readable
 
-VERSION = 2
+VERSION = 3
 SCHEMA = """
 CREATE TABLE groups (
     group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL, template BLOB NOT NULL,
     first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
     payload TEXT, sizes TEXT NOT NULL, checksums TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
     worker TEXT, token TEXT, expires_at REAL, attempt INTEGER NOT NULL,
-    ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT
+    ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT, weight_version INTEGER
 );
 CREATE INDEX groups_of_state ON groups (state, group_index);
 CREATE INDEX groups_of_step ON groups (step) WHERE step IS NOT NULL;
@@ -49,7 +49,8 @@ MIGRATIONS = {
     1: """
 ALTER TABLE groups ADD COLUMN checksums TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE prompt_batches ADD COLUMN digest TEXT;
-"""
+""",
+    2: "ALTER TABLE groups ADD COLUMN weight_version INTEGER;",
 }
 LISTS = ("sizes", "checksums")
 # SQLite errors that a mistake of the program causes, rather than a damaged file.
@@ -214,6 +215,7 @@ class SqliteStore(Store):
         indexes: Sequence[int] | None = None,
         after: int | None = None,
         limit: int = -1,
+        in_no_step: bool = False,
     ) -> list[Group]:
         conditions: list[str] = ["TRUE"]
         values: list[Any] = []
@@ -227,6 +229,8 @@ class SqliteStore(Store):
         if after is not None:
             conditions.append("group_index > ?")
             values.append(after)
+        if in_no_step:
+            conditions.append("step IS NULL")
         query = f"{SELECT_GROUPS} WHERE {' AND '.join(conditions)} ORDER BY group_index LIMIT ?"
         return [_group(row) for row in self._rows(query, *values, limit)]
 
@@ -241,6 +245,11 @@ class SqliteStore(Store):
 
     def next_expiry(self) -> float | None:
         return self._rows("SELECT min(expires_at) FROM groups WHERE expires_at IS NOT NULL")[0][0]
+
+    def weight_versions(self, states: Sequence[State]) -> list[tuple[int, State, int | None]]:
+        query = f"WHERE state IN ({', '.join('?' * len(states))}) ORDER BY group_index"
+        rows = self._rows(f"SELECT group_index, state, weight_version FROM groups {query}", *states)
+        return [(index, State(state), version) for index, state, version in rows]
 
     def count(self, state: State) -> int:
         return self._rows("SELECT count(*) FROM groups WHERE state = ?", state)[0][0]

@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.launcher.config.catalogue import as_typed
-from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import InvalidSetting
 from slime.types.files import check_readable
 
 ROLLOUT_DUMP = "rollout_data/{rollout_id}.rollout"
 TRAIN_DUMP = "train_data/{rollout_id}_{rank}.safetensors"
+# The original's name for --fully-async.
+FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+MAX_STALENESS = 2
+# Settings that need an iteration with a beginning and an end, and the reason.
+OF_ONE_ITERATION = {
+    "rollout_sample_filter_path": "it sees the groups of an iteration before any of them is complete",
+    "rollout_all_samples_process_path": "it sees all groups of an iteration, and no call generates those of one",
+    "custom_rollout_log_function_path": "it logs the samples that one call generated",
+    "save_debug_rollout_data": "it records the samples that one call generated",
+}
 
 
 def imply_debugging(values: dict[str, Any]) -> None:
@@ -50,7 +60,15 @@ def check_loop(args: Mapping[str, Any]) -> None:
             args, "update_weights_interval", "colocate" if args["offload_rollout"] is None else "offload_rollout",
             "engines that give their memory back have no weights until the next push",
         )  # fmt: skip
+    for name in ("max_staleness", "staleness_policy"):
+        if args[name] is not None and not args["fully_async"]:
+            raise InvalidSetting.requires(as_typed(name, args[name]), "--fully-async")
     _check_halves(args)
+
+
+def staleness_bound(args: Mapping[str, Any]) -> int:
+    """Returns --max-staleness or its default."""
+    return MAX_STALENESS if args["max_staleness"] is None else int(args["max_staleness"])
 
 
 def _offloads(args: Mapping[str, Any]) -> bool:
@@ -117,15 +135,52 @@ def check_asynchronous(args: Mapping[str, Any]) -> None:
             "slime train-async",
             "asynchronous training uses samples of older weights; use slime train",
         )
-    if args["deterministic"] and (args["async_buffer_size"] or 1) > 1:
+    if args["fully_async"]:
+        _check_fully_async(args)
+    elif args["deterministic"] and (args["async_buffer_size"] or 1) > 1:
         raise _conflict(
             args, "deterministic", "async_buffer_size",
             "with more than 1, timing decides which weights make a rollout",
         )  # fmt: skip
 
 
+def _check_fully_async(args: Mapping[str, Any]) -> None:
+    bound = staleness_bound(args)
+    if args["rollout_function_path"] not in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION):
+        raise _conflict(
+            args, "rollout_function_path", "fully_async",
+            "a rollout function generates one iteration; --custom-generate-function-path works with both",
+        )  # fmt: skip
+    if args["data_source_path"] != DEFAULT_DATA_SOURCE:
+        raise _conflict(args, "data_source_path", "fully_async", "its class gives groups to one iteration at a time")
+    if args["async_buffer_size"] is not None:
+        raise _conflict(
+            args, "async_buffer_size", "fully_async", "generation is not cut into rollouts; use --max-staleness"
+        )
+    for name, reason in OF_ONE_ITERATION.items():
+        if args[name]:
+            raise _conflict(args, name, "fully_async", reason)
+    for name in ("debug_rollout_only", "debug_train_only"):
+        if args[name]:
+            raise _conflict(args, name, "fully_async", "generation and training pace each other")
+    if bound < args["update_weights_interval"] - 1:
+        raise InvalidSetting.must_be(
+            as_typed("update_weights_interval", args["update_weights_interval"]).split()[0],
+            f"at most {bound + 1}, so that samples are no older than --max-staleness {bound}",
+            got=args["update_weights_interval"],
+        )
+    if args["deterministic"] and bound > 0:
+        raise InvalidSetting.requires(
+            "--deterministic with --fully-async", "--max-staleness 0", "timing decides which weights make a token"
+        )
+
+
 def check_synchronous(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting for settings that only asynchronous training has."""
+    if args["fully_async"]:
+        by_name = args["rollout_function_path"] == FULLY_ASYNC_FUNCTION
+        name = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}" if by_name else "--fully-async"
+        raise InvalidSetting.requires(name, "slime train-async", "slime train generates and trains in turns")
     if args["async_buffer_size"] is not None:
         raise InvalidSetting.requires(
             as_typed("async_buffer_size", args["async_buffer_size"]), "slime train-async", "slime train has no prefetch"

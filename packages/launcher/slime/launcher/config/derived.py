@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
-from slime.launcher.config.check_loop import imply_debugging
+from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, imply_debugging
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
 
@@ -32,6 +32,8 @@ def imply(values: dict[str, Any]) -> None:
         values.setdefault("train_backend", "megatron")
     if values.get("true_on_policy_mode") is True and values.get("global_batch_size") is None:
         values.setdefault("num_steps_per_rollout", 1)
+    if values.get("rollout_function_path") == FULLY_ASYNC_FUNCTION:
+        values.setdefault("fully_async", True)
     imply_debugging(values)
 
 

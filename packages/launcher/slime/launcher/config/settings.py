@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.launcher.metrics.wandb import WandbSettings
+from slime.types.pace import POLICIES
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import EngineSettings, ModeSettings, TrainingSettings
 
@@ -36,6 +37,23 @@ class LoopSettings:
         "Most rollouts that `slime train-async` generates ahead of the trainer, the one in progress included "
         "(default: 1)",
         minimum=1,
+    )
+    fully_async: bool = setting(
+        False,
+        "Generate without end while the trainer trains, and give the engines new weights under running requests, which "
+        "go on with their tokens; for `slime train-async`",
+    )
+    max_staleness: int | None = setting(
+        None,
+        "Most weight updates between a sample's oldest token and the training on it, with --fully-async; 0 trains like "
+        "`slime train` (default: 2)",
+        minimum=0,
+    )
+    staleness_policy: str | None = setting(
+        None,
+        "Treatment of a group that is late for --max-staleness: wait, the trainer waits for it; drop, it is rejected "
+        "and counted; keep, it is trained on (default: wait)",
+        choices=POLICIES,
     )
 
     debug_rollout_only: bool = setting(False, "Only generate and evaluate; start no trainer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime.buffer.groups.pacing import STALE
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources.own import RETURNED
@@ -17,7 +18,7 @@ from slime.types.clients.buffer import SealedStep
 
 DROPPED = "rollout/dynamic_filter/drop_"
 # Rejections that do not come from a filter of the rollout.
-OTHERS = (RETURNED, "buffer_filter", "prompt_too_long", "prompt_unusable")
+OTHERS = (RETURNED, STALE, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
 def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
@@ -30,7 +31,9 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     if args.custom_rollout_log_function_path is not None:
         return metrics
     metrics |= rollout_metrics(sealed_groups(sealed), args)
-    if args.rollout_function_path == RolloutSettings.rollout_function_path:
+    if args.fully_async:
+        metrics["rollout/dropped_stale"] = float(sealed.rejected.get(STALE, 0))
+    if args.fully_async or args.rollout_function_path == RolloutSettings.rollout_function_path:
         # The rollout counts these; without its metrics, because the run ended before, there were none.
         metrics = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0} | metrics
     for reason in ("prompt_too_long", "prompt_unusable"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slime.launcher.config.check_loop import staleness_bound
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import counted
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan
@@ -145,6 +146,9 @@ def _length(plan: Plan) -> str:
 
 def _lag(plan: Plan) -> str:
     settings = plan.config.launcher
+    if settings.fully_async:
+        bound = counted(staleness_bound(plan.config.flat), "weight update")
+        return f"  fully asynchronous: samples are up to {bound} old (--max-staleness)"
     interval, prefetched = settings.update_weights_interval, settings.async_buffer_size or 1
     staleness = interval - 1 + (prefetched if plan.asynchronous else 0)
     if not staleness:

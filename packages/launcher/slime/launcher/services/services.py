@@ -22,6 +22,7 @@ from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
 from slime.launcher.services.credentials import remove_access
+from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.replay import Replay
 from slime.launcher.services.start import Progress, start_services
 from slime.launcher.services.supervisor import Supervisor
@@ -31,6 +32,7 @@ from slime.types.clients import RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
 from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss
+from slime.types.pace import TrainerPace
 
 # Time for the service itself to load, added to the start time of the engines.
 SERVICE_START_SECONDS = 60.0
@@ -58,6 +60,7 @@ class Services:
         self._engines_offloaded = False
         # Samples for people to look at, by step and place in it, until their step is trained.
         self._kept: dict[int, dict[int, Sample]] = {}
+        self._pace: TrainerPace | None = None
         self.notes: list[str] = []
         self._settings = config.launcher
         self._args = SimpleNamespace(**config.flat)
@@ -171,8 +174,15 @@ class Services:
         return self._metrics_of(step, sealed), examples
 
     def _seal(self, step: int, generated: Metrics) -> SealedStep:
-        wait, groups = self.config.trainer.step_wait_seconds, self.groups_of(step)
-        return self._supervisor.call(lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated))
+        wait, groups, pace = self.config.trainer.step_wait_seconds, self.groups_of(step), self._pace
+        if pace is not None:
+            # The wait for groups that are not generated yet is here.
+            wait = self._settings.rollout_timeout_seconds
+            self._untrained.generated(step)
+            self.progress("waiting for groups", 0, 0)
+        return self._supervisor.call(
+            lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated, pace=pace)
+        )
 
     def _metrics_of(self, step: int, sealed: SealedStep) -> Metrics:
         metrics = sealed_metrics(sealed, self._args)
@@ -242,6 +252,13 @@ class Services:
             kept[position].trainer_log_probs = log_probs  # type: ignore[attr-defined]
         return trained[0].metrics
 
+    def generating(self) -> ContinuousGeneration:
+        """Generation that lasts as long as the returned context, at the pace of the settings."""
+        rollout = self.rollout
+        assert rollout is not None, "a run without engines generates nothing"
+        self._pace = pace_of(self.config)
+        return ContinuousGeneration(self, rollout.generate_on, self._pace, self.first_step)
+
     def groups_at_hand(self) -> int:
         """Counts complete groups to train on, without those of an earlier start that no rollout has taken."""
         groups = self._supervisor.call(self.buffer.stats).groups
@@ -249,6 +266,9 @@ class Services:
 
     def generate_more(self, step: int, num_groups: int) -> None:
         """Generates groups in place of damaged ones, while the trainer waits for `step`."""
+        if self._pace is not None:
+            # Generation that goes on finds that they are missing.
+            return
         offloaded = self._engines_offloaded
         if offloaded:
             self.onload()

@@ -31,6 +31,8 @@ class RolloutCall:
         self.open_requests: set[str] = set()
         self.started = time.monotonic()
         self.reward_seconds = 0.0
+        # Sums since the call began, of one that goes on until it is cancelled.
+        self.metrics: dict[str, float] = {}
         self._on_progress = on_progress or (lambda done, total: None)
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.Lock()

@@ -34,9 +34,10 @@ class EngineWeights:
         self._weights_lost = False
         self._lock = asyncio.Lock()
 
-    async def begin(self, version: int, *, supersede: bool = False) -> list[Member]:
+    async def begin(self, version: int, *, supersede: bool = False, interrupt: bool = False) -> list[Member]:
         """Stops admitting requests, waits for those that run, holds the engines. Returns the members of the update.
 
+        interrupt: ends those that run in place of waiting for them; they go on after the commit.
         Beginning the same version again is allowed. Raises WrongState while another one is open, unless `supersede`,
         or while the memory of weights is released; DeadlineExceeded where running requests do not end in time (then
         the engines go on serving), InvalidField for a negative version.
@@ -54,7 +55,7 @@ class EngineWeights:
                     expected=str(self.pending),
                 )
             self._check_memory("weights", "before a weight update")
-            await self._hold(f"weight update {version} is under way")
+            await self._hold(f"weight update {version} is under way", interrupt=interrupt)
             self.pending, self.stopped = version, None
             return list(self.fleet.members)
 
@@ -156,11 +157,13 @@ class EngineWeights:
                 expected="a committed update",
             )
 
-    async def _hold(self, reason: str) -> None:
-        """Shuts the gate, waits for what runs, holds all engines."""
+    async def _hold(self, reason: str, *, interrupt: bool = False) -> None:
+        """Shuts the gate, waits for what runs or interrupts it, holds all engines."""
         was_serving = self.pending is None and self.stopped is None
         await self.fleet.router.shut(reason)
         try:
+            if interrupt:
+                await self.fleet.interrupt(self.wait_seconds)
             await self.fleet.router.drain(self.wait_seconds)
         except BaseException:
             if was_serving:

@@ -7,6 +7,7 @@ and its last lines. Methods with `async` run on the fleet's loop; `generate` and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,13 +21,16 @@ from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Router, Withdrawn
-from slime.types.errors import EngineError, SlimeError
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LAST_CALL_SECONDS = 2.0
+# The finish reason of a request that a weight update ended: it goes on afterwards, with the tokens that it has.
+INTERRUPTED = "interrupted"
+INTERRUPT_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Fleet:
         self._listeners: list[Callable[[EngineError], None]] = []
         # The engine of each request that was sent.
         self._sent: dict[str, Member] = {}
+        self._interrupting = False
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
@@ -216,6 +221,8 @@ class Fleet:
                 finally:
                     for key in keys:
                         self._sent.pop(key, None)
+                if self._interrupting:
+                    _mark_interrupted(outputs)
         except Withdrawn:
             return [_never_sent(rid) for rid in keys or [""] * len(input_ids)]
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
@@ -248,6 +255,26 @@ class Fleet:
         sent = [(self._sent[rid], rid) for rid in rids if rid in self._sent]
         await asyncio.gather(*(member.client.abort(rid) for member, rid in sent))
 
+    async def interrupt(self, timeout: float) -> None:
+        """Ends what is in flight; its answers have what was generated so far, and the finish reason `INTERRUPTED`.
+
+        To be called while the router admits nothing. Raises DeadlineExceeded where requests still run after `timeout`.
+        """
+        deadline = time.monotonic() + timeout
+        self._interrupting = True
+        try:
+            while self.router.in_flight:
+                # Repeated, because an abort that overtakes its request finds nothing to end.
+                await self.each(lambda member: member.client.abort())
+                left = deadline - time.monotonic()
+                if left <= INTERRUPT_AGAIN_SECONDS:
+                    await self.router.drain(max(0.0, left))
+                    return
+                with contextlib.suppress(DeadlineExceeded):
+                    await self.router.drain(INTERRUPT_AGAIN_SECONDS)
+        finally:
+            self._interrupting = False
+
     async def each(self, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:
         """`action` on all members at once; a dead one is reported with its last lines."""
 
@@ -268,6 +295,15 @@ def _never_sent(rid: str) -> dict[str, Any]:
         "output_ids": [],
         "meta_info": {"id": rid, "finish_reason": reason, "output_token_logprobs": []},
     }
+
+
+def _mark_interrupted(outputs: Any) -> None:
+    for output in outputs if isinstance(outputs, list) else ():
+        meta = output.get("meta_info") or {}
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            # An engine need not say this of a request that it had not begun.
+            meta.setdefault("output_token_logprobs", [])
+            meta["finish_reason"] = {"type": INTERRUPTED}
 
 
 def _death(member: Member, error: EngineError | None) -> EngineError:

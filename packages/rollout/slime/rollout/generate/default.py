@@ -47,10 +47,12 @@ UNUSABLE = "prompt_unusable"
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     """`args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
     state = state_of(args)
-    return await state.fleet.guard(_Rollout(state, args, rollout_id, data_source).run())
+    return await state.fleet.guard(RolloutIteration(state, args, rollout_id, data_source).run())
 
 
-class _Rollout:
+class RolloutIteration:
+    """One iteration; `continuous.py` changes where it ends."""
+
     def __init__(self, state: RolloutState, args: Any, rollout_id: int, source: Any) -> None:
         self.state, self.args, self.rollout_id, self.source = state, args, rollout_id, source
         self.target: int = args.rollout_batch_size
@@ -74,16 +76,7 @@ class _Rollout:
     async def run(self) -> RolloutFnTrainOutput:
         try:
             while len(self.accepted) < self.target:
-                self._check_writes()
-                missing = len(self.accepted) + len(self.pending) < self.target
-                if missing and self.fetching is None:
-                    self.fetching = asyncio.create_task(_in_thread(self.source.get_samples, self._fetch_size()))
-                    self.fetching.add_done_callback(self.done.put_nowait)
-                done = await self._next_done()
-                await self._collect(task for task in done if task in self.pending)
-                if self.fetching in done:
-                    groups, self.fetching = self.fetching.result(), None
-                    await self._start(groups)
+                await self._turn()
             await self._give_back_the_rest()
             await _all(self.writes)
         except BaseException:
@@ -93,6 +86,19 @@ class _Rollout:
         # In a thread: a function of the user may ask the data source for more, or run something on this loop.
         return await _in_thread(self._output)
 
+    async def _turn(self) -> None:
+        """Leases what is missing, waits until something has ended, and deals with it."""
+        self._check_writes()
+        wanted = self._fetch_size()
+        if wanted > 0 and self.fetching is None:
+            self.fetching = asyncio.create_task(_in_thread(self.source.get_samples, wanted))
+            self.fetching.add_done_callback(self.done.put_nowait)
+        done = await self._next_done()
+        await self._collect(task for task in done if task in self.pending)
+        if self.fetching in done:
+            groups, self.fetching = self.fetching.result(), None
+            await self._start(groups)
+
     async def _next_done(self) -> set[asyncio.Task[Any]]:
         done = {await self.done.get()}
         while not self.done.empty():
@@ -100,6 +106,8 @@ class _Rollout:
         return done
 
     def _fetch_size(self) -> int:
+        if len(self.accepted) + len(self.pending) >= self.target:
+            return 0
         wanted = max(self.args.over_sampling_batch_size or 0, self.target)
         if wanted > self.target or not (self.accepted or self.pending):
             return wanted
@@ -189,21 +197,29 @@ class _Rollout:
             await self._give_back(leased, samples)
             return
         self.seen.append(group)
-        verdict = DynamicFilterOutput(keep=True)
-        if self.state.plugins.dynamic_filter is not None:
-            verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
-        if not verdict.keep:
-            reason = verdict.reason or "filtered"
-            short = len(self.accepted) + len(self.pending) + self.undecided < self.target
-            if not (verdict.keep_when_insufficient and short):
-                self.dropped[reason] += 1
-                self._write(self.source.reject, leased, reason)
-                return
+        if self._dropped(leased, group):
+            return
         self.accepted.append(group)
         if self.state.plugins.sample_filter is None:
             self._complete(leased, samples)
         elif len(self.accepted) == self.target:
             await self._filter_and_complete()
+
+    def _dropped(self, leased: list[Sample], group: list[Generated]) -> bool:
+        """Rejects the group where the dynamic filter drops it."""
+        if self.state.plugins.dynamic_filter is None:
+            return False
+        verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
+        if verdict.keep or (verdict.keep_when_insufficient and self._is_short()):
+            return False
+        reason = verdict.reason or "filtered"
+        self.dropped[reason] += 1
+        self._write(self.source.reject, leased, reason)
+        return True
+
+    def _is_short(self) -> bool:
+        """Tells whether another group would have to be leased in place of one that is dropped."""
+        return len(self.accepted) + len(self.pending) + self.undecided < self.target
 
     async def _filter_and_complete(self) -> None:
         # The filter sees all groups of the iteration, so nothing is completed before it.

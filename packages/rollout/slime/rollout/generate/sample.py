@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.calls.call import CALL
+from slime.rollout.fleet.fleet import INTERRUPTED
 from slime.rollout.fleet.member import Member
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.seeds import SEEDS, sampling_seed
@@ -32,6 +33,8 @@ class Request:
     # Data URIs; `input_ids` has a placeholder for each, `num_prompt_tokens` counts what the engine makes of them.
     images: list[str] = field(default_factory=list)
     num_prompt_tokens: int | None = None
+    # Tokens and characters of the response when it was first sent, where a weight update has interrupted it since.
+    begun: tuple[int, int] | None = None
 
 
 def make_request(
@@ -96,12 +99,34 @@ async def send(
         await send(state, with_images, session_id=session_id, member=member)
         await send(state, [r for r in requests if not r.images], session_id=session_id, member=member)
         return
+    left = list(requests)
+    while left:
+        outputs = await _send_once(state, left, session_id, member)
+        interrupted = []
+        for request, output in zip(left, outputs, strict=True):
+            if "text" not in output:
+                output["text"] = response_text(state, request, output)
+            _check_prompt(request, output)
+            if _reason(output) == INTERRUPTED:
+                rest = _go_on(state, request, output)
+                interrupted += [] if rest is None else [rest]
+                continue
+            append_output(state.args, request.sample, output)
+            if request.begun is not None:
+                _join_texts(state, request)
+            trim(state, request.sample)
+        left = interrupted
+
+
+async def _send_once(
+    state: RolloutState, requests: Sequence[Request], session_id: str | None, member: Member | None
+) -> list[dict[str, Any]]:
     call = CALL.get()
     rids = [request.rid for request in requests]
     if call is not None:
         call.open_requests.update(rids)
     try:
-        outputs = await state.fleet.generate(
+        return await state.fleet.generate(
             [request.input_ids for request in requests],
             [request.sampling_params for request in requests],
             rids=rids,
@@ -112,12 +137,51 @@ async def send(
     finally:
         if call is not None:
             call.open_requests.difference_update(rids)
-    for request, output in zip(requests, outputs, strict=True):
-        if "text" not in output:
-            output["text"] = response_text(state, request, output)
-        _check_prompt(request, output)
-        append_output(state.args, request.sample, output)
-        trim(state, request.sample)
+
+
+def _reason(output: dict[str, Any]) -> Any:
+    reason = (output.get("meta_info") or {}).get("finish_reason")
+    return reason.get("type") if isinstance(reason, dict) else reason
+
+
+def _go_on(state: RolloutState, request: Request, output: dict[str, Any]) -> Request | None:
+    """Appends what was generated before a weight update; returns the request for the rest, None where nothing is."""
+    sample, meta = request.sample, output["meta_info"]
+    tokens = [item[1] for item in meta["output_token_logprobs"]]
+    begun = request.begun or (sample.response_length, len(sample.response))
+    if tokens:
+        sample.append_response_tokens(
+            state.args,
+            tokens=tokens,
+            log_probs=[item[0] for item in meta["output_token_logprobs"]],
+            meta_info=meta,
+            text=output.get("text", ""),
+        )
+    budget = request.sampling_params["max_new_tokens"] - len(tokens)
+    if budget <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return None
+    if state.args.mask_offpolicy_in_partial_rollout and sample.response_length:
+        sample.loss_mask = np.zeros(sample.response_length, np.uint8)  # type: ignore[assignment]
+    counted = request.num_prompt_tokens
+    return replace(
+        request,
+        input_ids=[*request.input_ids, *tokens],
+        sampling_params=request.sampling_params | {"max_new_tokens": budget},
+        rid=uuid.uuid4().hex,
+        num_prompt_tokens=None if counted is None else counted + len(tokens),
+        begun=begun,
+    )
+
+
+def _join_texts(state: RolloutState, request: Request) -> None:
+    """Makes one text of the tokens of all parts: a character may be split between two."""
+    assert request.begun is not None
+    sample, (num_tokens, num_characters) = request.sample, request.begun
+    tokens = sample.array("tokens")[len(sample.array("tokens")) - sample.response_length + num_tokens :]
+    skip = bool(request.sampling_params.get("skip_special_tokens", True))
+    text = str(state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip))
+    sample.response = sample.response[:num_characters] + text
 
 
 def _check_prompt(request: Request, output: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 from slime.rollout.calls.call import CALL
 from slime.rollout.sources.wire_names import WireNames
@@ -78,7 +78,7 @@ class LeasedDataSource:
         self._closed = threading.Event()
         self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
-    def __enter__(self) -> LeasedDataSource:
+    def __enter__(self) -> Self:
         self._renewer.start()
         return self
 
@@ -94,13 +94,7 @@ class LeasedDataSource:
         call = CALL.get()
         deadline = time.monotonic() + self.wait_seconds
         while call is None or not call.cancelled.is_set():
-            wait = max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
-            with self._calling():
-                leased = self.buffer.lease_groups(
-                    num_samples, ttl_seconds=self.ttl_seconds, wait_seconds=wait, worker_id=self.worker_id
-                )
-                groups = [self._take(lease) for lease in leased]
-            groups = [group for group in groups if self._usable(group)]
+            groups = self._lease(num_samples, max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
             if groups:
                 return groups
             if time.monotonic() >= deadline:
@@ -111,7 +105,19 @@ class LeasedDataSource:
                     value=self.wait_seconds,
                     expected="a prompt in the buffer",
                 )
-        raise _ended()
+        raise ended()
+
+    def _lease(self, num_samples: int, wait_seconds: float, **options: Any) -> list[list[Sample]]:
+        with self._calling():
+            leased = self.buffer.lease_groups(
+                num_samples,
+                ttl_seconds=self.ttl_seconds,
+                wait_seconds=wait_seconds,
+                worker_id=self.worker_id,
+                **options,
+            )
+            groups = [self._take(lease) for lease in leased]
+        return [group for group in groups if self._usable(group)]
 
     def _take(self, lease: Any) -> list[Sample]:
         group: SampleGroup = lease.group
@@ -247,7 +253,7 @@ class LeasedDataSource:
         """Around a call to the buffer: `close` waits for it, and none starts afterwards."""
         with self._lock:
             if self._closed.is_set():
-                raise _ended()
+                raise ended()
             self._calls += 1
         try:
             yield
@@ -262,10 +268,14 @@ class LeasedDataSource:
         with self._calling():
             lease = self._leases[index]
             yield lease
-            with self._lock:
-                self._leases.pop(index, None)
-                for sample in lease.samples:
-                    self._group_of.pop(id(sample), None)
+            self.forget(index)
+
+    def forget(self, index: int) -> None:
+        """Leaves a lease that has ended."""
+        with self._lock:
+            lease = self._leases.pop(index, None)
+            for sample in lease.samples if lease is not None else ():
+                self._group_of.pop(id(sample), None)
 
     def _renew(self) -> None:
         while not self._closed.wait(self.ttl_seconds / 3):
@@ -291,5 +301,5 @@ def _finish(sample: Sample) -> None:
         sample.remove_sample = True
 
 
-def _ended() -> WrongState:
+def ended() -> WrongState:
     return WrongState("the call of Generate has ended", field="rollout", expected="a running call")

@@ -29,6 +29,7 @@ from slime.types.clients.buffer_records import (
 )
 from slime.types.codec import group_from_proto, sample_from_proto
 from slime.types.errors import Busy, DeadlineExceeded
+from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, chunk_messages, chunk_samples
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample, SampleGroup
@@ -88,9 +89,17 @@ class BufferClient(Client):
         return AddPromptsResult(answer.added, answer.first_group_index, answer.duplicate)
 
     def lease_groups(
-        self, max_groups: int, ttl_seconds: float = 600.0, wait_seconds: float = 0.0, worker_id: str = ""
+        self,
+        max_groups: int,
+        ttl_seconds: float = 600.0,
+        wait_seconds: float = 0.0,
+        worker_id: str = "",
+        pace: TrainerPace | None = None,
     ) -> list[LeasedGroup]:
-        """Leases up to `max_groups` groups; fewer, or none, if no more are ready within `wait_seconds`."""
+        """Leases up to `max_groups` groups; fewer, or none, if no more are ready within `wait_seconds`.
+
+        pace: leases no more than can be trained on within that staleness.
+        """
 
         def lease(wait: float) -> list[LeasedGroup]:
             request = buffer_pb2.LeaseGroupsRequest(
@@ -99,6 +108,7 @@ class BufferClient(Client):
                 max_groups=max_groups,
                 ttl_seconds=ttl_seconds,
                 wait_seconds=wait,
+                pace=None if pace is None else pace.to_proto(),
             )
             return [
                 LeasedGroup(m.lease.token, group_from_proto(m.group), m.lease.attempt, m.lease.expires_in_seconds)
@@ -135,17 +145,23 @@ class BufferClient(Client):
         )
 
     def seal_step(
-        self, step: int, num_groups: int, wait_seconds: float = 0.0, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        num_groups: int,
+        wait_seconds: float = 0.0,
+        metrics: Mapping[str, float] | None = None,
+        pace: TrainerPace | None = None,
     ) -> SealedStep:
         """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones.
 
-        metrics: kept with the step; those of the first call stay.
+        metrics: kept with the step; those of the first call stay. pace: chooses them by the age of their weights.
         """
 
         def seal(wait: float) -> SealedStep:
             request = buffer_pb2.SealStepRequest(
-                writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait, metrics=metrics
-            )
+                writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait, metrics=metrics,
+                pace=None if pace is None else pace.to_proto(),
+            )  # fmt: skip
             answer = self._call("SealStep", request, _waiting(wait))
             return SealedStep(map(summary_from_proto, answer.samples), dict(answer.metrics), dict(answer.rejected))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.types.clients.base import Client
 from slime.types.codec import sample_from_proto
-from slime.types.errors import RemoteError
+from slime.types.errors import RemoteError, SlimeError
+from slime.types.pace import TrainerPace
 from slime.types.sample import Sample
 from slime.v1 import rollout_pb2, rollout_pb2_grpc
 
 Progress = Callable[[int, int], None]
+# Generation without end lasts as long as the run.
+NO_DEADLINE = 10.0 * 365 * 86400
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,29 @@ class EvaluateResult:
     examples: list[Sample]
 
 
+class StopSignal:
+    """Ends a call from another thread, also one that begins only afterwards."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._actions: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def attach(self, action: Callable[[], object]) -> None:
+        with self._lock:
+            self._actions.append(action)
+            late = self.is_set
+        if late:
+            action()
+
+    def set(self) -> None:
+        with self._lock:
+            self.is_set = True
+            actions = list(self._actions)
+        for action in actions:
+            action()
+
+
 class RolloutClient(Client):
     """Calls of `slime.v1.RolloutService`. Timeouts are in seconds."""
 
@@ -69,6 +96,25 @@ class RolloutClient(Client):
         request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, num_groups=num_groups)
         last = self._last("Generate", request, timeout, on_progress, lambda m: (m.completed_groups, m.num_groups))
         return GenerateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
+
+    def generate_on(
+        self, rollout_id: int, pace: TrainerPace, stop: StopSignal, on_metrics: Callable[[dict[str, float]], None]
+    ) -> None:
+        """Generates group after group until `stop` is set, within `pace`; `on_metrics` gets sums since the beginning.
+
+        rollout_id: the first iteration that trains on what is generated.
+        """
+        request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, pace=pace.to_proto())
+        call = self._stub.Generate(request, timeout=NO_DEADLINE)
+        stop.attach(call.cancel)
+        try:
+            for message in call:
+                on_metrics(dict(message.metrics))
+        except SlimeError:
+            if not stop.is_set:
+                raise
+        finally:
+            call.cancel()
 
     def evaluate(
         self,

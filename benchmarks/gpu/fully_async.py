@@ -1,0 +1,116 @@
+"""Tokens a second of `slime train-async --fully-async` against `slime train`, on two GPUs: an engine and a trainer.
+
+    python benchmarks/gpu/fully_async.py --hf-checkpoint DIR --output-dir OUT [--staleness 4] [FLAGS of slime train]
+    python benchmarks/gpu/fully_async.py --hf-checkpoint DIR --output-dir OUT --rollout-engine embedded --steps 3 \\
+        --groups 2 --samples 2 --mean 4 --longest 16        # no GPU: does it run
+
+Responses have log-normal lengths, the same in every run, with the end of sequence ignored: each is generated for as
+many tokens as the number of its sample says. Tokens a second are those that were trained on, by the time of the steps,
+without the first ones, which compile. OUT gets a directory for each run, and summary.json with the ratios.
+
+Whether the reward suffers is another question:
+
+    python benchmarks/gpu/grpo.py --hf-checkpoint DIR --output-dir OUT/sync
+    python benchmarks/gpu/grpo.py --hf-checkpoint DIR --output-dir OUT/async --loop train-async --fully-async \\
+        --max-staleness 4 --use-tis
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WARM_UP = 2
+GENERATE = """
+import json, os
+from slime.rollout.sglang_rollout import generate as generate_tokens
+
+LENGTHS = json.loads(open(os.path.join(os.path.dirname(__file__), "lengths.json")).read())
+
+async def generate(args, sample, sampling_params):
+    length = LENGTHS[sample.index % len(LENGTHS)]
+    return await generate_tokens(args, sample, sampling_params | {"max_new_tokens": length, "ignore_eos": True})
+"""
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--hf-checkpoint", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--groups", type=int, default=16, help="groups per step")
+    parser.add_argument("--samples", type=int, default=8, help="samples per group")
+    parser.add_argument("--mean", type=float, default=512.0, help="mean length of a response in tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the lengths")
+    parser.add_argument("--longest", type=int, default=8192, help="longest response in tokens")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[4])
+    parser.add_argument("--policy", choices=("wait", "drop", "keep"), default="wait")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each run")
+    return parser.parse_known_args()
+
+
+def write_inputs(options: argparse.Namespace) -> list[str]:
+    """Writes prompts, lengths and the function that generates by them; returns the flags that all runs share."""
+    inputs = options.output_dir.resolve() / "inputs"
+    inputs.mkdir(parents=True, exist_ok=True)
+    count = options.steps * options.groups * options.samples
+    drawn = np.random.default_rng(0).lognormal(np.log(options.mean) - options.sigma**2 / 2, options.sigma, count)
+    (inputs / "lengths.json").write_text(json.dumps([int(min(max(1, n), options.longest)) for n in drawn]))
+    (inputs / "generate.py").write_text(GENERATE)
+    rows = [{"prompt": f"Write about the number {n}.", "label": "1"} for n in range(options.groups * options.steps)]
+    (inputs / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags: dict[str, Any] = {
+        "hf-checkpoint": options.hf_checkpoint.resolve(), "prompt-data": inputs / "prompts.jsonl",
+        "input-key": "prompt", "label-key": "label", "rm-type": "random", "num-rollout": options.steps,
+        "custom-generate-function-path": f"{inputs / 'generate.py'}:generate", "rollout-batch-size": options.groups,
+        "n-samples-per-prompt": options.samples, "rollout-max-response-len": options.longest, "lr": "1e-6",
+        "max-tokens-per-gpu": 16384,
+    }  # fmt: skip
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use-dynamic-batch-size"]
+
+
+def measure(name: str, loop: str, flags: list[str], options: argparse.Namespace) -> dict[str, float]:
+    """Runs once; exits with the code of a run that fails."""
+    out = options.output_dir.resolve() / name
+    command = [sys.executable, "-m", "slime.launcher.cli", loop, "--output-dir", str(out), "--overwrite", *flags]
+    print(shlex.join(command), flush=True)
+    code = subprocess.run(command, timeout=options.timeout).returncode
+    if code:
+        sys.exit(code)
+    from slime.launcher.metrics.files import is_evaluation, read_metrics
+
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if not is_evaluation(row)]
+    rows = rows[min(WARM_UP, len(rows) - 1) :]
+    keys = ("rollout/staleness", "rollout/staleness/max", "rollout/dropped_stale", "perf/rollout_wait_time",
+            "perf/engine_wait_time", "perf/train_time", "perf/update_weights_time")  # fmt: skip
+    means = {key: float(np.mean([row[key] for row in rows])) for key in keys if all(key in row for row in rows)}
+    tokens, seconds = (sum(row[key] for row in rows) for key in ("rollout/trained_tokens", "perf/step_time"))
+    return {"tokens_per_second": tokens / seconds, "step_seconds": seconds / len(rows)} | means
+
+
+def main() -> None:
+    options, rest = parse()
+    shared = [*write_inputs(options), *rest]
+    results = {"synchronous": measure("synchronous", "train", shared, options)}
+    results["one_step_off"] = measure("one_step_off", "train-async", [*shared, "--use-tis"], options)
+    for staleness in options.staleness:
+        flags = ["--fully-async", "--max-staleness", str(staleness), "--staleness-policy", options.policy, "--use-tis"]
+        results[f"staleness_{staleness}"] = measure(f"staleness_{staleness}", "train-async", shared + flags, options)
+    base = results["synchronous"]["tokens_per_second"]
+    for result in results.values():
+        result["ratio"] = result["tokens_per_second"] / base
+    summary = {"date": date.today().isoformat(), "command": shlex.join(["python", *sys.argv]), "results": results}
+    (options.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Fully asynchronous training: generation never waits for the trainer, within the staleness that is allowed.
+
+    engines   |  groups of any step, one after the other  ...      weights are swapped under running requests
+    trainer       |   0   |push|   1   |push|   2   |push|
+
+A step takes the groups with the oldest weights that are complete (`slime.buffer.groups.pacing`).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from slime.launcher.config.run_config import RunConfig
+from slime.launcher.metrics.report import Report
+from slime.launcher.services.services import Services
+
+
+def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
+    """Beside the metrics of the other loops, in seconds and counts of a step:
+
+    perf/rollout_wait_time  what the trainer waited for groups
+    perf/engine_wait_time   what the engines waited for the trainer, with nothing to generate
+    rollout/dropped_stale   groups that were rejected as older than --max-staleness
+
+    An evaluation goes on beside generation and training; the next push of weights waits for it.
+    """
+    settings = config.launcher
+    if config.evaluates and not settings.skip_eval_before_train:
+        report.evaluation(run.first_step, *run.evaluate(run.first_step))
+
+    evaluation = None
+    with run.generating() as generation:
+        for step in range(run.first_step, run.num_rollout):
+            started = time.perf_counter()
+            metrics, samples = run.seal(step, generation.take_metrics())
+            metrics["perf/rollout_wait_time"] = time.perf_counter() - started
+            metrics |= run.train_step(step)
+            if config.saves_after(step):
+                report.hold(step, metrics)
+                metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
+            if evaluation is not None:
+                report.evaluation(step, *run.join(evaluation))
+                evaluation = None
+            if config.updates_after(step):
+                metrics |= run.update_weights(step + 1)
+            metrics["perf/step_time"] = time.perf_counter() - started
+            report.step(step, metrics, samples)
+            if config.evaluates_after(step):
+                evaluation = run.begin(partial(run.evaluate, step + 1))
+    if evaluation is not None:
+        report.evaluation(run.num_rollout, *run.join(evaluation))

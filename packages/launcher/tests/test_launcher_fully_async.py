@@ -1,0 +1,178 @@
+"""The fully asynchronous loop: what waits for what, and which flags fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.launcher import cli
+from slime.launcher.config import run_config
+from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
+from slime.launcher.services.generation import ContinuousGeneration, pace_of
+from slime.launcher.train_fully_async import loop_fully_async
+from slime.types.clients.rollout import StopSignal
+from slime.types.errors import EngineError, InvalidSetting
+from slime.types.pace import TrainerPace
+
+NUM_GPUS = 0
+Metrics = dict[str, float]
+
+
+class Run:
+    """Services that note in which order they are called; an evaluation ends when somebody waits for it."""
+
+    def __init__(self, num_rollout: int, first_step: int = 0) -> None:
+        self.first_step, self.num_rollout = first_step, num_rollout
+        self.events: list[tuple[str, int]] = []
+        self.sums: Metrics = {}
+        self.begun: list[Callable[[], Any]] = []
+
+    def generating(self) -> ContinuousGeneration:
+        return ContinuousGeneration(self, self._generate_on, TrainerPace(1, 1, self.num_rollout), self.first_step)
+
+    def _generate_on(self, first: int, pace: TrainerPace, stop: StopSignal, note: Callable[[Metrics], None]) -> None:
+        self.note = note
+        self.events.append(("generate", first))
+        stop.attach(lambda: self.events.append(("end", first)))
+
+    def begin(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if not self.begun:
+            future.set_result(function())
+        else:
+            self.events.append(("begin evaluation", len(self.begun)))
+        self.begun.append(function)
+        future.function = function  # type: ignore[attr-defined]
+        return future
+
+    def join(self, future: Future[Any]) -> Any:
+        return future.result() if future.done() else future.function()  # type: ignore[attr-defined]
+
+    def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Any]]:
+        self.events.append(("seal", step))
+        return dict(generated), []
+
+    def train_step(self, step: int) -> Metrics:
+        self.events.append(("train", step))
+        self.note({"perf/engine_wait_time": 1.5 * (step + 1)})
+        return {}
+
+    def update_weights(self, version: int) -> Metrics:
+        self.events.append(("push", version))
+        return {}
+
+    def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
+        self.events.append(("save", step))
+        return {}
+
+    def evaluate(self, rollout_id: int) -> tuple[Metrics, list[Any]]:
+        self.events.append(("evaluate", rollout_id))
+        return {"eval/held": float(rollout_id)}, []
+
+
+class Report:
+    def __init__(self) -> None:
+        self.metrics: list[Metrics] = []
+        self.evaluated: list[int] = []
+
+    def evaluation(self, step: int, metrics: Metrics, examples: list[Any]) -> None:
+        assert metrics["eval/held"] == step
+        self.evaluated.append(step)
+
+    def hold(self, step: int, metrics: Metrics) -> None: ...
+
+    def step(self, step: int, metrics: Metrics, examples: list[Any]) -> None:
+        self.metrics.append(metrics)
+
+
+def config(*more: str) -> run_config.RunConfig:
+    words = ["--hf-checkpoint", "m", "--prompt-data", "p", *more]
+    return run_config.parse(words, check=False, environment={})
+
+
+def run_loop(run: Run, *more: str) -> Report:
+    report = Report()
+    configured = config("--num-rollout", str(run.num_rollout), "--fully-async", *more)
+    loop_fully_async(configured, run, report)  # type: ignore[arg-type]
+    return report
+
+
+def test_generation_lasts_from_the_first_step_to_the_last() -> None:
+    run = Run(5, first_step=3)
+    report = run_loop(run)
+    assert run.events == [
+        ("generate", 3), ("seal", 3), ("train", 3), ("push", 4), ("seal", 4), ("train", 4), ("push", 5), ("end", 3),
+    ]  # fmt: skip
+    assert [row.get("perf/engine_wait_time") for row in report.metrics] == [None, 6.0]
+
+
+def test_an_evaluation_goes_on_beside_the_training_and_ends_before_the_next_weights() -> None:
+    run = Run(3)
+    report = run_loop(run, "--eval-prompt-data", "held", "f", "--eval-interval", "1", "--save-interval", "2")
+    assert run.events == [
+        ("evaluate", 0), ("generate", 0),
+        ("seal", 0), ("train", 0), ("push", 1), ("begin evaluation", 1),
+        ("seal", 1), ("train", 1), ("save", 1), ("evaluate", 1), ("push", 2), ("begin evaluation", 2),
+        ("seal", 2), ("train", 2), ("save", 2), ("evaluate", 2), ("push", 3), ("begin evaluation", 3),
+        ("end", 0), ("evaluate", 3),
+    ]  # fmt: skip
+    assert report.evaluated == [0, 1, 2, 3]
+
+
+def test_generation_ends_with_the_loop_whatever_ends_it() -> None:
+    run = Run(3)
+
+    def fail(step: int) -> Metrics:
+        raise EngineError("the trainer died")
+
+    run.train_step = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="the trainer died"):
+        run_loop(run)
+    assert run.events[-1] == ("end", 0)
+
+
+def test_the_name_of_the_original_is_the_flag() -> None:
+    ours = config("--num-rollout", "3", "--fully-async")
+    theirs = config("--num-rollout", "3", "--rollout-function-path", FULLY_ASYNC_FUNCTION)
+    assert theirs.launcher.fully_async and pace_of(theirs) == pace_of(ours)
+    assert pace_of(ours) == TrainerPace(max_staleness=2, groups_per_step=32, stop_step=3, policy="wait")
+    for one in (ours, theirs):
+        check_asynchronous(one.flat)
+    with pytest.raises(InvalidSetting, match="--fully-async requires slime train-async"):
+        check_synchronous(ours.flat)
+    with pytest.raises(InvalidSetting, match=f"{FULLY_ASYNC_FUNCTION} requires slime train-async"):
+        check_synchronous(theirs.flat)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--async-buffer-size 2", "--async-buffer-size 2 and --fully-async cannot be used together: .*--max-staleness"),
+        ("--rollout-function-path a.b", "--rollout-function-path a.b and --fully-async cannot be used together"),
+        ("--data-source-path a.B", "--data-source-path a.B and --fully-async cannot be used together"),
+        ("--rollout-sample-filter-path a.b", "--rollout-sample-filter-path a.b and --fully-async cannot"),
+        ("--update-weights-interval 4", "--update-weights-interval must be at most 3, so that samples are no older"),
+        ("--deterministic", "--deterministic with --fully-async requires --max-staleness 0"),
+        ("--debug-rollout-only", "--debug-rollout-only and --fully-async cannot be used together"),
+        ("--colocate", "--colocate and slime train-async cannot be used together"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(flags: str, words: str) -> None:
+    with pytest.raises(InvalidSetting, match=words):
+        check_asynchronous(config("--num-rollout", "3", "--fully-async", *flags.split()).flat)
+
+
+@pytest.mark.parametrize("flag", ["--max-staleness 3", "--staleness-policy drop"])
+def test_the_staleness_needs_the_mode(flag: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{flag} requires --fully-async"):
+        config("--num-rollout", "3", *flag.split())
+
+
+def test_help_shows_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train-async", "--help"])
+    assert "--max-staleness" in capsys.readouterr().out

@@ -1,0 +1,21 @@
+"""Compatibility: fully asynchronous generation under the path that code written for slime imports.
+
+    slime train-async --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
+
+is `slime train-async --fully-async`: the loop generates without end (`generate/continuous.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.sglang_rollout import generate_rollout
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The contract of `--rollout-function-path`. Called by itself, for an evaluation or by code of the user, it does
+    what the default rollout does: one call, one iteration."""
+    return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)

@@ -1,0 +1,102 @@
+"""Fully asynchronous generation: leases, generates and completes groups until the call is cancelled.
+
+The source says how many groups may be begun (`PacedSource`); here only the number in flight is bounded, by
+--over-sampling-batch-size, or else by what the engines take at a time. A weight update interrupts requests, which go on
+with their tokens (`sample.send`); a group of a function of the user that cannot go on is leased again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slime.rollout.calls.call import RolloutCall
+from slime.rollout.generate.default import RolloutIteration
+from slime.rollout.generate.group import Generated, flatten
+from slime.rollout.generate.state import state_of
+from slime.rollout.sources.paced import PacedSource
+from slime.types import Sample
+from slime.types.errors import WrongState
+
+ENGINE_WAIT = "perf/engine_wait_time"
+GIVEN_BACK = "rollout/aborted_groups"
+
+
+class ContinuousCall:
+    """The call that generates without end, where one runs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.source: PacedSource | None = None
+        self.call: RolloutCall | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self, source: PacedSource) -> Iterator[None]:
+        """Raises WrongState while another one runs: each would count on the pace alone."""
+        with self._lock:
+            if self.source is not None:
+                raise WrongState(
+                    "a call of Generate with a pace is running", field="pace", expected="one such call at a time"
+                )
+            self.source = source
+        try:
+            yield
+        finally:
+            self.source = self.call = None
+
+    def moved(self, weight_version: int) -> None:
+        """The engines have new weights. What is generated from now on is, for hooks, of the iteration that follows."""
+        source, call = self.source, self.call
+        if source is not None:
+            source.moved()
+        if call is not None:
+            call.rollout_id = weight_version
+
+
+async def generate_on(args: Any, rollout_id: int, data_source: Any, *, over_sampling: int | None) -> None:
+    """Returns only by an error or its cancellation. over_sampling: most groups in flight; None: as many as fit."""
+    state = state_of(args)
+    if over_sampling is None:
+        capacity = args.sglang_server_concurrency * len(state.fleet.members)
+        most = max(args.rollout_batch_size, math.ceil(capacity / args.n_samples_per_prompt))
+    else:
+        most = over_sampling
+    rollout = _Continuous(state, args, rollout_id, data_source)
+    rollout.most_in_flight, rollout.over_samples = most, (over_sampling or 0) > args.rollout_batch_size
+    await state.fleet.guard(rollout.go_on())
+
+
+class _Continuous(RolloutIteration):
+    most_in_flight: int
+    over_samples: bool
+
+    async def go_on(self) -> None:
+        self._metrics = {} if self.call is None else self.call.metrics
+        self._metrics |= {ENGINE_WAIT: 0.0, GIVEN_BACK: 0.0}
+        try:
+            while True:
+                started, idle = time.monotonic(), not self.pending
+                await self._turn()
+                if idle:
+                    self._metrics[ENGINE_WAIT] += time.monotonic() - started
+        finally:
+            for task in [*self.pending, *self.writes, *([self.fetching] if self.fetching else [])]:
+                task.cancel()
+
+    def _fetch_size(self) -> int:
+        return self.most_in_flight - len(self.pending)
+
+    def _is_short(self) -> bool:
+        return not self.over_samples
+
+    async def _decide(self, leased: list[Sample], group: list[Generated]) -> None:
+        samples = flatten(group)
+        if any(sample.status is Sample.Status.ABORTED for sample in samples):
+            await self._give_back(leased, samples)
+            self._metrics[GIVEN_BACK] = float(self.given_back)
+        elif not self._dropped(leased, group):
+            self._complete(leased, samples)
