@@ -54,7 +54,7 @@ DEADLINE = 3600.0
 
 
 @dataclass
-class Round:
+class TimedRun:
     """One measurement. seconds: of wall time; cpu: of this process."""
 
     tokens: int
@@ -163,8 +163,8 @@ def measure(options: argparse.Namespace, url: str, directory: Path, in_flight: i
         sglang_server_concurrency=in_flight,
         rm_type="integer",
     )
-    bare: list[Round] = []
-    ours: list[Round] = []
+    bare: list[TimedRun] = []
+    ours: list[TimedRun] = []
     with running_buffer(prompts, options.group) as buffer_address:
         state = open_state(settings)
         state.sampling_params["ignore_eos"] = True
@@ -190,7 +190,7 @@ def measure(options: argparse.Namespace, url: str, directory: Path, in_flight: i
     return row(in_flight, samples, bare[1:], ours[1:])
 
 
-def row(in_flight: int, samples: int, bare: list[Round], ours: list[Round]) -> dict[str, Any]:
+def row(in_flight: int, samples: int, bare: list[TimedRun], ours: list[TimedRun]) -> dict[str, Any]:
     ratios = [o.rate / b.rate for o, b in zip(ours, bare, strict=True)]
     return {
         "in_flight": in_flight,
@@ -209,10 +209,10 @@ def spread(values: list[float]) -> list[float]:
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
-def timed(function: Callable[..., int], *args: Any) -> Round:
+def timed(function: Callable[..., int], *args: Any) -> TimedRun:
     started, cpu = time.perf_counter(), time.process_time()
     tokens = function(*args)
-    return Round(tokens, time.perf_counter() - started, time.process_time() - cpu)
+    return TimedRun(tokens, time.perf_counter() - started, time.process_time() - cpu)
 
 
 def through_the_rollout(client: RolloutClient, number: int, groups: int) -> int:
