@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from trainer_float64 import load64, reference_log_probs
+from trainer_stack import Stack
 from trainer_tiny import Runner, alone, make_samples, make_settings, write_model
 
 from slime.trainer.algorithms.advantages import generalized_advantages
@@ -190,6 +191,25 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
     for mine, theirs in ((straight.backend, resumed.backend), (straight.critic, resumed.critic)):
         weights = dict(theirs.named_weights())
         assert all(torch.equal(weights[name], weight) for name, weight in mine.named_weights())
+
+
+def test_a_trainer_saves_and_resumes_its_critic(model: str, tmp_path: Path):
+    """As the calls of a run do, with nothing but the checkpoint in common."""
+    values = PPO | {"num_critic_only_steps": 1, "critic_lr": 2e-2}
+    straight, path = Stack(model, **values), str(tmp_path / "step_0")
+    try:
+        assert straight.client.train_step(0, 3, timeout=60)["train/step"] == 0
+        straight.client.save_checkpoint(0, path, timeout=60)
+        expected = straight.client.train_step(1, 3, timeout=60)
+        resumed = Stack(model, load=path, **values)
+        try:
+            found = resumed.client.train_step(1, 3, timeout=60)
+        finally:
+            resumed.close()
+    finally:
+        straight.close()
+    assert expected["train/step"] == 1 and expected["train/critic-grad_norm"] > 0
+    assert {k: v for k, v in found.items() if k[0] == "t"} == {k: v for k, v in expected.items() if k[0] == "t"}
 
 
 def test_a_critic_begins_with_another_model_or_an_earlier_critic(model: str, tmp_path: Path):
