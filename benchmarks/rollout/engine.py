@@ -23,6 +23,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ def main() -> None:
                 seconds, cpu = time.perf_counter() - start, cpu_seconds(contestant.pid) - cpu
                 tokens = len(prompts) * options.new_tokens
                 rounds[contestant.name].append(Round(tokens / seconds, tokens / cpu))
+                print(contestant.name, rounds[contestant.name][-1], file=sys.stderr)
     report(rounds, options)
 
 
