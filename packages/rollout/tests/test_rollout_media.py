@@ -163,7 +163,7 @@ def test_a_model_that_reads_text_alone_says_so(
     directory = write_tiny_model(tmp_path / "text")
     state = make_state(engine, hf_checkpoint=str(directory))
     assert state.processor is None
-    with pytest.raises(InvalidSetting, match="--hf-checkpoint: the model in .* reads text alone"):
+    with pytest.raises(InvalidSetting, match="--hf-checkpoint requires a model that reads images: .* reads text"):
         state.prompts.encode(sample_with(RED))
 
 
