@@ -49,5 +49,8 @@ def other_in_files(model: Any, flag: str) -> frozenset[str]:
 
 
 def _not_available(model: Any, flag: str, name: str) -> NotAvailable:
-    reason = f"{name} is no part of a tensor in the model's files"
-    return NotAvailable.unavailable(f"model_type {model.config.model_type}", reason).at(flag)
+    kind = model.config.model_type
+    return NotAvailable(
+        f"{flag}: {name} of a {kind} model has no form of its own in the model's files",
+        field=flag, value=kind, expected="a model whose files have its tensors, or parts of them",
+    )  # fmt: skip
