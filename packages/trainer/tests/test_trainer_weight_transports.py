@@ -127,6 +127,22 @@ def test_engines_hold_what_was_sent(model: str, start: Start, colocate: bool):
         assert versions == ["3", "4"] and bodies[-1]["weight_version"] == "4"
 
 
+def test_engines_read_weights_that_lie_in_one_piece_of_memory_where_they_lie(model: str, start: Start):
+    fake = start()
+    rollout = StandInRollout([fake.describe("engine-0")])
+    updates, runner = updates_of(model, rollout, colocate=True, bf16=True)
+    places = [parameter.data_ptr() for parameter in runner.backend.policy.parameters()]
+    for version in (1, 2):
+        assert updates.push(version) == 2 * runner.backend.num_parameters
+        assert (fake.told()["version"], fake.told()["held"]) == (str(version), expected(runner, torch.bfloat16))
+        runner.run()
+    updates.close()
+    assert [parameter.data_ptr() for parameter in runner.backend.policy.parameters()] == places
+    bodies = [body for _, body in fake.told()["calls"]]
+    # Matrices and vectors, however small the buckets for what is copied.
+    assert [body.get("weight_version") for body in bodies] == [None, "1", None, "2"]
+
+
 def test_the_group_is_made_anew_for_other_engines(model: str, start: Start):
     first, second = start(), start()
     rollout = StandInRollout([first.describe("engine-0")])

@@ -154,6 +154,11 @@ class Backend(abc.ABC):
         tensor in its place.
         """
 
+    def weights_stay(self, dtype: torch.dtype) -> bool:
+        """True if `named_weights(dtype=dtype, everywhere=True)` gives parts of memory that stays until the next update,
+        not copies."""
+        return False
+
     def untrained_weights(self) -> list[str]:
         """Names of tensors that a checkpoint of the model may have and this one does not: layers that do not train."""
         return []

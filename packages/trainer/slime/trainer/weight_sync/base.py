@@ -26,8 +26,10 @@ class WeightTransport(abc.ABC):
     on_device: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         """Sends the tensors of `weights`, taken one at a time in the type of the wire; returns the bytes sent.
+
+        in_place: they are parts of memory that stays, so that all of them may be taken at once.
 
         Raises EngineError or DeadlineExceeded naming rank, engine and bucket, NotAvailable for an engine that does not
         take weights by this transport.

@@ -31,7 +31,7 @@ class DiskTransport(WeightTransport):
         self._keep = keep_files
         self._requests = EngineRequests(timeout_seconds)
 
-    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         path = Path(os.path.realpath(self._directory)) / f"weight_v{version:06d}"
         size = self._write(path, weights)
         body = json.dumps({"model_path": str(path), "weight_version": str(version), "flush_cache": False}).encode()

@@ -5,6 +5,9 @@ tensor-parallel ranks. Only a process on a GPU can make a handle to its memory: 
 its own GPU, makes the handle, and waits while rank 0 posts the handles of all. The GPUs of the engines are, in the
 order of the engines, those of the trainer's ranks in their order, one rank each.
 
+Weights that lie end to end in memory that stays, in the type of the wire, are neither copied nor divided: the handle is
+one to that memory.
+
 A handle travels as a pickle, since that is what SGLang reads, of names that its unpickler lets through: torch's own,
 and builtins. It goes to engines that this run started, and nothing that engines send is unpickled here.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -33,7 +37,7 @@ DEVICE_ARGUMENT = 6
 
 
 class IpcTransport(WeightTransport):
-    """bucket_bytes: largest bucket; a GPU holds the tensors of one and, for a moment, a flat copy of them."""
+    """bucket_bytes: of weights that are copied first; a GPU holds the tensors of one bucket and a flat copy of them."""
 
     name = "ipc"
     on_every_rank = True
@@ -44,42 +48,53 @@ class IpcTransport(WeightTransport):
         self._bucket_bytes = bucket_bytes
         self._requests = EngineRequests(timeout_seconds)
 
-    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
         shares = list(_shares(engines, self._ranks.world_size))
         if not shares:
             return 0
-        sent = 0
-        for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
-            body = {"load_format": "flattened_bucket", "flush_cache": False}
-            if last:
-                # Engines report the last version that they were sent: send it with the last bucket.
-                body["weight_version"] = str(version)
-            sent += self._send(shares, bucket, body, describe(number, bucket, version))
+        pieces, rest = _pieces(weights) if in_place else ([], weights)
+        sent = number = 0
+        for bucket, last in buckets(rest, self._bucket_bytes):
+            if bucket:
+                what, layout = describe(number, bucket, version), _layout(bucket)
+                sent += self._send(shares, flatten(bucket), layout, version if last and not pieces else None, what)
+                number += 1
+        for piece in pieces:
+            what = describe(number, piece, version)
+            memory = _memory(piece)
+            self._send(shares, memory, _places(piece, memory), version if piece is pieces[-1] else None, what)
+            sent += sum(tensor.nbytes for tensor in piece.values())
+            number += 1
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
         return sent
 
     def _send(
-        self, shares: Sequence[tuple[Engine, range]], bucket: dict[str, Tensor], body: Mapping[str, Any], what: str
+        self,
+        shares: Sequence[tuple[Engine, range]],
+        flat: Tensor,
+        layout: Sequence[types.SimpleNamespace],
+        version: int | None,
+        what: str,
     ) -> int:
         """Returns when the memory is free again: an engine answers once it no longer uses it."""
-        if not bucket:
-            return 0
-        layout = _layout(bucket)
-        flat = flatten(bucket)
         # A handle that no process opens would keep its memory for ever.
         used = self._ranks.rank < sum(len(share) for _, share in shares)
         handle = self._ranks.together(lambda: serialize(flat, layout) if used else "")
         handles = self._ranks.gather(handle)
-        self._ranks.together(lambda: self._post(shares, handles, body, what))
+        self._ranks.together(lambda: self._post(shares, handles, version, what))
         return flat.nbytes
 
     def _post(
-        self, shares: Sequence[tuple[Engine, range]], handles: Sequence[str], body: Mapping[str, Any], what: str
+        self, shares: Sequence[tuple[Engine, range]], handles: Sequence[str], version: int | None, what: str
     ) -> None:
         if self._ranks.rank != 0:
             return
+        body: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": False}
+        if version is not None:
+            # Engines report the last version that they were sent: send it with the last bucket.
+            body["weight_version"] = str(version)
         answers = [
             self._requests.start(
                 engine,
@@ -112,18 +127,43 @@ def _shares(engines: Sequence[Engine], world_size: int) -> Iterator[tuple[Engine
 
 
 def _layout(bucket: Mapping[str, Tensor]) -> list[types.SimpleNamespace]:
-    """The place, in bytes, to which `flatten` copies each tensor, as attributes of SGLang's FlattenedTensorMetadata."""
-    layout = []
-    start = 0
-    for name, tensor in bucket.items():
-        end = start + tensor.nbytes
-        layout.append(
-            types.SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
-            )
-        )
-        start = end
-    return layout
+    """The place to which `flatten` copies each tensor."""
+    ends = itertools.accumulate(tensor.nbytes for tensor in bucket.values())
+    return [_place(name, tensor, end - tensor.nbytes) for (name, tensor), end in zip(bucket.items(), ends, strict=True)]
+
+
+def _places(piece: Mapping[str, Tensor], memory: Tensor) -> list[types.SimpleNamespace]:
+    """The place at which each tensor lies in `memory`."""
+    return [_place(name, tensor, tensor.data_ptr() - memory.data_ptr()) for name, tensor in piece.items()]
+
+
+def _place(name: str, tensor: Tensor, start: int) -> types.SimpleNamespace:
+    """In bytes, as attributes of SGLang's FlattenedTensorMetadata."""
+    return types.SimpleNamespace(
+        name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + tensor.nbytes,
+        numel=tensor.nbytes,
+    )  # fmt: skip
+
+
+def _pieces(weights: Weights) -> tuple[list[dict[str, Tensor]], Weights]:
+    """Tensors that lie together in one piece of memory, by piece; and those that have memory of their own."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        found.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor
+    alone = [tensors for tensors in found.values() if len(tensors) == 1]
+    return [tensors for tensors in found.values() if len(tensors) > 1], (
+        item for tensors in alone for item in tensors.items()
+    )
+
+
+def _memory(piece: Mapping[str, Tensor]) -> Tensor:
+    """All the memory that the tensors of `piece` are parts of, as bytes.
+
+    A storage of its own over it: torch never forgets that it has shared a storage with another process.
+    """
+    storage = next(iter(piece.values())).untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return torch.from_dlpack(whole)
 
 
 def serialize(flat: Tensor, layout: Sequence[types.SimpleNamespace]) -> str:

@@ -45,7 +45,7 @@ class NcclTransport(WeightTransport):
         self._group: UpdateGroup | None = None
         self._members: list[Engine] = []
 
-    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
         if not engines:
             return 0

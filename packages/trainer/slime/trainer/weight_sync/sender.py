@@ -58,7 +58,8 @@ class WeightSender:
         transport = self._transports[name]
         if transport.on_every_rank:
             weights = self._backend.named_weights(dtype=self._dtype, everywhere=True)
-            sent = transport.send(engines, version, as_dtype(weights, self._dtype, on_device=transport.on_device))
+            stream = as_dtype(weights, self._dtype, on_device=transport.on_device)
+            sent = transport.send(engines, version, stream, in_place=self._backend.weights_stay(self._dtype))
         else:
             weights = self._backend.named_weights(dtype=self._dtype)
             stream = as_dtype(weights, self._dtype, on_device=transport.on_device)

@@ -29,7 +29,7 @@ class TensorTransport(WeightTransport):
         self._bucket_bytes = min(bucket_bytes, LARGEST_BODY)
         self._requests = EngineRequests(timeout_seconds)
 
-    def send(self, engines: Sequence[Engine], version: int, weights: Weights) -> int:
+    def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
         sent = 0
         for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):

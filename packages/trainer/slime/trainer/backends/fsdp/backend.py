@@ -342,6 +342,9 @@ class FsdpBackend(Backend):
             whole = _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
             yield from self._in_files(name, whole)
 
+    def weights_stay(self, dtype: torch.dtype) -> bool:
+        return self._master is not None and dtype == torch.bfloat16 and not self._other_in_files
+
     def weight_sizes(self) -> dict[str, int]:
         shapes = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in self._weights())
         return {n: part.numel() for name, shape in shapes for n, part in self._in_files(name, shape)}
