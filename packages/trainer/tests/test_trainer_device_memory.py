@@ -86,6 +86,61 @@ def test_memory_that_is_not_to_move_stays(model: str):
         memory.need(*PARTS)
 
 
+def test_memory_stays_where_it_has_room_beside_the_engines(model: str, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    runner = runner_of(model, "fsdp")
+    free, held = 100, 500
+    memory = DeviceMemory(
+        runner.backend, enabled=True, may_stay=True, device_types=("cpu",), memory=lambda: (free, 1000, held)
+    )
+
+    def after_a_step() -> set[str]:
+        memory.need(*PARTS)
+        memory.release(TRAINING)
+        memory.release(WEIGHTS)
+        return set(memory._away)
+
+    # Nothing is known before the engines have once had their memory beside it.
+    assert after_a_step() == set(PARTS) and not memory.stays
+    held, free = 0, 600
+    memory.measure()
+    held = 500
+    assert after_a_step() == set() and memory.stays
+    free = 100
+    memory.measure()
+    assert after_a_step() == set()
+    # 600 are there, a tenth of the GPU stays free.
+    held = 501
+    assert after_a_step() == set(PARTS) and not memory.stays
+    told = [record.getMessage() for record in caplog.records if "--offload-train" in record.getMessage()]
+    assert [text.split(" the GPU")[0] for text in told] == [
+        "the trainer's memory stays on",
+        "the trainer's memory leaves",
+    ]
+
+
+def test_what_is_needed_last_leaves_with_all_the_rest(model: str):
+    runner = runner_of(model, "fsdp")
+    held = 500
+    memory = DeviceMemory(
+        runner.backend, enabled=True, may_stay=True, device_types=("cpu",), memory=lambda: (100, 1000, held)
+    )
+    memory.measure()
+    memory.release(TRAINING)
+    assert not memory._away
+    held = 700
+    memory.release(WEIGHTS)
+    assert set(memory._away) == set(PARTS)
+
+
+def test_memory_leaves_in_any_case_where_it_may_not_stay(model: str):
+    runner = runner_of(model, "fsdp")
+    memory = DeviceMemory(runner.backend, enabled=True, device_types=("cpu",), memory=lambda: (900, 1000, 0))
+    memory.measure()
+    memory.release(*PARTS)
+    assert set(memory._away) == set(PARTS)
+
+
 def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     stack = Stack(model, offload_train=True)
     seen: list[tuple[str, ...]] = []

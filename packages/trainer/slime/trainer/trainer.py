@@ -83,7 +83,8 @@ class Trainer:
         # The answer of the last iteration, for a call that is repeated.
         self._last = TrainedStep()
         self._acknowledged = True
-        self._memory = DeviceMemory(self.backend, self.critic, enabled=settings.offloads_train)
+        may_stay = settings.offload_train is None
+        self._memory = DeviceMemory(self.backend, self.critic, enabled=settings.offloads_train, may_stay=may_stay)
         self._memory.release(*PARTS)
 
     def _resume_reference(self) -> None:
@@ -206,6 +207,7 @@ class Trainer:
         if self._step.preparation.old_policies is not None:
             self._step.preparation.old_policies.keep(version)
         sent = self._weight_sender.push(version, release=lambda: self._memory.release(WEIGHTS))
+        self._memory.measure()
         self.state = dataclasses.replace(self.state, weight_version=version)
         return {
             "perf/update_weights_time": time.perf_counter() - started,

@@ -119,6 +119,10 @@ class Backend(abc.ABC):
         Called between steps only. A tensor may be in both, and several may share their memory.
         """
 
+    def memory_stays(self, stays: bool) -> None:
+        """From now on the memory of `device_tensors` stays where it is between steps, or moves."""
+        return None
+
     def begin_update(self, step: int, update: int) -> None:
         """Before the forward passes of update number `update` of step `step`."""
         return None

@@ -304,8 +304,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     )
     offload_train: bool | None = setting(
         None,
-        "Free the trainer's GPU memory (weights, gradients, optimizer) while it is idle (default: on with "
-        "--colocate); has no effect without GPUs",
+        "Free the trainer's GPU memory (weights, gradients, optimizer) while it is idle (default: with --colocate, as "
+        "long as it has no room beside the engines, which is measured after each update); has no effect without GPUs",
     )
 
     # Process
@@ -382,7 +382,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
 
     @property
     def offloads_train(self) -> bool:
-        """True if the trainer's GPU memory is released while it is idle."""
+        """True if the trainer's GPU memory is released while it is idle, unless it is found to have room there."""
         return self.colocate if self.offload_train is None else self.offload_train
 
     @property

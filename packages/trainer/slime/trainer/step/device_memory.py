@@ -1,13 +1,14 @@
 """Moves a rank's tensors off its GPU and back, so that engines on the same GPU can have the memory.
 
 Only the memory moves: every tensor, view and parameter that uses it stays the same object, and cannot be used in
-between.
+between. Where the trainer's memory has room beside that of the engines, nothing moves.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,14 +16,26 @@ from torch import Tensor
 
 from slime.trainer.backends.base import TRAINING, WEIGHTS, Backend
 
+log = logging.getLogger(__name__)
+
 PARTS = (WEIGHTS, TRAINING)
+# Of a GPU's memory: left free beside trainer and engines, whose own need may grow.
+_SPARE = 0.1
+
+
+def gpu_memory() -> tuple[int, int, int]:
+    """Bytes of this process's GPU: free, in all, and held by torch in this process; zeros without a GPU."""
+    if not torch.cuda.is_available():
+        return 0, 0, 0
+    return *torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
 
 
 class DeviceMemory:
     """The parts WEIGHTS and TRAINING of `backend`, each on the device or in host memory. Not collective.
 
     critic: all of it belongs to TRAINING, where there is one.
-    enabled: False leaves everything in place. device_types: kinds of devices whose memory can be released.
+    enabled: False leaves everything in place. may_stay: nothing moves while the trainer has room beside the engines,
+    which `measure` finds out. device_types: kinds of devices whose memory can be released.
     """
 
     def __init__(
@@ -31,12 +44,19 @@ class DeviceMemory:
         critic: Backend | None = None,
         *,
         enabled: bool,
+        may_stay: bool = False,
         device_types: Sequence[str] = ("cuda",),
+        memory: Callable[[], tuple[int, int, int]] = gpu_memory,
     ) -> None:
         self._backend = backend
         self._critic = critic
         self.enabled = enabled
+        self._may_stay = may_stay
         self._device_types = device_types
+        self._memory = memory
+        # Bytes that the trainer may hold while the engines work; None before anything was measured.
+        self._room: float | None = None
+        self.stays = not enabled
         self._away: dict[str, list[_Away]] = {}
         # Host copies of each part, kept for the next release: pinned memory is slow to allocate.
         self._host: dict[str, dict[int, Tensor]] = {}
@@ -51,12 +71,42 @@ class DeviceMemory:
 
     def release(self, *parts: str) -> None:
         """Moves `parts` to host memory, and frees their memory on the device. Between steps only."""
-        if not self.enabled:
+        if not self.enabled or self._fits():
             return
-        for part in parts:
+        # Weights are the last to leave.
+        for part in PARTS if WEIGHTS in parts else parts:
             if part not in self._away:
                 self._away[part] = self._move(part)
         self._trim()
+
+    def measure(self) -> None:
+        """Finds out how much the trainer may keep. Called while engines on the same GPU have all their memory."""
+        if self.enabled and self._may_stay:
+            free, total, held = self._memory()
+            self._room = free + held - _SPARE * total
+
+    def _fits(self) -> bool:
+        """True if the trainer's memory, with all that this process has needed, may stay where it is."""
+        if self._room is None or self._away:
+            return False
+        held = self._memory()[2]
+        if held > self._room:
+            # Some of it is only kept for the next tensor.
+            self._trim()
+            held = self._memory()[2]
+        stays = held <= self._room
+        if stays != self.stays:
+            log.info(
+                "the trainer's memory %s the GPU while engines work: it is %.1f GiB, and beside theirs is room for "
+                "%.1f GiB (--offload-train moves it in any case)",
+                "stays on" if stays else "leaves", held / 2**30, self._room / 2**30,
+            )  # fmt: skip
+            self.stays = stays
+            self._host.clear()
+            for backend in (self._backend, self._critic):
+                if backend is not None:
+                    backend.memory_stays(stays)
+        return stays
 
     def _trim(self) -> None:
         """Returns cached memory that is not used to the device."""

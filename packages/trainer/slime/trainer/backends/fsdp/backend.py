@@ -109,7 +109,8 @@ class FsdpBackend(Backend):
         self._rows: StaticRows | None = None
         if self._compiler is not None:
             self._fused = FusedLogProbs(self._compiler.function)
-            self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit, graphs=self._can_replay)
+            self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit)
+            self.memory_stays(not settings.offloads_train)
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
@@ -141,11 +142,11 @@ class FsdpBackend(Backend):
     def _row_limit(self) -> int | None:
         return self.settings.max_tokens_per_gpu if self.settings.use_dynamic_batch_size else None
 
-    @property
-    def _can_replay(self) -> bool:
-        """True if CUDA graphs may hold addresses of the weights: memory that leaves the GPU comes back elsewhere."""
-        stays = self._master is not None and not self.settings.offloads_train
-        return stays and self.device.type == "cuda" and not self.settings.gradient_checkpointing
+    def memory_stays(self, stays: bool) -> None:
+        # CUDA graphs hold addresses: memory that leaves the GPU comes back elsewhere.
+        lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
+        if self._rows is not None:
+            self._rows.use_graphs(lasts and self.device.type == "cuda")
 
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
@@ -328,7 +329,7 @@ class FsdpBackend(Backend):
             yield from ((tensor, True) for tensor in _tensors(self.policy))
             return
         assert part == TRAINING
-        yield from ((tensor, True) for tensor in self._optimizer.device_tensors())
+        yield from self._optimizer.device_tensors()
         for other in (self.reference, self.teacher):
             if other is not None:
                 loading.reshard(other)

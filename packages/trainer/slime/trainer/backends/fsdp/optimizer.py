@@ -80,15 +80,16 @@ class PolicyOptimizer:
                 for value in state.values():
                     value.zero_()
 
-    def device_tensors(self) -> Iterator[Tensor]:
-        """This rank's parts of what training needs besides the weights; gradients are among them."""
+    def device_tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """This rank's parts of what training needs besides the weights, and whether the values matter between steps."""
         for parameter in self._stepped:
             if parameter.grad is not None:
-                yield local(parameter.grad)
+                # All zeros between updates.
+                yield local(parameter.grad), False
         for state in self._adamw.state.values():
-            yield from (local(value) for value in state.values() if isinstance(value, Tensor))
+            yield from ((local(value), True) for value in state.values() if isinstance(value, Tensor))
         if self._master is not None:
-            yield from self._master.tensors()
+            yield from ((tensor, True) for tensor in self._master.tensors())
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """By the names that checkpoints have; nothing before the first update. Collective where ranks have parts."""

@@ -130,22 +130,24 @@ def _fill(limits: Tensor, values: Tensor) -> None:
 
 
 class StaticRows:
-    """Forward and backward passes over rows of few shapes.
+    """Forward and backward passes over rows of few shapes. max_tokens: of a row, as a rule."""
 
-    graphs: whether a shape that comes again is captured in CUDA graphs and replayed. max_tokens: of a row, as a rule.
-    """
-
-    def __init__(
-        self, forward: Forward, backward: Backward, device: torch.device, max_tokens: int | None, *, graphs: bool
-    ) -> None:
+    def __init__(self, forward: Forward, backward: Backward, device: torch.device, max_tokens: int | None) -> None:
         self._forward, self._backward = forward, backward
         self._device = device
         self._max_tokens = max_tokens
-        self._graphs = graphs
+        self._graphs = False
         self._rows: dict[RowShape, StaticRow] = {}
         self._captured: dict[tuple[RowShape, bool], _Captured] = {}
         self._met: set[tuple[RowShape, bool]] = set()
         self._pool: tuple[int, int] | None = None
+
+    def use_graphs(self, wanted: bool) -> None:
+        """Captures a shape that comes again in CUDA graphs, and replays them; or drops those that there are."""
+        self._graphs = wanted
+        if not wanted:
+            self._captured.clear()
+            self._pool = None
 
     @staticmethod
     def takes(batch: PackedBatch) -> bool:
