@@ -1,18 +1,21 @@
 """Seconds of a weight update into a running SGLang engine, and the fraction of memory bandwidth that it is.
 
-    python benchmarks/gpu/weight_sync.py --model DIR [--cases 135m 8b] [--transport ipc] [--output FILE.json]
+    python benchmarks/gpu/weight_sync.py [--cases 135m 0.6b 8b] [--transports ipc nccl] [--output FILE.json]
 
-135m     the FSDP backend with the model in DIR, float32 weights, bfloat16 on the wire: what a training run does
-8b       the shapes of Qwen3-8B, random bfloat16 tensors on the trainer's GPU; the engine's start out random, too
+135m, 0.6b   the fsdp backend with float32 weights, bfloat16 on the wire: what a training run does
+8b           random bfloat16 tensors on the trainer's GPU, end to end as that backend's are, or with --apart each by
+             itself; the engine's start out random, too
 
 ipc: engine and trainer on one GPU; nccl: the engine on a second one. An update is begin (pause, flush), transfer,
-commit (go on), as a run has it; the first, which opens connections, is reported apart. Bandwidth is that of a copy of
-4 GiB within the GPU, in bytes copied a second, measured before in the same process.
+commit (go on), as a run has it, and the seconds between are those in which the engine generates nothing. The first,
+which opens connections, is reported apart. Bandwidth is that of a copy of 4 GiB within the GPU, in bytes copied a
+second, measured before in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import json
 import pstats
@@ -32,94 +35,122 @@ from torch import Tensor
 
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.trainer.backends.build import build_backend
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.sender import WeightSender
 from slime.types.clients import Engine
+from workload import SHAPES, write_model
 
-CASES = ("135m", "8b")
-QWEN3_8B = dict(
-    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False, max_position_embeddings=40960,
-    eos_token_id=151645, bos_token_id=151643,
-)  # fmt: skip
+CASES = ("135m", "0.6b", "8b")
+TRANSPORTS = ("ipc", "nccl")
 
 
 def main() -> int:
     options = parse()
     gpus = visible_gpus()
-    needed = 2 if options.transport == "nccl" else 1
+    needed = 2 if "nccl" in options.transports else 1
     if len(gpus) < needed:
         print(f"{needed} GPU(s) needed, {len(gpus)} visible", file=sys.stderr)
         return 1
+    set_nccl_environment()
     torch.cuda.set_device(0)
     result: dict[str, Any] = {
         "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": torch.cuda.get_device_name(0),
         "versions": {name: metadata.version(name) for name in ("torch", "sglang", "transformers")},
-        "transport": options.transport, "bucket_bytes": options.bucket, "rows": [],
+        "bucket_bytes": options.bucket, "rows": [],
     }  # fmt: skip
     result["copy_bytes_per_second"] = copy_rate()
-    for case in options.cases:
-        with tempfile.TemporaryDirectory() as directory:
-            result["rows"].append(measure(options, case, Path(directory), gpus[needed - 1], result))
-        torch.cuda.empty_cache()
-    print(table(result))
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        models = {case: write(Path(directory), case) for case in options.cases}
+        engines = {
+            (transport, case): stack.enter_context(
+                start(options, models[case], case, gpus[TRANSPORTS.index(transport)])
+            )
+            for transport in options.transports
+            for case in options.cases
+        }
+        for (transport, case), engine in engines.items():
+            engine.wait_ready(options.start_seconds)
+            result["rows"].append(measure(options, transport, case, models[case], engine, result))
+            torch.cuda.empty_cache()
+            if options.output:
+                Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+        print(table(result))
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="Hugging Face directory of the 135m case")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--transport", choices=("ipc", "nccl"), default="ipc")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["ipc"])
     parser.add_argument("--bucket", type=int, default=512 << 20, help="--update-weight-buffer-size")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="8b: every tensor in memory of its own")
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--attention", default="fa3", help="--sglang-attention-backend")
-    parser.add_argument("--start-seconds", type=float, default=400, help="deadline of the engine's start")
+    parser.add_argument("--start-seconds", type=float, default=400, help="deadline of the engines' start")
     parser.add_argument("--profile", action="store_true", help="print where the host's time of one more update goes")
     parser.add_argument("--output", help="JSON file to write")
     return parser.parse_args()
 
 
-def measure(
-    options: argparse.Namespace, case: str, directory: Path, gpu: str, result: dict[str, Any]
-) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "mem_fraction_static": 0.4, "attention_backend": options.attention, "disable_cuda_graph": True,
-    }  # fmt: skip
-    model = options.model
+def write(parent: Path, case: str) -> Path:
+    """A directory with the model of `case`, or with its config alone where the engine makes weights up."""
+    directory = parent / case
     if case == "8b":
-        model = write_config(directory)
-        args |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    engine = start_sglang(SGLangOptions(model_path=model, gpus=[gpu], memory_saver=True, random_seed=1, args=args))
-    with engine:
-        engine.wait_ready(options.start_seconds)
-        settings = TrainerSettings(
-            hf_checkpoint=model, bf16=True, colocate=options.transport == "ipc",
-            update_weight_buffer_size=options.bucket, update_weight_timeout_seconds=120.0,
-        )  # fmt: skip
-        ranks = Ranks(0, 1, "", 1)
-        source: Any = (
-            RandomWeights(directory) if case == "8b" else build_backend(settings, ranks, torch.device("cuda", 0))
-        )
-        updates = WeightSender(settings, ranks, source, Rollout(engine), Path(model))
-        try:
-            seconds, size = timed(updates, options.repeats + 1)
-            if options.profile:
-                print_profile(updates, options.repeats + 2)
-            updates.close()
-        except Exception as error:
-            time.sleep(1)
-            error.add_note("last lines of the engine:\n" + "\n".join(engine.last_lines))
-            raise
+        import transformers
+
+        kind, values = SHAPES[case]
+        config = getattr(transformers, kind)(**values, architectures=["Qwen3ForCausalLM"], dtype=torch.bfloat16)
+        config.save_pretrained(directory)
+    else:
+        write_model(directory, case, torch.device("cuda", 0))
+    return directory
+
+
+def start(options: argparse.Namespace, model: Path, case: str, gpu: str) -> EngineProcess:
+    # Several engines start on a GPU at once: what each would find free is no measure of its cache.
+    args: dict[str, Any] = {
+        "mem_fraction_static": 0.9, "max_total_tokens": 8192, "attention_backend": options.attention,
+        "disable_cuda_graph": True, "skip_tokenizer_init": True,
+    }  # fmt: skip
+    if case == "8b":
+        args["load_format"] = "dummy"
+    return start_sglang(
+        SGLangOptions(model_path=str(model), gpus=[gpu], memory_saver=True, random_seed=1, args=args),
+        name=f"sglang-{case}",
+    )
+
+
+def measure(
+    options: argparse.Namespace, transport: str, case: str, model: Path, engine: EngineProcess, result: dict[str, Any]
+) -> dict[str, Any]:
+    settings = TrainerSettings(
+        hf_checkpoint=str(model), bf16=True, colocate=transport == "ipc", update_weight_buffer_size=options.bucket,
+        update_weight_timeout_seconds=120.0,
+    )  # fmt: skip
+    ranks = Ranks(0, 1, "", 1)
+    source: Any = RandomWeights(model, apart=options.apart) if case == "8b" else None
+    source = source or build_backend(settings, ranks, torch.device("cuda", 0))
+    rollout = Rollout(engine)
+    updates = WeightSender(settings, ranks, source, rollout, model)
+    try:
+        seconds, size = timed(updates, options.repeats + 1)
+        if options.profile:
+            print_profile(updates, options.repeats + 2)
+        updates.close()
+    except Exception as error:
+        time.sleep(1)
+        error.add_note("last lines of the engine:\n" + "\n".join(engine.last_lines))
+        raise
     rate = size / statistics.median(seconds[1:])
     return {
-        "case": case, "bytes": size, "tensors": len(source.weight_sizes()), "first_seconds": seconds[0],
-        "seconds": sorted(seconds[1:]), "bytes_per_second": rate,
+        "transport": transport, "case": case, "bytes": size, "tensors": len(source.weight_sizes()),
+        "first_seconds": seconds[0], "seconds": sorted(seconds[1:]), "bytes_per_second": rate,
+        "around_seconds": statistics.median(rollout.seconds[1:]),
         "of_copy_bandwidth": rate / result["copy_bytes_per_second"],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }  # fmt: skip
@@ -148,15 +179,26 @@ class RandomWeights:
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, apart: bool) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-        self.tensors = {
-            name: torch.empty(parameter.shape, dtype=torch.bfloat16, device=self.device).normal_(std=0.02)
-            for name, parameter in model.named_parameters()
-        }
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._apart = apart
+        if apart:
+            self.tensors = {name: torch.empty(shape, **self._kind).normal_(std=0.02) for name, shape in shapes.items()}
+            return
+        flat = torch.empty(sum(shape.numel() for shape in shapes.values()), **self._kind).normal_(std=0.02)
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        self.tensors = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"dtype": torch.bfloat16, "device": self.device}
+
+    def weights_stay(self, dtype: torch.dtype) -> bool:
+        return not self._apart
 
     def named_weights(
         self, *, dtype: torch.dtype | None = None, everywhere: bool = False
@@ -172,6 +214,8 @@ class Rollout:
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
+        # Of each update, before and after the transfer.
+        self.seconds: list[float] = []
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
@@ -180,29 +224,26 @@ class Rollout:
             return answer.read()
 
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        started = time.perf_counter()
         self.call("/pause_generation", {"mode": "abort"})
         self.call("/flush_cache", {})
-        return [Engine(self.engine.name, self.engine.url, "sglang", True, 0)]
+        self.seconds.append(time.perf_counter() - started)
+        transports = KINDS["sglang"].weight_transports
+        return [Engine(self.engine.name, self.engine.url, "sglang", True, 0, weight_transports=transports)]
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
         return None
 
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        started = time.perf_counter()
         held = json.loads(self.call("/model_info"))["weight_version"]
         if held != str(weight_version):
             raise RuntimeError(f"the engine holds weight version {held}, expected {weight_version}")
         self.call("/continue_generation", {})
+        self.seconds[-1] += time.perf_counter() - started
 
     def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
         print(f"update {weight_version} was given up: {reason}", file=sys.stderr, flush=True)
-
-
-def write_config(directory: Path) -> str:
-    from transformers import Qwen3Config
-
-    config = Qwen3Config(**QWEN3_8B, architectures=["Qwen3ForCausalLM"], dtype=torch.bfloat16)
-    config.save_pretrained(directory)
-    return str(directory)
 
 
 def copy_rate() -> float:
@@ -221,16 +262,17 @@ def copy_rate() -> float:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['device']}, {result['transport']}, buckets of {result['bucket_bytes'] / 2**20:,.0f} MiB, copy "
+        f"{result['device']}, buckets of {result['bucket_bytes'] / 2**20:,.0f} MiB, copy "
         f"{result['copy_bytes_per_second'] / 1e12:.2f} TB/s",
-        f"{'':8} {'GB':>7} {'tensors':>8} {'first s':>8} {'min s':>8} {'median':>8} {'max':>8} {'GB/s':>8} "
-        f"{'of copy':>8}",
+        f"{'':12} {'GB':>7} {'tensors':>8} {'first s':>8} {'min s':>8} {'median':>8} {'max':>8} {'around':>8} "
+        f"{'GB/s':>8} {'of copy':>8}",
     ]
     for row in result["rows"]:
         low, middle, high = min(row["seconds"]), statistics.median(row["seconds"]), max(row["seconds"])
         lines.append(
-            f"{row['case']:8} {row['bytes'] / 1e9:>7.2f} {row['tensors']:>8} {row['first_seconds']:>8.3f} {low:>8.3f} "
-            f"{middle:>8.3f} {high:>8.3f} {row['bytes_per_second'] / 1e9:>8.1f} {row['of_copy_bandwidth']:>8.1%}"
+            f"{row['transport'] + ' ' + row['case']:12} {row['bytes'] / 1e9:>7.2f} {row['tensors']:>8} "
+            f"{row['first_seconds']:>8.3f} {low:>8.3f} {middle:>8.3f} {high:>8.3f} {row['around_seconds']:>8.3f} "
+            f"{row['bytes_per_second'] / 1e9:>8.1f} {row['of_copy_bandwidth']:>8.1%}"
         )
     return "\n".join(lines)
 
