@@ -12,6 +12,7 @@ from slime.trainer.step.device_memory import PARTS, DeviceMemory
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "fsdp": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "fsdp-bf16": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1, "bf16": True},
     "megatron": {"train_backend": "megatron", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "megatron-bf16": {"train_backend": "megatron", "bf16": True},
 }
@@ -21,7 +22,7 @@ MEGATRON = {"megatron": {}, "megatron-bf16": {"use_distributed_optimizer": True}
 def runner_of(model: str, name: str) -> Runner:
     runner = Runner(make_settings(model, **BACKENDS[name]), megatron=MEGATRON.get(name))
     backend: Any = runner.backend
-    models = backend.models if name != "fsdp" else [backend.policy, backend.reference]
+    models = backend.models if name.startswith("megatron") else [backend.policy, backend.reference]
     for parameter in (parameter for model in models for parameter in model.parameters()):
         # On the CPU weights may be in the memory of the file that they come from, which cannot be released.
         if not parameter.untyped_storage().resizable():
@@ -48,7 +49,8 @@ def test_steps_with_memory_away_in_between_are_the_same_steps(model: str, name: 
             memory.need(*PARTS)
             norms.append(runner.run(step)["train/grad_norm"])
             memory.release(TRAINING)
-            weights = runner.weights()
+            with memory.held(*runner.backend.parts_of_weights()):
+                weights = runner.weights()
         return norms, weights
 
     (norms, weights), (expected, expected_weights) = run(True), run(False)
@@ -141,8 +143,9 @@ def test_memory_leaves_in_any_case_where_it_may_not_stay(model: str):
     assert set(memory._away) == set(PARTS)
 
 
-def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
-    stack = Stack(model, offload_train=True)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, bf16: bool):
+    stack = Stack(model, offload_train=True, bf16=bf16)
     seen: list[tuple[str, ...]] = []
     try:
         memory = stack.trainer._memory

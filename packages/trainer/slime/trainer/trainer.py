@@ -203,7 +203,7 @@ class Trainer:
         if self._weight_sender is None:
             raise WrongState("this trainer was started without engines", field="weight_version", value=version)
         started = time.perf_counter()
-        self._memory.need(WEIGHTS)
+        self._memory.need(*self.backend.parts_of_weights(getattr(torch, self.settings.wire_dtype)))
         if self._step.preparation.old_policies is not None:
             self._step.preparation.old_policies.keep(version)
         sent = self._weight_sender.push(version, release=lambda: self._memory.release(WEIGHTS))
@@ -240,7 +240,7 @@ class Trainer:
         dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
         weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
         untrained = self.backend.untrained_weights()
-        with self._memory.held(WEIGHTS):
+        with self._memory.held(*self.backend.parts_of_weights()):
             self.ranks.on_first(
                 lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained), weights
             )

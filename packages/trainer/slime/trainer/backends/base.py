@@ -158,6 +158,10 @@ class Backend(abc.ABC):
         tensor in its place.
         """
 
+    def parts_of_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+        """Parts of the memory that `named_weights(dtype=dtype)` reads."""
+        return (WEIGHTS,)
+
     def weights_stay(self, dtype: torch.dtype) -> bool:
         """True if `named_weights(dtype=dtype, everywhere=True)` gives parts of memory that stays until the next update,
         not copies."""

@@ -343,6 +343,10 @@ class FsdpBackend(Backend):
             whole = _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
             yield from self._in_files(name, whole)
 
+    def parts_of_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+        # The float32 weights are the optimizer's.
+        return (WEIGHTS,) if self._master is None or dtype == torch.bfloat16 else (WEIGHTS, TRAINING)
+
     def weights_stay(self, dtype: torch.dtype) -> bool:
         return self._master is not None and dtype == torch.bfloat16 and not self._other_in_files
 
