@@ -103,7 +103,7 @@ def training_command(options: argparse.Namespace, rest: list[str], model: Path, 
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """A word for every token of a model without a text: w0, w1 ..."""
+    """A word for every token of a model without a text: w3, w4 ..."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -111,11 +111,12 @@ def write_tokenizer(directory: Path, vocabulary: int) -> None:
 
     if (directory / "tokenizer.json").exists():
         return
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    # Special tokens are found inside of words, too.
+    special = {"unk_token": "<unknown>", "eos_token": "<end>", "pad_token": "<pad>"}
+    names = [*special.values(), *(f"w{i}" for i in range(len(special), vocabulary))]
+    words = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=special["unk_token"]))
     words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2").save_pretrained(
-        directory
-    )
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
 
 
 def table(steps: list[dict[str, Any]]) -> str:
