@@ -209,10 +209,15 @@ class Trainer:
         sent = self._weight_sender.push(version, release=lambda: self._memory.release(WEIGHTS))
         self._memory.measure()
         self.state = dataclasses.replace(self.state, weight_version=version)
-        return {
+        metrics = {
             "perf/update_weights_time": time.perf_counter() - started,
             "perf/update_weights_bytes": float(sent),
         }
+        if self._memory.enabled:
+            # What training needs is known where rows have a largest size.
+            stays = self._memory.stays and self.settings.use_dynamic_batch_size
+            metrics["perf/train_memory_stays"] = float(all(self.ranks.gather(stays)))
+        return metrics
 
     def save_checkpoint(self, step: int, path: str) -> str:
         """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer."""

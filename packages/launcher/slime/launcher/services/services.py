@@ -58,6 +58,8 @@ class Services:
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
         self._engines_offloaded = False
+        # True once the trainer has found room for all its work beside the engines.
+        self._trainer_stays = False
         # Samples for people to look at, by step and place in it, until their step is trained.
         self._kept: dict[int, dict[int, Sample]] = {}
         self._pace: TrainerPace | None = None
@@ -284,9 +286,14 @@ class Services:
         self._seal(step, {})
 
     def offload(self) -> Metrics:
-        """Has the engines release their GPU memory to the trainer, in a run that offloads them."""
+        """Has the engines release their GPU memory to the trainer, in a run that offloads them.
+
+        Not while both have room, unless --offload-rollout says so.
+        """
         rollout = self.rollout
         if not (self.placement.offloads and self.config.has_engines) or rollout is None or not self.trainers:
+            return {}
+        if self._trainer_stays and self.config.rollout.offload_rollout is None:
             return {}
         self.progress("offloading the engines", 0, 0)
         self._engines_offloaded = True
@@ -296,7 +303,7 @@ class Services:
     def onload(self) -> Metrics:
         """Has the engines take back memory for the next weights; the trainer's push has them take the rest."""
         rollout = self.rollout
-        if not (self.placement.offloads and self.config.has_engines) or rollout is None or not self.trainers:
+        if not self._engines_offloaded or rollout is None:
             return {}
         self.progress("onloading the engines", 0, 0)
         self._engines_offloaded = False
@@ -313,9 +320,11 @@ class Services:
         if not self.config.has_engines:
             return {}
         self.progress("updating weights", 0, 0)
-        return self._on_every_rank(
+        metrics = self._on_every_rank(
             lambda trainer: trainer.update_weights(version, timeout=self._settings.update_timeout_seconds)
         )
+        self._trainer_stays = metrics.get("perf/train_memory_stays", 0.0) > 0
+        return metrics
 
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.

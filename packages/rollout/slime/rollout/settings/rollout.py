@@ -178,7 +178,9 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_num_gpus_per_engine: int = setting(1, "GPUs per SGLang engine", minimum=1, aliases=("sglang-tp-size",))
     sglang_args: dict[str, Any] = setting(dict, "Flags of SGLang's server by name", flag=False)
     offload_rollout: bool | None = setting(
-        None, "Free the engines' GPU memory while the trainer works (default: on with --colocate)"
+        None,
+        "Free the engines' GPU memory while the trainer works (default: with --colocate, unless the trainer finds room "
+        "for all its work beside them)",
     )
     rollout_num_engines: int = setting(1, "Number of embedded engines to start", minimum=1)
     rollout_engine_dtype: str = setting(

@@ -24,9 +24,7 @@ _SPARE = 0.1
 
 
 def gpu_memory() -> tuple[int, int, int]:
-    """Bytes of this process's GPU: free, in all, and held by torch in this process; zeros without a GPU."""
-    if not torch.cuda.is_available():
-        return 0, 0, 0
+    """Bytes of this process's GPU: free, in all, and held by torch in this process."""
     return *torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
 
 
@@ -81,7 +79,7 @@ class DeviceMemory:
 
     def measure(self) -> None:
         """Finds out how much the trainer may keep. Called while engines on the same GPU have all their memory."""
-        if self.enabled and self._may_stay:
+        if self.enabled and self._may_stay and self._backend.device.type in self._device_types:
             free, total, held = self._memory()
             self._room = free + held - _SPARE * total
 
