@@ -80,7 +80,7 @@ def check_sample(
     total = len(tokens)
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
-    if total and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < vocab_size:
+    if total and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise InvalidField(f"tokens[{first}]", int(tokens[first]), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.array("rollout_log_probs")
@@ -148,8 +148,9 @@ def pack(
         filled += len(tokens)
         return filled - len(tokens)
 
-    def lay_prompt(owner: int, sample: Sample) -> int:
-        prompt = sample.array("tokens")[: -sample.response_length or None]
+    def lay_prompt(owner: int, number: int) -> int:
+        sample = samples[number]
+        prompt = tokens_of[number][: -sample.response_length or None]
         if sample.multimodal_train_inputs:
             images.append(sample.multimodal_train_inputs)
             illustrated.append(owner)
@@ -158,13 +159,14 @@ def pack(
         return lay(prompt, 0, owner, 0) + len(prompt)
 
     def lay_response(owner: int, number: int, prompt_end: int) -> None:
-        tokens, length = samples[number].array("tokens"), samples[number].response_length
+        tokens, length = tokens_of[number], samples[number].response_length
         start = lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1)
         responses[number] = prompt_end - 1, start
 
+    tokens_of = [sample.array("tokens") for sample in samples]
     families = _families(samples, share_prompts)
     shared = [(owner, members) for owner, members in enumerate(families) if len(members) > 1]
-    ends = [lay_prompt(owner, samples[members[0]]) for owner, members in shared]
+    ends = [lay_prompt(owner, members[0]) for owner, members in shared]
     for (owner, members), end in zip(shared, ends, strict=True):
         for number in members:
             lay_response(owner, number, end)
@@ -173,14 +175,14 @@ def pack(
     for owner, members in enumerate(families):
         if len(members) == 1:
             before = filled
-            lay_response(owner, members[0], lay_prompt(owner, samples[members[0]]))
+            lay_response(owner, members[0], lay_prompt(owner, members[0]))
             others.append(filled - before)
     if filled % multiple:
         others.append(-filled % multiple)
         lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(families), 0)
     runs = _runs(seen[: len(shared)], seen[len(shared) :], [len(m) for _, m in shared], others, gather, device)
-    totals = [len(sample.array("tokens")) for sample in samples]
-    written = [s.array("tokens")[n - s.response_length :] for s, n in zip(samples, totals, strict=True)]
+    totals = [len(tokens) for tokens in tokens_of]
+    written = [t[len(t) - s.response_length :] for s, t in zip(samples, tokens_of, strict=True)]
     held, firsts, owners, branches = np.array(laid, dtype=np.int64).T
     places = np.arange(filled) - np.repeat(np.cumsum(held) - held - firsts, held)
     lengths = [s.response_length for s in samples]
@@ -199,7 +201,7 @@ def pack(
         return torch.as_tensor(array, dtype=dtype).to(device)
 
     joined = vision.join(images) if vision is not None and images else {}
-    in_prompt = np.repeat(np.isin(owners, illustrated) & (branches == 0), held)
+    in_prompt = np.repeat(np.isin(owners, illustrated) & (branches == 0), held) if joined else None
     return PackedBatch(
         tokens=to(np.concatenate(row), torch.int64)[None],
         position_ids=to(places, torch.int64)[None],
@@ -216,7 +218,7 @@ def pack(
         total_lengths=totals,
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
-        image_places=torch.from_numpy(in_prompt).to(device)[None] if joined else None,
+        image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
         grid_positions=to(
             _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), counted), torch.int64
         )[:, None]
@@ -250,7 +252,7 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]
     """Samples with equal prompts, in the order of the first of each."""
     found: dict[Any, list[int]] = {}
     for number, sample in enumerate(samples):
-        prompt = _prompt_of(sample) if share_prompts else None
+        prompt = _prompt_of(sample) if share_prompts and len(samples) > 1 else None
         found.setdefault(number if prompt is None else prompt, []).append(number)
     return list(found.values())
 

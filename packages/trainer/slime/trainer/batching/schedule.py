@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from slime.trainer.batching.balance import partition
@@ -34,6 +35,11 @@ class Lengths:
             elif which is not None:
                 seen.add(which)
         return found
+
+    def shared(self) -> list[int]:
+        """Positions of samples whose prompt another one may share."""
+        members = Counter(which for which, _ in self.prompts.values())
+        return [position for position, (which, _) in self.prompts.items() if members[which] > 1]
 
     def told_apart(self, digests: Mapping[int, str]) -> Lengths | None:
         """Lengths where only samples with equal digests of their prompts share one; None where those are these."""

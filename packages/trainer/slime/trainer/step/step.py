@@ -113,7 +113,8 @@ class TrainStep:
         samples = self._samples(read, shares)
         if lengths.prompts:
             # Prompts of a group are mostly equal; who has read them knows.
-            own = {str(p): prompt_digest(s) for p, s in samples.items()} if backend.leads_replica else {}
+            known = [p for p in lengths.shared() if p in samples] if backend.leads_replica else []
+            own = {str(p): prompt_digest(samples[p]) for p in known}
             found = {int(p): digest for of_rank in self.ranks.gather(own) for p, digest in of_rank.items()}
             other = lengths.told_apart(found)
             if other is not None:
