@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,27 @@ from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, Slim
 
 # SGLang closes a connection that was idle for 5 s; a POST that meets the closing end is lost, and is not sent again.
 KEEP_ALIVE_SECONDS = 2.0
+
+
+def _fast_parser() -> Callable[[bytes], Any]:
+    """orjson, which SGLang brings along: the log-probs of a rollout's answers arrive at once, and wait for this."""
+    try:
+        loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
+    except ImportError:
+        return json.loads
+    return loads
+
+
+_parse = _fast_parser()
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON of `body`. Raises ValueError."""
+    try:
+        return _parse(body)
+    except ValueError:
+        # orjson takes neither NaN nor infinity.
+        return json.loads(body)
 
 
 class EngineHTTP:
@@ -71,7 +93,7 @@ class EngineHTTP:
         if response.status >= 400:
             raise self._refusal(method, path, response.status, body)
         try:
-            answer = json.loads(body)
+            answer = parsed(body)
         except ValueError:
             return {"message": body.decode(errors="replace")}
         if isinstance(answer, dict) and answer.get("success") is False:

@@ -111,6 +111,8 @@ class FsdpBackend(Backend):
             self._fused = FusedLogProbs(self._compiler.function)
             self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit)
             self.memory_stays(not settings.offloads_train)
+        in_checkpoints = self.policy.state_dict().keys()
+        self._persistent_buffers = [name for name, _ in self.policy.named_buffers() if name in in_checkpoints]
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
@@ -362,8 +364,7 @@ class FsdpBackend(Backend):
     def _weights(self) -> NamedTensors:
         # named_parameters gives a tied weight once; persistent buffers belong to the checkpoint too.
         yield from self.policy.named_parameters()
-        persistent = self.policy.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in persistent)
+        yield from ((name, self.policy.get_buffer(name)) for name in self._persistent_buffers)
 
     def optimizer_state(self) -> NamedTensors:
         return ((name, _whole(moment)) for name, moment in self._optimizer.moments())
