@@ -13,10 +13,15 @@ exp(logits - lse), wherever a key lies. One operator for torch, so that a compil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from slime.trainer.batching.runs import Runs
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_sharing(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None) -> Tensor:
@@ -36,6 +41,45 @@ def _inside(limits: Tensor, tokens: int) -> Tensor:
     return (places >= limits[0]) & (places < limits[-1])
 
 
+def merge(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor, q_limits: Tensor) -> tuple[Tensor, Tensor]:
+    """o [T, h, d] and lse [h, T] of both calls together."""
+    inside = _inside(q_limits, len(own))
+    prompt_lse = torch.where(inside & prompt_lse.isfinite(), prompt_lse, float("-inf"))
+    lse = torch.logaddexp(own_lse, prompt_lse)
+    weights = (prompt_lse - lse).exp().float().t()[..., None]
+    # Masked, not weighted with 0: what is outside may be anything.
+    prompt = torch.where(inside[:, None, None], prompt, 0.0)
+    output = torch.lerp(own.float(), prompt.float(), weights).to(own.dtype)
+    # A compiler may lay them out otherwise, and what calls the operator is told that they lie as the queries do.
+    return output.contiguous(), lse.contiguous()
+
+
+def add(own: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -> Gradients:
+    """The gradients of queries, keys and values by both calls together."""
+    queries, keys = (_inside(x, len(own[0]))[:, None, None] for x in (q_limits, k_limits))
+    found = [
+        (mine + torch.where(mask, theirs, 0.0)).contiguous()
+        for mine, theirs, mask in zip(own, prompt, (queries, keys, keys), strict=True)
+    ]
+    return found[0], found[1], found[2]
+
+
+class _Fused:
+    """What is done with the results of kernels: `merge` and `add`, or what a compiler makes of them."""
+
+    def __init__(self) -> None:
+        self.merge: Callable[..., tuple[Tensor, Tensor]] = merge
+        self.add: Callable[..., Gradients] = add
+
+
+_fused = _Fused()
+
+
+def fuse(compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on each of them is one kernel, which reads and writes a quarter; the operator itself is not compiled."""
+    _fused.merge, _fused.add = compiled(merge), compiled(add)
+
+
 @torch.library.custom_op("slime::shared_attention", mutates_args=())
 def _attend(
     query: Tensor,
@@ -52,13 +96,7 @@ def _attend(
     """Output [T, h, d], and lse [h, T] float32."""
     own, own_lse = _kernel(query, key, value, limits, limits, longest, longest, True, scale)
     prompt, prompt_lse = _kernel(query, key, value, q_limits, k_limits, max_q, max_k, False, scale)
-    inside = _inside(q_limits, len(query))
-    prompt_lse = torch.where(inside & prompt_lse.isfinite(), prompt_lse, float("-inf"))
-    lse = torch.logaddexp(own_lse, prompt_lse)
-    weights = (prompt_lse - lse).exp().float().t()[..., None]
-    # Masked, not weighted with 0: what is outside may be anything.
-    prompt = torch.where(inside[:, None, None], prompt, 0.0)
-    return torch.lerp(own.float(), prompt.float(), weights).to(query.dtype), lse
+    return _fused.merge(own, own_lse, prompt, prompt_lse, q_limits)
 
 
 @_attend.register_fake
@@ -86,11 +124,7 @@ def _gradients(
     saved = gradient.contiguous(), query, key, value, output, lse
     own = _backward_kernel(*saved, limits, limits, longest, longest, True, scale)
     prompt = _backward_kernel(*saved, q_limits, k_limits, max_q, max_k, False, scale)
-    queries, keys = (_inside(x, len(query))[:, None, None] for x in (q_limits, k_limits))
-    masks = queries, keys, keys
-    for mine, theirs, mask in zip(own, prompt, masks, strict=True):
-        mine.add_(torch.where(mask, theirs, 0.0))
-    return own
+    return _fused.add(own, prompt, q_limits, k_limits)
 
 
 @_gradients.register_fake

@@ -38,6 +38,7 @@ from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
 from slime.trainer.backends.fsdp.rows import StaticRows, gradients_of
 from slime.trainer.backends.learning_rate import learning_rate
+from slime.trainer.backends.shared_attention import fuse
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
@@ -109,6 +110,7 @@ class FsdpBackend(Backend):
         self._rows: StaticRows | None = None
         if self._compiler is not None:
             self._fused = FusedLogProbs(self._compiler.function)
+            fuse(self._compiler.function)
             self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit)
             self.memory_stays(not settings.offloads_train)
         in_checkpoints = self.policy.state_dict().keys()
