@@ -273,7 +273,11 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         "Pad the tokens of a forward pass to a multiple of this and of the number of tensor-parallel ranks",
         minimum=1,
     )
-    log_probs_chunk_size: int = setting(-1, "Positions whose logits become log-probs at a time; 0 or less takes all")
+    log_probs_chunk_size: int = setting(
+        -1,
+        "Positions whose logits become float32 and then log-probs at a time; 0 or less takes all. The fsdp backend "
+        "ignores it with --compile, which makes no float32 logits",
+    )
     step_wait_seconds: float = setting(600.0, "Seconds to wait for an iteration's groups and for its plan", above=0)
 
     # Weights to the engines
