@@ -11,7 +11,7 @@ BODY = b'{"text": "\\u00e9", "meta_info": {"output_token_logprobs": [[-0.25, 17,
 
 
 def strict(body: bytes) -> object:
-    """As orjson: neither NaN nor infinity is JSON."""
+    """Refuses NaN and infinity, as orjson does."""
 
     def refuse(name: str) -> object:
         raise ValueError(name)

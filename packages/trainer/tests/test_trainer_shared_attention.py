@@ -1,4 +1,4 @@
-"""What is done with the results of the two kernels of attention over shared prompts, as it is and compiled."""
+"""Merges the results of the two kernels of attention over shared prompts, as it is and compiled."""
 
 from collections.abc import Callable
 from typing import Any

@@ -214,7 +214,7 @@ class Trainer:
             "perf/update_weights_bytes": float(sent),
         }
         if self._memory.enabled:
-            # What training needs is known where rows have a largest size.
+            # Training needs no more than it did where rows have a largest size.
             stays = self._memory.stays and self.settings.use_dynamic_batch_size
             metrics["perf/train_memory_stays"] = float(all(self.ranks.gather(stays)))
         return metrics

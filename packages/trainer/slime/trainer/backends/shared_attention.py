@@ -55,7 +55,7 @@ def merge(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor, q_li
 
 
 def add(own: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -> Gradients:
-    """The gradients of queries, keys and values by both calls together."""
+    """Adds up the gradients of queries, keys and values by both calls."""
     queries, keys = (_inside(x, len(own[0]))[:, None, None] for x in (q_limits, k_limits))
     found = [
         (mine + torch.where(mask, theirs, 0.0)).contiguous()
@@ -65,7 +65,7 @@ def add(own: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -
 
 
 class _Fused:
-    """What is done with the results of kernels: `merge` and `add`, or what a compiler makes of them."""
+    """Puts the results of kernels together: `merge` and `add`, or their compiled forms."""
 
     def __init__(self) -> None:
         self.merge: Callable[..., tuple[Tensor, Tensor]] = merge

@@ -19,7 +19,7 @@ from slime.trainer.backends.base import TRAINING, WEIGHTS, Backend
 log = logging.getLogger(__name__)
 
 PARTS = (WEIGHTS, TRAINING)
-# Of a GPU's memory: left free beside trainer and engines, whose own need may grow.
+# The part of a GPU's memory that stays free beside trainer and engines, whose own need may grow.
 _SPARE = 0.1
 
 
