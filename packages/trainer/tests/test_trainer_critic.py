@@ -194,7 +194,7 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
 
 
 def test_a_trainer_saves_and_resumes_its_critic(model: str, tmp_path: Path):
-    """As the calls of a run do, with nothing but the checkpoint in common."""
+    """By the calls of a run; the two trainers have nothing but the checkpoint in common."""
     values = PPO | {"num_critic_only_steps": 1, "critic_lr": 2e-2}
     straight, path = Stack(model, **values), str(tmp_path / "step_0")
     try:
