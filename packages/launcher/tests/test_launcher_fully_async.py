@@ -11,6 +11,7 @@ import pytest
 
 from slime.launcher import cli
 from slime.launcher.config import run_config
+from slime.launcher.config.advice import advice
 from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.train_fully_async import loop_fully_async
@@ -170,6 +171,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(flags: str, words: str) ->
 def test_the_staleness_needs_the_mode(flag: str) -> None:
     with pytest.raises(InvalidSetting, match=f"{flag} requires --fully-async"):
         config("--num-rollout", "3", *flag.split())
+
+
+@pytest.mark.parametrize(("staleness", "warned"), [("0", False), ("1", True)])
+def test_a_correction_is_advised_only_where_samples_are_of_older_weights(staleness: str, warned: bool) -> None:
+    configured = config("--num-rollout", "3", "--fully-async", "--max-staleness", staleness)
+    sentences = " ".join(advice(configured, asynchronous=True))
+    assert ("rollouts of older weights" in sentences) is warned
 
 
 def test_help_shows_the_mode(capsys: pytest.CaptureFixture[str]) -> None:

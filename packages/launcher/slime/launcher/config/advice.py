@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime.launcher.config.check_loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
 from slime.rollout.generate.prompts import context_length
 from slime.trainer.settings import advice as trainer
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
     """Yields a sentence for each doubt."""
     if not config.launcher.debug_rollout_only:
-        yield from trainer.advice(config.trainer, asynchronous=asynchronous)
+        on_time = config.launcher.fully_async and staleness_bound(config.flat) == 0
+        yield from trainer.advice(config.trainer, asynchronous=asynchronous and not on_time)
         yield from other_defaults(config.trainer, config.explicit)
     if not config.launcher.debug_train_only:
         yield from _lengths(config)
