@@ -28,6 +28,7 @@ from slime.launcher.plan.batches import longest_sample
 from slime.launcher.plan.report import hardware_of
 from slime.launcher.platform import probes, ray_cluster
 from slime.launcher.run_directory.checkpoints import continued_step, prune
+from slime.launcher.services.generation import pace_of
 from slime.launcher.services.services import Services
 from slime.launcher.services.start import _Start
 from slime.rollout.engines.embedded import launch
@@ -261,6 +262,12 @@ def test_checkpoints_are_kept_and_not_exported(words: list[str], checkpoints: Pa
     run.export.assert_not_called()
     Services.save(run, 0, checkpoints, "hf/{rollout_id}")
     run.export.assert_called_once_with(Path("hf/0"))
+
+
+@states(max_staleness="2", staleness_policy="wait")
+def test_a_fully_asynchronous_run_waits_for_groups_that_are_two_updates_late(words: list[str]) -> None:
+    pace = pace_of(run_config.parse([*words, "--fully-async"], check=False))
+    assert (pace.max_staleness, pace.policy) == (2, "wait")
 
 
 @states(buffer_dir="a temporary one, removed at the end")
