@@ -1,7 +1,7 @@
 """Tokens a second of `slime train-async --fully-async` against `slime train`, on two GPUs: an engine and a trainer.
 
-    python benchmarks/gpu/fully_async.py --hf-checkpoint DIR --output-dir OUT [--staleness 4] [FLAGS of slime train]
-    python benchmarks/gpu/fully_async.py --hf-checkpoint DIR --output-dir OUT --rollout-engine embedded --steps 3 \\
+    python benchmarks/gpu/fully_async_run.py --hf-checkpoint DIR --output-dir OUT [--staleness 4] [FLAGS of slime train]
+    python benchmarks/gpu/fully_async_run.py --hf-checkpoint DIR --output-dir OUT --rollout-engine embedded --steps 3 \\
         --groups 2 --samples 2 --mean 4 --longest 16        # no GPU: does it run
 
 Responses have log-normal lengths, the same in every run, with the end of sequence ignored: each is generated for as
