@@ -67,6 +67,12 @@ def test_generate_tells_progress_and_metrics(engine, serve):
     assert [sample.group_index for sample in result.examples] == [0, 1, 2]
 
 
+def test_a_resumed_step_leases_no_more_groups_than_it_lacks(engine, serve):
+    buffer = FakeBuffer(prompt_groups(6, 1))
+    result = serve(buffer, engine, rollout_batch_size=4).generate(0, 2, timeout=20)
+    assert sorted(buffer.completed) == [0, 1] and result.metrics["rollout/aborted_groups"] == 0
+
+
 def test_generate_refuses_nonsense(engine, serve):
     with pytest.raises(InvalidField, match="num_groups"):
         serve(FakeBuffer([]), engine).generate(0, 0, timeout=10)
@@ -133,10 +139,10 @@ def test_each_evaluation_set_is_generated_and_scored_as_it_says(engine, serve, t
 
 
 @pytest.mark.parametrize(
-    ("line", "reward"),
-    [("sample.reward = '1'", "'1'"), ("sample.status = sample.Status.ABORTED", "None"), ("sample.reward = {}", "keys")],
+    ("line", "returned"),
+    [("sample.reward = '1'", "'1'"), ("sample.status = sample.Status.ABORTED", "None"), ("sample.reward = {}", "{}")],
 )
-def test_a_reward_that_is_none_names_set_and_sample(engine, serve, tmp_path, line, reward):
+def test_a_reward_that_is_none_names_set_and_sample(engine, serve, tmp_path, line, returned):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "async def generate(args, sample, sampling_params):\n"
@@ -147,7 +153,7 @@ def test_a_reward_that_is_none_names_set_and_sample(engine, serve, tmp_path, lin
     )
     sets = {"own": prompt_groups(2, 1)}
     client = serve(FakeBuffer([], evaluation=sets), engine, custom_generate_function_path=str(plugin))
-    with pytest.raises(InvalidField, match=f"evaluation set own gave sample 0 the .*{reward}.*, expected"):
+    with pytest.raises(InvalidField, match=f"evaluation set own returned {returned} for sample 0"):
         client.evaluate(0, timeout=20)
 
 

@@ -87,7 +87,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._check_writer(request.writer)
         args = copy.copy(self.state.args)
         args.rollout_batch_size = request.num_groups
-        args.over_sampling_batch_size = max(args.over_sampling_batch_size, request.num_groups)
+        # The settings', for `args` has a batch where none is set: a resumed step lacks fewer groups than that.
+        args.over_sampling_batch_size = max(self.settings.over_sampling_batch_size or 0, request.num_groups)
         if self._own_source is not None:
             self._own_source.begin(request.rollout_id)
         with self._buffer(request.writer) as buffer, self._lease(buffer) as source:
