@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -64,12 +65,26 @@ def run(tree: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def assert_there(place: str) -> None:
+    """place: path::test."""
+    path, name = place.split("::")
+    assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), place
+
+
 def test_every_row_of_the_table_is_shown() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Files to touch\n")[2]
     rows = re.findall(r"^\| (an? [^|]+?) \|", section.partition("\n## ")[0], re.M)
     assert rows == list(SHOWN)
-    for path, name in (place.split("::") for place in SHOWN.values()):
-        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), path
+    for place in SHOWN.values():
+        assert_there(place)
+
+
+def test_the_tests_that_show_a_stated_default_are_there() -> None:
+    """Defaults that only a trainer or a rollout service shows have their test by name in the table of the others."""
+    tree = ast.parse((ROOT / "packages/launcher/tests/test_launcher_stated_defaults.py").read_text(encoding="utf-8"))
+    (table,) = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == "SHOWN_BY"]
+    for place in ast.literal_eval(table).values():
+        assert_there(place)
 
 
 def test_a_flag_is_a_line_of_settings(tree: Path) -> None:

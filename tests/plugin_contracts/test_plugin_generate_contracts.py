@@ -144,7 +144,7 @@ def test_a_function_of_another_shape_is_refused_before_the_run(run) -> None:
     with pytest.raises(PluginError, match="--custom-generate-function-path"):
         with run("seed_plugins.reward_dict.__name__"):
             pass
-    with pytest.raises(PluginError, match=r"expected \(args, sample, sampling_params\[, evaluation=\]\) or \("):
+    with pytest.raises(PluginError, match=r"called with \(args, sample, sampling_params\[, evaluation=\]\) or \("):
         with run("os.getpid"):
             pass
 
