@@ -174,6 +174,18 @@ def test_an_evaluation_alone_adds_to_what_an_earlier_run_left(tmp_path: Path) ->
     assert history == [{"step": 0, "score": 0.0}, {"step": 4, "score": 0.9}]
 
 
+def test_an_evaluation_alone_has_one_score_and_one_response(tmp_path: Path) -> None:
+    shown, text = report(tmp_path, num_steps=0)
+    with shown:
+        shown.started(76_032, 0, 0)
+        shown.evaluation(0, {"eval/sums": 0.25}, [Sample(prompt="1+1=", response="3", reward=0.0)])
+        text.truncate(0)
+        shown.finished()
+    printed = text.getvalue()
+    assert printed.count("0.250") == printed.count("'3'") == 1 and "score" in printed
+    assert "before" not in printed and "answer" not in printed
+
+
 def test_evaluations_before_and_after_the_first_step_are_both_kept(tmp_path: Path) -> None:
     sink = Recorder()
     with Report(tmp_path, num_steps=2, sinks=[sink], console=Console(quiet=True)) as shown:

@@ -195,15 +195,16 @@ class Report:
         self._clear_status()
         plot = self.output_dir / "reward.png"
         plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
-        table = Table("", "before", "after", title="reward")
         values = list(self._rewards.values())
+        table = Table("", *(("before", "after") if self._trains or values else ("score",)), title="reward")
         if values:
             count = min(3, len(values))
             table.add_row(
                 f"rollouts, {count} steps", *(f"{sum(v) / count:.3f}" for v in (values[:count], values[-count:]))
             )
         for name, points in self._evaluations.items():
-            table.add_row(f"held out: {name}", f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}")
+            ends = [points[0], points[-1]] if self._trains or values else [points[-1]]
+            table.add_row(f"held out: {name}", *(f"{score:.3f}" for _, score in ends))
         self.console.print(table)
         self._print_examples()
         self._print(f"plot          {plot}")
@@ -221,8 +222,11 @@ class Report:
             return
         (first, before), (last, after) = self._examples[0], self._examples[-1]
         for old, new in list(zip(before, after, strict=False))[:SHOWN_EXAMPLES]:
-            self._print(f"\nprompt  {_prompt_text(old)}   (answer: {old.label})")
-            self._print(f"  after step {first:<4} reward {_reward(old)}  {old.response!r}")
+            self._print(
+                f"\nprompt  {_prompt_text(old)}" + (f"   (answer: {old.label})" if old.label is not None else "")
+            )
+            if first != last:
+                self._print(f"  after step {first:<4} reward {_reward(old)}  {old.response!r}")
             self._print(f"  after step {last:<4} reward {_reward(new)}  {new.response!r}")
         self._print("")
 
