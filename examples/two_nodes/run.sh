@@ -12,7 +12,10 @@ start_node() { # ADDRESS [flags of `ray start`]
   ray start --block --node-ip-address "$1" --num-cpus 2 --object-store-memory 100000000 --disable-usage-stats \
     --dashboard-agent-listen-port "$(free_port)" "${@:2}" >> "$out/ray-$1.log" 2>&1 &
   started+=($!)
-  until grep -q "Ray runtime started" "$out/ray-$1.log"; do kill -0 $!; sleep 0.2; done
+  until grep -q "Ray runtime started" "$out/ray-$1.log"; do
+    kill -0 $! 2>/dev/null || { echo "two_nodes: the node $1 did not start:" >&2; cat "$out/ray-$1.log" >&2; exit 1; }
+    sleep 0.2
+  done
 }
 started=()
 trap 'kill "${started[@]}" 2>/dev/null; wait; rm -rf "$temporary"' EXIT
