@@ -310,7 +310,7 @@ def test_what_the_run_would_refuse_is_refused(
 def test_a_config_that_describes_no_model_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     config = Path(words[1]) / "config.json"
     for changes, message in (
-        ({"hidden_size": "wide"}, "hidden_size = 'wide', expected a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
         ({"hidden_size": None}, "no hidden_size"),
     ):
         config.write_text(json.dumps(CONFIG | changes))
