@@ -121,6 +121,29 @@ def test_memory_stays_where_it_has_room_beside_the_engines(model: str, caplog: p
     ]
 
 
+def test_memory_that_stays_tells_if_the_work_has_room_too(model: str, monkeypatch: pytest.MonkeyPatch):
+    runner = runner_of(model, "fsdp")
+    reserved = 0
+    memory = DeviceMemory(
+        runner.backend, enabled=True, may_stay=True, device_types=("cpu",), memory=lambda: (700, 1000, reserved)
+    )
+
+    def trim() -> None:
+        nonlocal reserved
+        reserved = min(reserved, 400)
+
+    monkeypatch.setattr(memory, "_trim", trim)
+    memory.measure()
+    told = []
+    for at_work in (500, 601, 500):
+        reserved = at_work
+        memory.release(TRAINING)
+        memory.release(WEIGHTS)
+        told.append((memory.stays, memory.work_has_room))
+    # 600 is the room. What was needed once is needed again.
+    assert told == [(True, True), (True, False), (True, False)]
+
+
 def test_what_is_needed_last_leaves_with_all_the_rest(model: str):
     runner = runner_of(model, "fsdp")
     held = 500

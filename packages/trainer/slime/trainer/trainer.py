@@ -215,7 +215,7 @@ class Trainer:
         }
         if self._memory.enabled:
             # Training needs no more than it did where rows have a largest size.
-            stays = self._memory.stays and self.settings.use_dynamic_batch_size
+            stays = self._memory.work_has_room and self.settings.use_dynamic_batch_size
             metrics["perf/train_memory_stays"] = float(all(self.ranks.gather(stays)))
         return metrics
 

@@ -54,11 +54,18 @@ class DeviceMemory:
         self._memory = memory
         # Bytes that the trainer may hold while the engines work; None before anything was measured.
         self._room: float | None = None
+        # The most bytes that it held when its memory was to leave: the work is done by then, and its memory still kept.
+        self._needed = 0
         self.stays = not enabled
         self._away: dict[str, list[_Away]] = {}
         # Host copies of each part, kept for the next release: pinned memory is slow to allocate.
         self._host: dict[str, dict[int, Tensor]] = {}
         self._frozen = False
+
+    @property
+    def work_has_room(self) -> bool:
+        """True if the trainer may work while engines on the same GPU have all their memory."""
+        return self.stays and (self._room is None or self._needed <= self._room)
 
     def need(self, *parts: str) -> None:
         """Moves `parts` back to the device."""
@@ -84,10 +91,11 @@ class DeviceMemory:
             self._room = free + held - _SPARE * total
 
     def _fits(self) -> bool:
-        """True if the trainer's memory, with all that this process has needed, may stay where it is."""
+        """True if what the trainer holds between steps may stay where it is."""
         if self._room is None or self._away:
             return False
         held = self._memory()[2]
+        self._needed = max(self._needed, held)
         if held > self._room:
             # Some of it is only kept for the next tensor.
             self._trim()
