@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.model.params import SamplingParams
+from slime.rollout.engines.embedded.model.params import SamplingParams, parse_sampling_params
 from slime.rollout.engines.embedded.model.sampling import keyed_uniforms, sample
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -88,3 +88,18 @@ def test_a_large_vocabulary_is_restricted_as_a_sorted_one_is(params: dict[str, f
     mean = sum(position[token] for token in ids.tolist()) / 3_000
     deviation = float((expected * ranks[allowed] ** 2).sum() - (expected * ranks[allowed]).sum() ** 2) ** 0.5
     assert abs(mean - float((expected * ranks[allowed]).sum())) < 4 * deviation / 3_000**0.5
+
+
+@pytest.mark.parametrize("params", [{"top_p": 1e-46}, {"top_k": 10**30, "top_p": 1e-46}, {"temperature": 1e-46}])
+def test_parameters_that_float32_cannot_hold_leave_the_likeliest(params: dict[str, float]) -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
+    parsed = parse_sampling_params(params)
+    ids, log_probs = sample(logits.clone(), [parsed], [0], np.random.default_rng(0))
+    assert ids.tolist() == [3]
+    # SGLang, too, takes a temperature below 1e-6 as greedy, whose log-prob is that of temperature 1.
+    assert log_probs.tolist() == pytest.approx(logits.log_softmax(-1)[:, 3].tolist(), abs=1e-6)
+
+
+def test_any_top_k_above_the_vocabulary_is_all_of_it() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
+    assert draw(logits, 50, top_k=10**30)[0].tolist() == draw(logits, 50)[0].tolist()

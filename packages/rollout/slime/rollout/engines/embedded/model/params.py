@@ -27,6 +27,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# SGLang takes a lower temperature as greedy; logits divided by it might not be numbers.
+LOWEST_TEMPERATURE = 1e-6
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of one response; names, defaults and meanings are SGLang's.
@@ -84,6 +88,11 @@ def _number(low: float, high: float, expected: str, *, above: bool = False) -> C
     return read
 
 
+def _temperature(field: str, value: Any) -> float:
+    temperature = _number(0, 1e6, "a number from 0 to 1000000")(field, value)
+    return temperature if temperature >= LOWEST_TEMPERATURE else 0.0
+
+
 def _integer(low: int, expected: str, *, also: tuple[int, ...] = ()) -> Callable[[str, Any], int]:
     def read(field: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or (value < low and value not in also):
@@ -122,7 +131,7 @@ def _seed(field: str, value: Any) -> int | None:
 
 
 _READERS = {
-    "temperature": _number(0, 1e6, "a number, at least 0"),
+    "temperature": _temperature,
     "top_p": _number(0, 1, "a number above 0, at most 1", above=True),
     "top_k": _integer(1, "an integer, at least 1, or -1 for all", also=(-1,)),
     "min_new_tokens": _integer(0, "an integer, at least 0"),

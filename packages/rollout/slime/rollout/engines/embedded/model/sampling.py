@@ -104,9 +104,11 @@ def _search(weights_BK: torch.Tensor, uniforms_B1: torch.Tensor) -> tuple[torch.
 def _restrict(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     vocabulary = probs_RV.shape[-1]
     ordered, order = probs_RV.sort(-1, descending=True)
-    top_k = torch.tensor([p.top_k if p.top_k != -1 else vocabulary for p in params], device=order.device)
+    most = [vocabulary if p.top_k == -1 else min(p.top_k, vocabulary) for p in params]
+    top_k = torch.tensor(most, device=order.device)
     top_p = torch.tensor([p.top_p for p in params], device=order.device)
     before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
     ranks = torch.arange(vocabulary, device=order.device)
-    ordered[(ranks >= top_k[:, None]) | (before >= top_p[:, None])] = 0.0
+    # The likeliest stays, also where float32 rounds top-p to 0.
+    ordered[((ranks >= top_k[:, None]) | (before >= top_p[:, None])) & (ranks > 0)] = 0.0
     return torch.zeros_like(ordered).scatter_(-1, order, ordered)
