@@ -27,6 +27,7 @@ from slime.types.errors import EngineError, InvalidField, InvalidFile, MissingFi
 
 PROMPT = [2, 3, 4, 41]
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
+SCORED = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,8 @@ def test_a_mixture_of_versions_does_not_generate(call: Any, second: Path) -> Non
     call(lambda c: c.update_weights_from_bucket(save({name: tensor}), 5, last=False))
     with pytest.raises(SlimeError, match="half-way"):
         output(call)
+    with pytest.raises(SlimeError, match="half-way"):
+        call(lambda c: c.post("/generate", SCORED))
     call(lambda c: c.update_weights_from_disk(str(second), 5))
     assert output(call)
 

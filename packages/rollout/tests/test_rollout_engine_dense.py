@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.rollout.engines.embedded.model import dense as dense_module
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
-from slime.rollout.engines.embedded.model.dense import DenseModel
+from slime.rollout.engines.embedded.model.dense import DenseModel, _Layer
+from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
@@ -214,3 +217,32 @@ def test_bfloat16_weights_are_sampled_close_to_float32_and_the_log_probs_are_of_
     exact_log_probs = log_probs.gather(-1, ids[0, len(LONG) :, None])[:, 0]
     assert sampled.log_probs == pytest.approx(exact_log_probs.tolist(), abs=0.3)
     assert float((torch.tensor(sampled.log_probs) - exact_log_probs).abs().mean()) < 0.05
+
+
+def test_a_cache_that_grows_keeps_what_rows_have_and_takes_no_memory_for_the_rest() -> None:
+    cache = KvCache(1, 1, 4, torch.float32)
+    for kind in cache.layer(0):
+        kind.fill_(7.0)
+    cache.reserve(9, 65, [3, 0, 64])
+    assert cache.room == (16, 128)
+    for kind in cache.layer(0):
+        filled = (kind[:, 0, :, 0] == 7.0).sum(-1)
+        assert filled.tolist() == [3, 0, 64] + [0] * 13
+        assert float(kind.abs().sum()) == 7.0 * 67 * 4
+
+
+def test_the_last_weights_are_gone_before_new_ones_are_packed(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, packed = DenseModel(qwen3), 0
+    dense.pack(0)
+    last = weakref.ref(dense._layers[0])
+
+    class Layer(_Layer):
+        def __init__(self, *given: Any) -> None:
+            nonlocal packed
+            assert last() is None
+            packed += 1
+            super().__init__(*given)
+
+    monkeypatch.setattr(dense_module, "_Layer", Layer)
+    dense.pack(1)
+    assert packed == SHAPE["num_hidden_layers"]

@@ -64,6 +64,11 @@ def make_response(
     outside = [t for t in params.stop_token_ids if not 0 <= t < loaded.vocab_size]
     if outside:
         raise InvalidField("sampling_params.stop_token_ids", outside[0], f"token ids from 0 to {loaded.vocab_size - 1}")
+    if params.min_new_tokens and len(params.stop_token_ids | loaded.eos_ids) >= loaded.vocab_size:
+        raise InvalidField(
+            "sampling_params.stop_token_ids", f"{len(params.stop_token_ids)} tokens",
+            "fewer than the vocabulary has: min_new_tokens forbids them all",
+        )  # fmt: skip
     places: list[int] = []
     media: dict[str, Any] = {}
     if images:

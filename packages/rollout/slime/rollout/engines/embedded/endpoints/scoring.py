@@ -10,7 +10,10 @@ import torch
 
 from slime.rollout.engines.embedded.endpoints.generate import KNOWN
 from slime.rollout.engines.embedded.model.loading import Loaded
+from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.types.errors import InvalidField
+
+TOGETHER = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,23 @@ def parse_scored(body: Mapping[str, Any], loaded: Loaded) -> Scored:
 
 
 @torch.inference_mode()
-def score(loaded: Loaded, scored: Scored, weight_version: str) -> dict[str, Any]:
-    """SGLang's answer; the first token of a prompt has no log-prob. On the thread of the model."""
+def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> dict[str, Any]:
+    """SGLang's answer; the first token of a prompt has no log-prob. On the thread of the model.
+
+    Raises WrongState while the model is a mixture of versions.
+    """
+    weights.check_complete()
     ids, start = scored.ids, scored.start
     tokens = torch.tensor(ids, device=next(loaded.model.parameters()).device)
-    logits_TV = loaded.model(input_ids=tokens[None], use_cache=False).logits[0].float()
-    found = logits_TV[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
+    logits_TV = loaded.model(input_ids=tokens[None], use_cache=False).logits[0]
+    # A few tokens at a time: float32 copies of all logits would take several times their memory.
+    parts = zip(logits_TV[:-1].split(TOGETHER), tokens[1:].split(TOGETHER), strict=True)
+    each = [part.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0] for part, chosen in parts]
+    found = torch.cat(each).tolist()
     entries = [[value, token, None] for value, token in zip([None, *found], ids, strict=True)]
     meta = {
         "id": scored.rid, "finish_reason": {"type": "length", "length": 0}, "prompt_tokens": len(ids),
-        "completion_tokens": 0, "cached_tokens": 0, "weight_version": weight_version,
+        "completion_tokens": 0, "cached_tokens": 0, "weight_version": weights.version,
         "input_token_logprobs": entries[start:], "output_token_logprobs": [],
     }  # fmt: skip
     return {"text": "", "output_ids": [], "meta_info": meta}

@@ -114,7 +114,7 @@ class EngineServer(ServedModel):
         body = await self.read_json(request)
         if asks_for_scores(body):
             scored = parse_scored(body, self.loaded)
-            work = self.scheduler.between_steps(lambda: score(self.loaded, scored, self.scheduler.weights.version))
+            work = self.scheduler.between_steps(lambda: score(self.loaded, scored, self.scheduler.weights))
             return web.json_response(await asyncio.wrap_future(work))
         if body.get("image_data") or body.get("text") is not None:
             responses, batched = await self.workers.run("the prompt", lambda: parse_generate(body, self.loaded))

@@ -55,7 +55,7 @@ class ContinuousBatch(Batch):
         self._close_ranks()
         joining, self._joining = [r for r in self._joining if r.finish_reason is None], []
         longest = max([row.cached + 1 for row in self._rows] + [len(r.key[1]) for r in joining], default=0)
-        self._cache.reserve(len(self._rows) + len(joining), longest)
+        self._cache.reserve(len(self._rows) + len(joining), longest, [row.cached for row in self._rows])
         fresh = self._join_running_prompts(joining)
         run = Pass()
         for row in self._rows:
@@ -80,6 +80,8 @@ class ContinuousBatch(Batch):
 
     def _join_running_prompts(self, joining: Sequence[Response]) -> list[Response]:
         """Lets those join whose prompt a running sequence has; only its last token is computed. Returns the others."""
+        if not joining:
+            return []
         packing = self._dense.packing
         known = {tuple(row.response.prompt_ids): i for i, row in enumerate(self._rows) if row.packing == packing}
         fresh = []

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
@@ -25,6 +25,7 @@ from slime.rollout.engines.embedded.model.kv_cache import KvCache
 KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 # Packed weights fit best for about this many tokens, and are right for any number.
 PACKED_FOR = 64
 # Rows of the output matrix in one product: larger products are new memory for the system each time.
@@ -67,6 +68,7 @@ class DenseModel:
             and not getattr(config, "use_sliding_window", False)
             and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
             and getattr(model.model.rotary_emb, "rope_type", None) in ROPES
+            and _is_plain(model)
         )
 
     def __init__(self, model: Any) -> None:
@@ -91,6 +93,8 @@ class DenseModel:
         """Takes the weights over, unless nothing was written to them since; `writes` counts that."""
         if writes != self.packing:
             model = self._model
+            # Both versions at once may be more than there is memory for.
+            self._layers, self._head = list[_Layer](), list[_Matrix]()
             self._layers = [_Layer(layer, self._dtype) for layer in model.model.layers]
             self._norm = model.model.norm.weight.float()
             head = model.get_output_embeddings()
@@ -216,6 +220,12 @@ class _Matrix:
 
 def _linear(modules: Sequence[Any], dtype: torch.dtype) -> _Matrix:
     return _Matrix([m.weight for m in modules], [m.bias for m in modules], dtype)
+
+
+def _is_plain(model: Any) -> bool:
+    """Tells if all matrices are their layers' weights: those of quantized layers are not."""
+    layers = [module for name, module in model.model.layers.named_modules() if name.endswith("_proj")]
+    return all(type(m) is nn.Linear and m.weight.dtype in WEIGHTS for m in (*layers, model.get_output_embeddings()))
 
 
 def _packs() -> bool:

@@ -6,6 +6,7 @@ L: layers, R: rows, K: key-value heads, C: tokens that a row has room for, D: si
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
 
 
 class KvCache:
-    """Has room for what `reserve` asked for, and keeps what was written when it grows."""
+    """Has room for what `reserve` asked for, and keeps what is in use when it grows."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._shape = layers, heads, head_dim
@@ -31,14 +32,16 @@ class KvCache:
         keys, values = self._kv_L2RKCD[index]
         return keys, values
 
-    def reserve(self, rows: int, tokens: int) -> None:
+    def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
+        """used: how many tokens each of the first rows has by now. Nothing else is copied, and so takes memory."""
         old = self._kv_L2RKCD
         if rows <= old.shape[2] and tokens <= old.shape[4]:
             return
         rows = max(old.shape[2], 1 << (rows - 1).bit_length())
         tokens = max(old.shape[4], 1 << (tokens - 1).bit_length())
         self._kv_L2RKCD = self._zeros(rows, tokens)
-        self._kv_L2RKCD[:, :, : old.shape[2], :, : old.shape[4]] = old
+        for row, count in enumerate(used):
+            self._kv_L2RKCD[:, :, row, :, :count] = old[:, :, row, :, :count]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` of a row into another."""

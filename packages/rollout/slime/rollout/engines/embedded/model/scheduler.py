@@ -262,13 +262,15 @@ class Scheduler:
         return PaddedBatch(self._loaded, self._rng)
 
     def _step(self, batch: Batch) -> None:
+        # Before the step: one that fails half-way may have lost those who were about to join.
+        running = batch.running
         try:
             self.weights.check_complete()
             if self._dense is not None:
                 self._dense.pack(self.weights.writes)
             batch.step()
         except Exception as error:
-            running = batch.running
+            running = [response for response in running if response.finish_reason is None]
             log.exception("a batch of %d sequences failed", len(running))
             failed = [request for request in self._requests if any(r in running for r in request.responses)]
             self._requests = [request for request in self._requests if request not in failed]
