@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from slime.types import Sample
 from slime.types.directories import path_errors
+from slime.types.errors import InvalidFile
 from slime.types.files import whole_file
 
 DIRECTORY = "samples"
@@ -152,10 +154,29 @@ def _arrow_schema() -> Any:
     return pa.schema([(name, types.get(kind, pa.list_(span))) for name, kind, _ in SCHEMA])
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raises InvalidFile for a file that is broken, or is not there any more."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: Path, reason: str) -> InvalidFile:
+    place = f"{DIRECTORY}/{path.name}"
+    return InvalidFile(
+        f"cannot read {place}: {reason}", field="samples", value=place, expected="a Parquet file of kept samples"
+    )
+
+
 def count_rows(path: Path) -> int:
     import pyarrow.parquet as pq
 
-    return pq.read_metadata(path).num_rows
+    with _readable(path):
+        return pq.read_metadata(path).num_rows
 
 
 def read_rows(
@@ -170,9 +191,11 @@ def iterate_rows(
 ) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        known = set(file.schema_arrow.names)
-        wanted = None if columns is None else [name for name in columns if name in known]
+    wanted = [name for name, _, _ in SCHEMA] if columns is None else list(columns)
+    with _readable(path), pq.ParquetFile(path) as file:
+        missing = sorted(set(wanted) - set(file.schema_arrow.names))
+        if missing:
+            raise _unreadable(path, f"it has no column {missing[0]}")
         first = 0
         for number in range(file.num_row_groups):
             rows = file.metadata.row_group(number).num_rows

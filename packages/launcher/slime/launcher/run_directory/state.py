@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +59,8 @@ class RunState:
         """command: train or train-async."""
         now = time.time()
         self._path = directory / FILE
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
         self.state = RunStatus(
             state="running", phase="starting", command=command, pid=os.getpid(), host=socket.gethostname(),
             process_started=psutil.Process().create_time(), started=now, updated=now,
@@ -64,14 +68,30 @@ class RunState:
         self._write()
 
     def phase(self, text: str, *, num_steps: int | None = None) -> None:
-        self.state.phase = text
-        self.state.num_steps = self.state.num_steps if num_steps is None else num_steps
-        if num_steps is not None or time.time() - (self.state.updated or 0.0) >= INTERVAL:
-            self._write()
+        """Tells the phase. It is written at once, or a moment later where the last one was written just now."""
+        with self._lock:
+            self.state.phase = text
+            self.state.num_steps = self.state.num_steps if num_steps is None else num_steps
+            wait = INTERVAL - (time.time() - (self.state.updated or 0.0))
+            if num_steps is not None or not 0 < wait <= INTERVAL:
+                self._write()
+            elif self._timer is None:
+                self._timer = threading.Timer(wait, self._write_late)
+                self._timer.daemon = True
+                self._timer.start()
 
     def end(self, state: str, error: str | None = None) -> None:
-        self.state.state, self.state.error = state, error
-        self._write()
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self.state.state, self.state.error = state, error
+            self._write()
+
+    def _write_late(self) -> None:
+        with self._lock:
+            self._timer = None
+            if self.state.state == "running":
+                self._write()
 
     def _write(self) -> None:
         self.state.updated = time.time()
@@ -98,11 +118,25 @@ def read_state(directory: Path) -> RunStatus:
     try:
         found = json.loads((directory / FILE).read_text(encoding="utf-8"))
         state = RunStatus(**{name: found[name] for name in RunStatus.__dataclass_fields__ if name in found})
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
+        return RunStatus()
+    if not _is_sound(state):
         return RunStatus()
     if state.state == "running" and state.host == socket.gethostname() and not _lives(state):
         return RunStatus(**asdict(state) | {"state": "failed", "error": f"{GONE} (last phase: {state.phase})"})
     return state
+
+
+def _is_sound(state: RunStatus) -> bool:
+    """Returns whether the fields are of their types: another program may have written the file."""
+    times = (state.process_started, state.started, state.updated)
+    return (
+        state.state in STATES
+        and all(isinstance(text, str) for text in (state.phase, state.command, state.host))
+        and (state.error is None or isinstance(state.error, str))
+        and all(t is None or (type(t) in (int, float) and abs(t) < math.inf) for t in times)
+        and all(number is None or type(number) is int for number in (state.pid, state.num_steps))
+    )
 
 
 def _lives(state: RunStatus) -> bool:
@@ -111,7 +145,7 @@ def _lives(state: RunStatus) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and (
             state.process_started is None or abs(process.create_time() - state.process_started) < START_TOLERANCE
         )
-    except (psutil.NoSuchProcess, ValueError, TypeError):
+    except (psutil.NoSuchProcess, ValueError, TypeError, OverflowError):
         return False
     except psutil.AccessDenied:
         return True

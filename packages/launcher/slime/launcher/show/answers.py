@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from slime.launcher.metrics.kept_samples import ROW_GROUP, KeptFile, count_rows,
 from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Rules, SampleFinding, run_checks
 from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, InvalidFile
 
 # Rows of a curve; more are averaged to as many.
 POINTS = 1000
@@ -39,6 +39,7 @@ LIGHT = (
 )  # fmt: skip
 
 Query = Mapping[str, str]
+Number = TypeVar("Number", int, float)
 
 
 class Answers:
@@ -66,11 +67,11 @@ class Answers:
         return [self._summary(number, run) for number, run in enumerate(self.runs)]
 
     def _summary(self, number: int, run: RunFiles) -> dict[str, Any]:
-        state, steps = run.state, run.steps()
+        state, (edition, steps) = run.state, run.edition_and_steps()
         return {
             "number": number, "name": run.name, "path": str(run.path), "model": run.model,
             "state": state.state, "phase": state.phase, "error": state.error, "started": run.started(),
-            "updated": state.updated, "now": time.time(), "edition": run.edition, "rows": len(steps),
+            "updated": state.updated, "now": time.time(), "edition": edition, "rows": len(steps),
             "step": steps[-1]["step"] if steps else None,
             "num_steps": state.num_steps or run.settings.get("num_rollout"),
             "reward": run.reward(), "scores": run.scores(), "evaluations": _plain(run.evaluations()[-1:]),
@@ -80,9 +81,10 @@ class Answers:
     def curves(self, query: Query) -> dict[str, Any]:
         """All metrics by step; with `after`, only of later steps, unless a curve would have too many points."""
         run = self._run(query)
-        rows = run.steps()
-        after = _number(query, "after", -1)
-        whole = len(rows) > POINTS or after < 0 or _number(query, "edition", run.edition) != run.edition
+        edition, rows = run.edition_and_steps()
+        # The last step that a page knows lies between two where they were averaged.
+        after = _number(query, "after", -1.0, least=-1.0)
+        whole = len(rows) > POINTS or after < 0 or _number(query, "edition", edition) != edition
         chosen = rows if whole else [row for row in rows if row["step"] > after]
         keys = sorted({key for row in chosen for key in row} - {"step"})
         values = {key: [finite(row.get(key)) for row in chosen] for key in keys}
@@ -91,7 +93,7 @@ class Answers:
             steps, values = _thinned(steps, values)
         values = {key: [_rounded(value) for value in column] for key, column in values.items()}
         return {
-            "whole": whole, "edition": run.edition, "rows": len(rows), "steps": steps, "values": values,
+            "whole": whole, "edition": edition, "rows": len(rows), "steps": steps, "values": values,
             "averaged": len(chosen) > POINTS,
         }  # fmt: skip
 
@@ -137,10 +139,11 @@ class Answers:
             raise InvalidField("row", at, f"less than {count_rows(file.path)}")
         row = rows[0]
         tokens = row.pop("tokens") or []
-        response, shown = row["response_length"] or 0, min(len(tokens), MOST_TOKENS)
+        # Of a broken file the length may be anything.
+        response, shown = min(max(row["response_length"] or 0, 0), len(tokens)), min(len(tokens), MOST_TOKENS)
         versions: list[str | None] = [None] * response
         for span in row.pop("spans") or ():
-            for i in range(span["start"], min(span["end"], response)):
+            for i in range(max(span["start"], 0), min(span["end"], response)):
                 versions[i] = span["weight_version"]
         return row | {
             "row": at, "reward": finite(row["reward"]), "tokens": tokens[:shown], "num_tokens": len(tokens),
@@ -187,9 +190,13 @@ class Answers:
         if len(chosen) < 2:
             return {"before": None, "after": None, "pairs": []}
         first, last = chosen[0], chosen[-1]
-        old, new = (
-            [_light(i, r, []) for i, r in enumerate(read_rows(f.path, LIGHT, stop=PAGE))] for f in (first, last)
-        )
+        try:
+            old, new = (
+                [_light(i, r, []) for i, r in enumerate(read_rows(f.path, LIGHT, stop=PAGE))] for f in (first, last)
+            )
+        except InvalidFile:
+            # The checks tell which file cannot be read.
+            return {"before": None, "after": None, "pairs": []}
         by_prompt = {(row["dataset"], row["prompt"]): row for row in reversed(new)}
         pairs = [[row, by_prompt.get((row["dataset"], row["prompt"]))] for row in old]
         if not first.evaluation:
@@ -198,10 +205,18 @@ class Answers:
 
     def _check(self, number: int, file: KeptFile) -> list[SampleFinding]:
         """The findings of a file, which a resumed run may write again."""
-        modified, done = file.path.stat().st_mtime, self._checked[number]
+        done = self._checked[number]
+        try:
+            modified = file.path.stat().st_mtime
+        except OSError:
+            # A run that resumes removes the samples of the steps that it does again.
+            return []
         if file.path not in done or done[file.path][0] != modified:
-            run = self.runs[number]
-            done[file.path] = (modified, self._findings(run, read_rows(file.path, COLUMNS, stop=CHECKED_ROWS)))
+            try:
+                found = self._findings(self.runs[number], read_rows(file.path, COLUMNS, stop=CHECKED_ROWS))
+            except InvalidFile as error:
+                found = [SampleFinding("numbers", 0, str(error))]
+            done[file.path] = (modified, found)
         return done[file.path][1]
 
     def _page_findings(self, number: int, file: KeptFile, start: int, stop: int) -> list[SampleFinding]:
@@ -295,14 +310,18 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value if key == "step" else finite(value) for key, value in row.items()} for row in rows]
 
 
-def _number(query: Query, name: str, default: int) -> int:
+def _number(query: Query, name: str, default: Number, least: float = 0) -> Number:
+    """Returns a parameter as a number of the type of `default`."""
     text = query.get(name)
     if text is None:
         return default
     try:
-        return int(text)
+        value = type(default)(text)
     except ValueError:
-        raise InvalidField(name, text, "an integer") from None
+        raise InvalidField(name, text, "an integer" if isinstance(default, int) else "a number") from None
+    if not value >= least:
+        raise InvalidField(name, text, f"at least {least:g}")
+    return value
 
 
 def _model_directories(run: RunFiles) -> list[Path]:

@@ -132,7 +132,7 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
     port = server.server_port
     print(f"{server.url}\nCtrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} HOST")
     if not options.no_browser and _has_display():
-        webbrowser.open(server.url)
+        webbrowser.open(server.url_once())
     try:
         threading.Event().wait()
     except KeyboardInterrupt:
@@ -176,8 +176,8 @@ def watched(directory: Path, wanted: bool) -> Iterator[None]:
 
 
 def _console() -> Console:
-    # A pipe gets whole lines.
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    # A pipe gets whole lines. Names and settings may hold brackets, which are no markup.
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def _has_display() -> bool:

@@ -14,6 +14,7 @@ from slime.launcher.metrics.kept_samples import KeptFile
 from slime.launcher.show.answers import Answers, ranges, spread
 from slime.launcher.show.run_files import RunFiles
 from slime.types.directories import path_errors
+from slime.types.errors import InvalidFile
 from slime.types.files import check_file_place, write_whole
 
 STYLES = ("style.css",)
@@ -94,8 +95,12 @@ def embed(answers: Answers) -> dict[str, Any]:
             if room <= 0:
                 break
             kind = "eval" if file.evaluation else "train"
+            try:
+                answer = add("samples", run=number, step=file.step, kind=kind, start=0)
+            except InvalidFile:
+                # The checks tell that it cannot be read.
+                continue
             kept[kind].append(file.step)
-            answer = add("samples", run=number, step=file.step, kind=kind, start=0)
             rows = answer["rows"] = answer["rows"][:FILE_SAMPLES]
             samples += len(rows)
             flagged_first = sorted(rows, key=lambda row: not row["findings"])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from slime.launcher.show.run_files import LAST, RunFiles, finite
 
@@ -42,7 +43,7 @@ def listing(rows: Sequence[dict[str, Any]]) -> Table:
         )
         state = row["state"]
         table.add_row(
-            row["name"], f"[{COLOURS.get(state, 'default')}]{state}[/]", f"{row['steps']}{total}",
+            row["name"], Text(state, style=COLOURS.get(state, "default")), f"{row['steps']}{total}",
             shown(row["reward"]), scores or "-", age(row["age_seconds"]), row["model"] or "-",
         )  # fmt: skip
     return table

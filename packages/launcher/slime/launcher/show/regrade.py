@@ -38,6 +38,10 @@ def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
     findings = []
     for number, row in enumerate(rows):
         value = found.get(id(row))
+        if isinstance(value, Exception):
+            text = f"cannot be graded again: {type(value).__name__}: {value}"
+            findings.append(SampleFinding("regraded", number, text))
+            continue
         if value is None or math.isclose(value, row["reward"], abs_tol=TOLERANCE):
             continue
         text = f"reward {row['reward']:g}, graded again {value:g}"
@@ -49,9 +53,9 @@ def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
     return findings
 
 
-async def _grade(args: Any, samples: list[Sample]) -> list[float | None]:
-    values = await asyncio.wait_for(
-        asyncio.gather(*(async_rm(args, sample) for sample in samples), return_exceptions=True), SECONDS
+async def _grade(args: Any, samples: list[Sample]) -> list[float | Exception | None]:
+    values = await asyncio.gather(
+        *(asyncio.wait_for(async_rm(args, sample), SECONDS) for sample in samples), return_exceptions=True
     )
     for value in values:
         if isinstance(value, BaseException) and not isinstance(value, Exception):
@@ -59,14 +63,16 @@ async def _grade(args: Any, samples: list[Sample]) -> list[float | None]:
     return [_number(value, args.reward_key) for value in values]
 
 
-def _number(value: Any, key: str | None) -> float | None:
+def _number(value: Any, key: str | None) -> float | Exception | None:
+    if isinstance(value, Exception):
+        return value
     if isinstance(value, dict):
         value = value.get(key)
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _equal(a: float | None, b: float) -> bool:
-    return a is not None and math.isclose(a, b, abs_tol=TOLERANCE)
+def _equal(a: float | Exception | None, b: float) -> bool:
+    return isinstance(a, float) and math.isclose(a, b, abs_tol=TOLERANCE)
 
 
 def _sample(row: Row) -> Sample:

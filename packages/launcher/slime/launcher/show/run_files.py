@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,10 @@ DEPTH = 3
 LAST = 3
 LOG_TAIL_BYTES = 64 << 10
 LOG_LINES = 30
+# A directory that changed so recently is listed again.
+LISTING_NS = 2 * 10**9
+# The largest whole number that a browser reads exactly.
+MOST_STEP = 2**53 - 1
 
 
 def is_run(directory: Path) -> bool:
@@ -41,9 +46,11 @@ def find_runs(directory: Path) -> list[Path]:
     found: list[Path] = []
 
     def visit(path: Path, depth: int) -> None:
+        if not os.access(path, os.R_OK | os.X_OK):
+            return
         if is_run(path):
             found.append(path)
-        elif depth and os.access(path, os.R_OK | os.X_OK):
+        elif depth:
             for child in sorted(path.iterdir()):
                 if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
                     visit(child, depth - 1)
@@ -69,7 +76,8 @@ class RunFiles:
                 f"{path}: not the directory of a run: it {found}", field="RUN", value=str(path), expected="a run"
             )
         self.path = path
-        self.name = name or path.resolve().name
+        # A name that is not UTF-8 could be neither printed nor put into the page.
+        self.name = (name or path.resolve().name).encode("utf-8", "replace").decode()
         self._lock = threading.Lock()
         self._steps: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
@@ -82,35 +90,40 @@ class RunFiles:
         self.edition = 0
 
     def steps(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl that are no evaluations, so far. Not to be changed."""
-        self._read_on()
-        return self._steps
+        """Returns the rows of metrics.jsonl that are no evaluations, so far. The rows must not be changed."""
+        return self.edition_and_steps()[1]
+
+    def edition_and_steps(self) -> tuple[int, list[dict[str, Any]]]:
+        """Returns rows and the edition that they are of; other threads may read on meanwhile."""
+        with self._lock:
+            self._read_on()
+            return self.edition, self._steps[:]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        self._read_on()
-        return self._evaluations
+        with self._lock:
+            self._read_on()
+            return self._evaluations[:]
 
     def _read_on(self) -> None:
-        with self._lock:
-            try:
-                with (self.path / METRICS).open("rb") as file:
-                    status = (self.path / METRICS).stat()
-                    # A run that resumes writes another file in its place.
-                    if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._read_to:
-                        self._identity, self._read_to = (status.st_dev, status.st_ino), 0
-                        self._steps, self._evaluations = [], []
-                        self.edition += 1
-                    file.seek(self._read_to)
-                    data = file.read()
-            except FileNotFoundError:
-                return
-            # The last line may not be whole yet.
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read_to += len(whole)
-            for line in whole.splitlines():
-                row = _row(line)
-                if row is not None:
-                    (self._evaluations if is_evaluation(row) else self._steps).append(row)
+        try:
+            with (self.path / METRICS).open("rb") as file:
+                status = os.fstat(file.fileno())
+                # A run that resumes writes another file in its place.
+                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._read_to:
+                    self._identity, self._read_to = (status.st_dev, status.st_ino), 0
+                    self._steps, self._evaluations = [], []
+                    self.edition += 1
+                file.seek(self._read_to)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        # The last line may not be whole yet.
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.splitlines():
+            row = _row(line)
+            if row is not None:
+                (self._evaluations if is_evaluation(row) else self._steps).append(row)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -125,7 +138,7 @@ class RunFiles:
     @cached_property
     def _settings_text(self) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            text = (self.path / SETTINGS).read_text(encoding="utf-8")
+            text = (self.path / SETTINGS).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return {}, {}
         # The settings with their defaults, and the run's own name, are comments of the file.
@@ -142,7 +155,7 @@ class RunFiles:
     @cached_property
     def asynchronous(self) -> bool:
         try:
-            lines = (self.path / COMMAND).read_text(encoding="utf-8").splitlines()
+            lines = (self.path / COMMAND).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return False
         return bool(lines) and lines[-1].startswith("slime train-async")
@@ -157,8 +170,9 @@ class RunFiles:
             modified = (self.path / DIRECTORY).stat().st_mtime_ns
         except OSError:
             return []
-        # A directory changes with every file; what it holds is listed once.
-        if modified != self._kept_at:
+        # A directory changes with every file, so its listing is kept. A file that came within one tick of the clock
+        # after the listing would not show in the time.
+        if modified != self._kept_at or time.time_ns() - modified < LISTING_NS:
             self._kept = kept_files(self.path)
             self._places = {(file.step, file.evaluation): file for file in self._kept}
             self._kept_at = modified
@@ -172,14 +186,14 @@ class RunFiles:
         """(iterations, score) of each evaluation set, in order."""
         found: dict[str, list[tuple[int, float]]] = {}
         for row in self.evaluations():
-            for name, score in evaluation_scores(row).items():
-                if isinstance(score, (int, float)):
+            for name, value in evaluation_scores(row).items():
+                if (score := finite(value)) is not None:
                     found.setdefault(name, []).append((row["step"], score))
         return found
 
     def reward(self) -> float | None:
         """The mean reward of the last steps."""
-        values = [row[REWARD] for row in self.steps()[-LAST:] if isinstance(row.get(REWARD), (int, float))]
+        values = [value for row in self.steps()[-LAST:] if (value := finite(row.get(REWARD))) is not None]
         return sum(values) / len(values) if values else None
 
     def started(self) -> float | None:
@@ -195,6 +209,9 @@ class RunFiles:
         """The last lines with an error in the log of each service, and what follows them."""
         found = []
         for path in sorted((self.path / "logs").glob("*.log")):
+            # A pipe would wait for its writer.
+            if not path.is_file() or not os.access(path, os.R_OK):
+                continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
                 lines = file.read().decode("utf-8", "replace").splitlines()
@@ -207,22 +224,27 @@ class RunFiles:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and 0 <= step <= MOST_STEP else None
 
 
 def _yaml(text: str) -> dict[str, Any]:
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # ValueError: a date that there is not.
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def finite(value: Any) -> float | None:
     """Returns a number that JSON has, or None."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def names(paths: list[Path]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from slime.types.errors import SlimeError
 
@@ -43,10 +43,27 @@ class PageServer(ThreadingHTTPServer):
         self.page = page.encode()
         self.answer = answer
         self.word = secrets.token_urlsafe(16)
+        self._word_once: str | None = None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves in the middle of an answer is nothing to print on the terminal of the run."""
+        log.debug("a request failed", exc_info=True)
 
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/{self.word}/"
+
+    def url_once(self) -> str:
+        """Returns an address that leads to the page a single time: other users can read the command of a browser."""
+        self._word_once = secrets.token_urlsafe(16)
+        return f"http://{LOOPBACK}:{self.server_port}/{self._word_once}/"
+
+    def is_word_once(self, word: str) -> bool:
+        known = self._word_once
+        if known is None or not hmac.compare_digest(word.encode(), known.encode()):
+            return False
+        self._word_once = None
+        return True
 
     @property
     def hosts(self) -> set[str]:
@@ -63,12 +80,14 @@ class _Handler(BaseHTTPRequestHandler):
         if (self.headers.get("Host") or "") not in self.server.hosts:
             return self._refuse(HTTPStatus.FORBIDDEN, "Host is not the address of this server")
         origin = self.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc not in self.server.hosts:
+        if origin is not None and origin.partition("://")[2] not in self.server.hosts:
             return self._refuse(HTTPStatus.FORBIDDEN, "Origin is another site")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return self._refuse(HTTPStatus.FORBIDDEN, "the request comes from another site")
-        parts = urlsplit(self.path)
-        word, _, name = parts.path.removeprefix("/").partition("/")
+        path, _, query = self.path.partition("?")
+        word, _, name = path.removeprefix("/").partition("/")
+        if name == "" and self.server.is_word_once(word):
+            return self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", Location=f"/{self.server.word}/")
         if not hmac.compare_digest(word.encode(), self.server.word.encode()):
             return self._refuse(HTTPStatus.NOT_FOUND, "no such page: use the address that `slime show` printed")
         if name == "":
@@ -76,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not name.startswith("data/"):
             return self._refuse(HTTPStatus.NOT_FOUND, "no such page")
         try:
-            found = self.server.answer(name.removeprefix("data/"), dict(parse_qsl(parts.query)))
+            found = self.server.answer(name.removeprefix("data/"), dict(parse_qsl(query)))
             body = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
         except SlimeError as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
@@ -89,9 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._send(status, "application/json", json.dumps({"error": reason}).encode())
 
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -36,6 +36,9 @@ class TokenTexts:
 
     @functools.lru_cache(maxsize=200_000)  # noqa: B019
     def _text(self, token: int) -> str:
+        if token < 0:
+            # A place that an image or a sound took, or a broken file.
+            return ""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         # A part of a character, or a token that decodes to nothing.
         if not text or "�" in text:
