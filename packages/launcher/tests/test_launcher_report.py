@@ -248,3 +248,29 @@ def test_a_row_that_was_held_is_there_when_the_run_goes_on_after_its_checkpoint(
     assert [row["train/loss"] for row in files.read_metrics(path)] == [0.5, 0.2]
     files.MetricsLog(path, 2)
     assert [row["train/loss"] for row in files.read_metrics(path)] == [0.5, 0.2]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "tr', "\x00\x00\x00", '{"step": 2}x\n'])
+@pytest.mark.parametrize("first_step", [2, None])
+def test_a_run_goes_on_after_a_line_of_metrics_that_was_half_written(
+    tmp_path: Path, torn: str, first_step: int | None
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = files.MetricsLog(path, 0)
+    for step in (0, 1):
+        log.append(step, {"train/loss": 0.5})
+    with path.open("a") as file:
+        file.write(torn)
+    resumed = files.MetricsLog(path, first_step)
+    resumed.append(2, {"train/loss": 0.25})
+    assert [row["step"] for row in resumed.rows()] == [0, 1, 2]
+
+
+def test_a_run_whose_first_score_was_not_finite_resumes_and_finishes(tmp_path: Path) -> None:
+    scores = {"eval/a": math.nan, "eval/a-truncated_ratio": 0.0, **TIME}
+    files.MetricsLog(tmp_path / "metrics.jsonl", 0).append(0, scores)
+    report = Report(tmp_path, num_steps=3, console=Console(file=io.StringIO()))
+    report.started(1, 1)
+    report.evaluation(3, scores | {"eval/a": 0.5}, [])
+    report.finished()
+    assert json.loads((tmp_path / "eval.json").read_text())["sets"]["a"]["history"] == [{"step": 3, "score": 0.5}]

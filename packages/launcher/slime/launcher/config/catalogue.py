@@ -110,7 +110,7 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
     parser = Parser(
         prog="slime train",
         description="Train a language model by reinforcement learning: prompts in, weights out.",
-        usage="slime train --hf-checkpoint DIR --prompt-data FILE --rm-type NAME --n-samples-per-prompt N "
+        usage="slime train|train-async --hf-checkpoint DIR --prompt-data FILE --rm-type NAME --n-samples-per-prompt N "
         "--num-rollout N [flags]",
         epilog="docs/flags.md lists every flag with its range, and the names that are known but not supported yet.",
     )
@@ -118,12 +118,12 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
         "--config",
         metavar="FILE.yaml",
         default=argparse.SUPPRESS,
-        help="flat YAML file of these settings; variables SLIME_NAME=VALUE win over it, flags over both",
+        help="Flat YAML file of these settings; variables SLIME_NAME=VALUE win over it, flags over both",
     )
     parser.add_argument(
         "--help-megatron",
         action=_MegatronHelp,
-        help="show Megatron's own flags, for --train-backend megatron, and exit",
+        help="Show Megatron's own flags, for --train-backend megatron, and exit",
     )
     titles = {package: (cls.__doc__ or package).splitlines()[0].rstrip(".") for package, cls in SETTINGS.items()}
     groups: dict[str, list[Flag]] = {"Shared by several packages": [f for f in flags.values() if len(f.packages) > 1]}

@@ -24,11 +24,10 @@ class MetricsLog:
         self.path = path
         self._first_step = first_step
         self._held = path.with_name(f".{path.name}.held")
-        if first_step is None:
-            return
         if path.exists():
-            self._keep(lambda row: row["step"] < first_step + is_evaluation(row))
-        self._restore()
+            self._keep(lambda row: first_step is None or row["step"] < first_step + is_evaluation(row))
+        if first_step is not None:
+            self._restore()
 
     def hold(self, step: int, metrics: Metrics) -> None:
         """Keeps the row of a step whose checkpoint is about to be written, in case the run ends before `append`."""
@@ -56,8 +55,10 @@ class MetricsLog:
         self.append(step, metrics)
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        lines = [line for line in self.path.read_text().splitlines() if wanted(json.loads(line))]
-        write_whole(self.path, "".join(line + "\n" for line in lines))
+        text = self.path.read_text()
+        kept = "".join(line + "\n" for line in _whole_lines(text) if wanted(json.loads(line)))
+        if kept != text:
+            write_whole(self.path, kept)
 
     def append(self, step: int, metrics: Metrics) -> None:
         self._append(_line(step, metrics))
@@ -71,6 +72,16 @@ def _line(step: int, metrics: Metrics) -> str:
     # NaN is not JSON: readers in other languages refuse it.
     plain = {key: value if math.isfinite(value) else None for key, value in sorted(metrics.items())}
     return json.dumps({"step": step, **plain}) + "\n"
+
+
+def _whole_lines(text: str) -> list[str]:
+    """The lines without the last one where the process, or the machine, died while it wrote that."""
+    lines = text.splitlines()
+    try:
+        json.loads(lines[-1] if lines else "{}")
+    except ValueError:
+        lines.pop()
+    return lines
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

@@ -127,7 +127,8 @@ class Report:
         """Reads back the metrics of earlier starts of the run, and their first samples."""
         for row in rows:
             if is_evaluation(row):
-                self._note_scores(row["step"], row)
+                # A score that was not finite is null in the file.
+                self._note_scores(row["step"], {key: value for key, value in row.items() if value is not None})
             elif row.get(REWARD) is not None:
                 self._rewards[row["step"]] = row[REWARD]
         path = self.output_dir / EXAMPLES
