@@ -60,7 +60,8 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
         raise _invalid(path, f"eval.datasets: {datasets!r}", "a list of {name, path, ...}, or a mapping by name")
     sets: dict[str, tuple[str, dict[str, Any]]] = {}
     for entry in datasets:
-        if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("name", "path")):
+        needed = [entry.get(key) for key in ("name", "path")] if isinstance(entry, Mapping) else [None]
+        if not all(isinstance(text, str) and text.strip() for text in needed):
             raise _invalid(path, f"eval.datasets: {entry!r}", "a mapping with the texts name and path")
         name = entry["name"]
         if name in sets:
@@ -86,10 +87,12 @@ def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _check(name: str, own: dict[str, Any], path: str) -> dict[str, Any]:
     columns, others = _split(own)
     for key, value in columns.items():
-        if not isinstance(value, Mapping if key == "multimodal_keys" else str):
+        is_mapping = isinstance(value, Mapping)
+        texts = list(value.values()) if is_mapping else [value]
+        if is_mapping != (key == "multimodal_keys") or not all(isinstance(text, str) for text in texts):
             expected = "a mapping {image: COLUMN}" if key == "multimodal_keys" else "the name of a column"
             raise _invalid(path, f"{name}.{key}: {value!r}", expected)
-    return columns | check_overrides({name: others})[name]
+    return columns | check_overrides({name: others}, f"{FLAG} {path}: ")[name]
 
 
 def _invalid(path: str, got: str, expected: str) -> InvalidFile:

@@ -28,7 +28,12 @@ KEYS: dict[str, tuple[str, type, str, Any]] = {
     "repetition_penalty": ("eval_repetition_penalty", float, "more than 0", lambda v: v > 0),
     "skip_special_tokens": ("rollout_skip_special_tokens", bool, "true or false", lambda v: True),
     "apply_chat_template": ("apply_chat_template", bool, "true or false", lambda v: True),
-    "apply_chat_template_kwargs": ("apply_chat_template_kwargs", dict, "a mapping of arguments", lambda v: True),
+    "apply_chat_template_kwargs": (
+        "apply_chat_template_kwargs",
+        dict,
+        "a mapping of arguments by name",
+        lambda v: all(isinstance(key, str) for key in v),
+    ),
     "metadata_overrides": ("eval_metadata_overrides", dict, "a mapping of metadata", lambda v: True),
     "min_eval_samples": ("eval_min_samples", int, "at least 1", lambda v: v >= 1),
     "reward_key": ("eval_reward_key", str, "a key of the reward", bool),
@@ -43,13 +48,16 @@ def _is_token(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def check_overrides(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns `overrides` with numbers of the right types. Raises InvalidSetting naming set, key and value."""
+def check_overrides(overrides: Mapping[str, Any], where: str = "eval_overrides.") -> dict[str, dict[str, Any]]:
+    """Returns `overrides` with numbers of the right types. Raises InvalidSetting naming set, key and value.
+
+    where: what stands before the set's name in the error.
+    """
     checked: dict[str, dict[str, Any]] = {}
     for name, values in overrides.items():
         if not isinstance(values, Mapping):
-            raise _wrong(str(name), values, "a mapping of settings")
-        checked[str(name)] = {str(key): _value(str(name), str(key), value) for key, value in values.items()}
+            raise InvalidSetting.must_be(f"{where}{name}", "a mapping of settings", got=values)
+        checked[str(name)] = {str(key): _value(f"{where}{name}", str(key), value) for key, value in values.items()}
     return checked
 
 
@@ -65,9 +73,9 @@ def set_args(args: argparse.Namespace, name: str) -> argparse.Namespace:
     return set_values
 
 
-def _value(name: str, key: str, value: Any) -> Any:
+def _value(where: str, key: str, value: Any) -> Any:
     if key not in KEYS:
-        raise InvalidSetting.unknown("key", key, KEYS, field=f"eval_overrides.{name}")
+        raise InvalidSetting.unknown("key", key, KEYS, field=where)
     _, kind, expected, is_right = KEYS[key]
     wanted: Any = (int, float) if kind in KINDS else kind
     fitting = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
@@ -75,9 +83,5 @@ def _value(name: str, key: str, value: Any) -> Any:
         # The limits of flags hold here too: 64 bits, and finite.
         fitting = math.isfinite(value) and abs(value) < 2**63 if isinstance(value, float) else abs(value) < 2**63
     if not fitting or (kind is int and int(value) != value) or not is_right(value):
-        raise _wrong(f"{name}.{key}", value, KINDS.get(kind, "") + expected)
+        raise InvalidSetting.must_be(f"{where}.{key}", KINDS.get(kind, "") + expected, got=value)
     return kind(value)
-
-
-def _wrong(where: str, value: Any, expected: str) -> InvalidSetting:
-    return InvalidSetting.must_be(f"eval_overrides.{where}", expected, got=value)
