@@ -116,4 +116,4 @@ def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False).returncode == 9
     assert json.loads((tmp_path / "state.json").read_text())["state"] == "running"
     state = read_state(tmp_path)
-    assert state.state == "failed" and "gone without a word" in str(state.error)
+    assert state.state == "failed" and "its process ended without an error message" in str(state.error)

@@ -22,11 +22,11 @@ USAGE = """usage: slime COMMAND ...
 
 commands:
   train        train a policy by reinforcement learning; --dry-run prints the plan of a run
-  train-async  the same, generating the next rollout while training on this one
+  train-async  train while the next rollout is generated; --fully-async generates without pause
   doctor       check this machine, and what the flags of a run name, before it costs money
   show         look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE
   runs         list runs with their state, reward and scores
-  compare      set the settings and metrics of two runs side by side
+  compare      show the settings and metrics of two or more runs side by side
 
 `slime COMMAND --help` describes a command.
 """

@@ -3,8 +3,8 @@
 running   a process works on it; `phase` says at what
 done      it came to its end
 stopped   by Ctrl-C or a signal
-failed    by an error, which `error` tells, or its process is gone without a word
-unknown   no state.json: an older version wrote the directory
+failed    by an error, which `error` tells, or its process is gone
+unknown   no readable state.json
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATES = ("running", "done", "failed", "stopped", "unknown")
 INTERVAL = 1.0
 # Seconds by which two readings of a process's start time may differ.
 START_TOLERANCE = 2.0
-GONE = "its process is gone without a word: it was killed, or the machine went down; logs/ may say more"
+GONE = "its process ended without an error message: it was killed, or the machine went down; see logs/"
 
 
 @dataclass

@@ -44,7 +44,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 def _parser(command: str) -> Parser:
     about = {
         "show": "Opens a page on one or more runs in the browser: curves, samples token by token, evaluation, settings "
-        "and what failed. It follows a run that goes on; Ctrl-C ends it.",
+        "and errors. The page updates itself while a run goes on; Ctrl-C ends the command.",
         "runs": "Lists the runs below a directory with their state, steps, reward, scores, age and model.",
         "compare": "Prints the settings in which runs differ, and their metrics and scores side by side.",
     }
@@ -69,7 +69,7 @@ def _parser(command: str) -> Parser:
         parser.add_argument("--no-browser", action="store_true", help="Only print the address")
         parser.add_argument(
             "--regrade", action="store_true",
-            help="Grade the kept samples again with the reward function of the run, which executes it, and compare",
+            help="Grade the kept samples again and list rewards that differ; executes the run's reward function",
         )  # fmt: skip
     else:
         parser.add_argument("--json", action="store_true", help="Print JSON for programs")

@@ -60,7 +60,7 @@ def _checks(answers: Answers, number: int) -> Iterator[str]:
 def _samples(answers: Answers, number: int, step: int | None) -> Iterator[str]:
     files = [file for file in answers.runs[number].kept() if not file.evaluation]
     if not files:
-        yield "no samples: --log-samples says of how many groups per step a run keeps them"
+        yield "this run has kept no samples: --log-samples N keeps those of N groups per step"
         return
     if step is None:
         step = files[-1].step

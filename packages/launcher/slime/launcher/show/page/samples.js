@@ -131,7 +131,7 @@ const Samples = (() => {
   async function view(page, state, query, source) {
     const run = Number(query.run || 0), kind = query.kind || "train", steps = await source.get("steps", { run });
     const ranges = steps[kind].length ? steps[kind] : steps[kind === "train" ? "eval" : "train"], shownKind = steps[kind].length ? kind : kind === "train" ? "eval" : "train";
-    if (!ranges.length) return [element("p", {}, "This run has kept no samples yet: --log-samples says of how many groups per step it does.")];
+    if (!ranges.length) return [element("p", {}, "This run has kept no samples yet: --log-samples N keeps those of N groups per step.")];
     const last = ranges[ranges.length - 1][1], step = Data.nearest(ranges, query.step === undefined ? last : Number(query.step));
     const go = (changes) => page.go("samples", { ...{ run, kind: shownKind, step }, ...changes });
     const start = Number(query.start || 0), answer = await source.get("samples", { run, kind: shownKind, step, start });
