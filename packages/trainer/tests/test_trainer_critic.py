@@ -1,6 +1,9 @@
 """PPO's critic: generalized advantages, the value loss, its updates and its checkpoints, against float64 references."""
 
+import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_float64 import load64, reference_log_probs
 from trainer_stack import Stack
-from trainer_tiny import Runner, alone, make_samples, make_settings, write_model
+from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, write_model
 
 from slime.trainer.algorithms.advantages import generalized_advantages
 from slime.trainer.algorithms.value_loss import clipped_value_loss
@@ -73,6 +76,20 @@ def test_the_value_loss_is_the_larger_of_two_squares(value: float, old: float, t
     near = min(max(value, old - clip), old + clip)
     assert float(loss) == pytest.approx(max((value - target) ** 2, (near - target) ** 2), abs=1e-12)
     assert bool(clipped) == ((near - target) ** 2 > (value - target) ** 2) or abs(near - value) < 1e-9
+
+
+def write_model_of(path: Path, **values: Any) -> str:
+    """A Mistral, whose layers have a window if `values` say so."""
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    for name, value in ({"sliding_window": None} | values).items():
+        setattr(config, name, value)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
 
 
 def with_head(runner: Runner, seed: int = 5) -> Tensor:
@@ -227,6 +244,57 @@ def test_a_critic_begins_with_another_model_or_an_earlier_critic(model: str, tmp
     assert not dict(fresh.critic.named_weights())["lm_head.weight"].any()
 
 
+def set_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    rollout_data["advantages"] = [torch.zeros(length) for length in rollout_data["response_lengths"]]
+
+
+def set_returns_too(args: Any, rollout_data: dict[str, Any]) -> None:
+    set_advantages(args, rollout_data)
+    rollout_data["returns"] = [2 + value for value in rollout_data["values"]]
+
+
+@pytest.mark.parametrize(("function", "loss"), [(set_advantages, 0.0), (set_returns_too, 4.0)])
+def test_a_critic_learns_the_returns_of_a_plug_in_or_its_advantages_plus_values(
+    model: str, monkeypatch: pytest.MonkeyPatch, function: Any, loss: float
+):
+    monkeypatch.setitem(sys.modules, "advantages_of_a_test", SimpleNamespace(function=function))
+    runner = Runner(make_settings(model, custom_advantage_function_path="advantages_of_a_test.function", **PPO))
+    with_head(runner)
+    assert runner.run()["train/critic-value_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-9)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path):
+    small = write_model_of(tmp_path, vocab_size=VOCAB - 1)
+    with pytest.raises(InvalidSetting, match="--critic-load must be a model that knows the policy's 32 tokens"):
+        Runner(make_settings(model, critic_load=small, **PPO))
+    with pytest.raises(InvalidSetting, match="--ref-load must be a model that knows the policy's 32 tokens"):
+        Runner(make_settings(model, ref_load=small, use_kl_loss=True))
+
+
+@pytest.mark.parametrize("flag", ["critic_load", "ref_load", "opd_teacher_load"])
+def test_rows_have_the_keys_that_any_model_with_a_window_needs(model: str, tmp_path: Path, flag: str):
+    values: dict[str, Any] = {
+        "critic_load": PPO, "ref_load": {"use_kl_loss": True},
+        "opd_teacher_load": {"use_opd": True, "opd_type": "trainer"},
+    }[flag]  # fmt: skip
+    runner = Runner(make_settings(model, **values, **{flag: write_model_of(tmp_path, sliding_window=3)}))
+    samples = make_samples()
+    (work,) = runner._step._read(runner.plan(0, samples), lambda positions: (samples[p] for p in positions))
+    assert work.batches and all(batch is not None and batch.runs.shared is None for batch in work.batches)
+
+
+def test_weights_stay_whole_only_where_policy_and_critic_both_fit(model: str, monkeypatch: pytest.MonkeyPatch):
+    plain, critic = Runner(make_settings(model)).backend, Runner(make_settings(model, **PPO)).critic
+    for backend in (plain, critic):
+        # As on two GPUs, of which a third would be taken.
+        room = 3 * backend.num_parameters * 12
+        backend.settings = dataclasses.replace(backend.settings, bf16=True)
+        backend.device = torch.device("cuda")
+        backend.ranks = SimpleNamespace(world_size=2, gather=lambda _, room=room: [room, room])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=0))
+    assert plain._keeps_weights_whole() and not critic._keeps_weights_whole()
+
+
 def test_the_critics_memory_is_given_back_with_the_optimizers(model: str):
     runner = Runner(make_settings(model, **PPO))
     runner.run()
@@ -246,6 +314,7 @@ def test_the_critics_memory_is_given_back_with_the_optimizers(model: str):
         ({"critic_lr": 0.1}, "--critic-lr 0.1 requires --advantage-estimator ppo"),
         ({"lambd": 0.9}, "--lambd 0.9 requires --advantage-estimator ppo"),
         ({"num_critic_only_steps": 1}, "--num-critic-only-steps 1 requires --advantage-estimator ppo"),
+        (PPO | {"kl_coef": 0.1, "loss_type": "sft_loss"}, "--kl-coef 0.1 and --loss-type sft_loss"),
         (PPO | {"critic_lr": 1e-3, "min_lr": 5e-3}, "--min-lr 0.005 and --critic-lr 0.001"),
         (PPO | {"lr_decay_iters": 3, "critic_lr_warmup_iters": 4}, "--lr-decay-iters 3 and --critic-lr-warmup-iters 4"),
     ],

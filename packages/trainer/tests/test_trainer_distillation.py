@@ -88,6 +88,10 @@ def test_a_sample_without_log_probs_of_the_teacher_is_named(model: str):
     [
         ({"use_opd": True}, "--use-opd requires --opd-type sglang or --opd-type trainer"),
         ({"use_opd": True, "opd_type": "megatron"}, "--opd-type megatron requires --opd-teacher-load DIR"),
+        (
+            {"use_opd": True, "opd_type": "sglang", "loss_type": "sft_loss"},
+            "--use-opd and --loss-type sft_loss",
+        ),
         ({"opd_type": "sglang"}, "--opd-type sglang requires --use-opd"),
         ({"opd_kl_coef": 0.5}, "--opd-kl-coef 0.5 requires --use-opd"),
         (

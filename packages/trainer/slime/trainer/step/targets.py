@@ -202,18 +202,20 @@ class Preparation:
         if self._advantages is not None:
             data = rollout_data.as_lists(batch, targets) | {"kl": list(kl.split(batch.lengths))}
             self._advantages(self.args, data)
-            targets.advantages = targets.returns = torch.cat(list(data["advantages"])).to(batch.mask)
-            if self._values is not None and data["returns"] is not None:
-                targets.returns = torch.cat(list(data["returns"])).to(batch.mask)
-            return
-        targets.advantages = targets.returns = self._estimator.advantages(
-            Rewards(
-                batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma, lambd=s.lambd,
-                values=targets.values,
-            )
-        )  # fmt: skip
-        if targets.values is not None:
-            targets.returns = targets.advantages + targets.values
+            targets.advantages = torch.cat(list(data["advantages"])).to(batch.mask)
+            returns = data.get("returns") if targets.values is not None else None
+        else:
+            targets.advantages = self._estimator.advantages(
+                Rewards(
+                    batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma, lambd=s.lambd,
+                    values=targets.values,
+                )
+            )  # fmt: skip
+            returns = None
+        if returns is not None:
+            targets.returns = torch.cat(list(returns)).to(batch.mask)
+        else:
+            targets.returns = targets.advantages if targets.values is None else targets.advantages + targets.values
 
     def _teacher_log_probs(self, work: Work) -> list[Tensor | None]:
         """[K] of each micro-batch; None without distillation."""
