@@ -86,6 +86,8 @@ def _check_estimator(s: TrainerSettings) -> None:
     estimator = find_estimator(s.advantage_estimator)
     if estimator.whiten and not s.normalize_advantages:
         _requires(s, "advantage_estimator", "--normalize-advantages", "its advantages have no other baseline")
+    if s.kl_coef and s.loss_type == "sft_loss":
+        _conflict(s, "kl_coef", "loss_type", "it has no rewards, from which the KL is subtracted")
     if s.kl_coef and not estimator.subtracts_kl:
         _conflict(s, "kl_coef", "advantage_estimator", _used_by(estimators_that(lambda row: row.subtracts_kl)))
     if s.gamma != 1 and not estimator.discounts:
@@ -119,6 +121,8 @@ def _check_distillation(s: TrainerSettings) -> None:
         return
     if s.opd_type is None:
         raise InvalidSetting.requires("--use-opd", "--opd-type sglang or --opd-type trainer")
+    if s.loss_type == "sft_loss":
+        _conflict(s, "use_opd", "loss_type", "it has no advantages, where the teacher counts")
     if not s.compute_advantages_and_returns:
         _conflict(s, "use_opd", "compute_advantages_and_returns", "the teacher counts in the advantages")
     if s.loads_teacher and s.opd_teacher_load is None:
