@@ -51,6 +51,8 @@ class TrainStep:
         self._reader = ReplicaReader(ranks, backend, each_reads=each_reads)
         self.args = flat_args(settings, extra_args)
         self.critic = None if critic is None else CriticStep(settings, critic, ranks)
+        # Rows are laid out once, for the policy and the critic.
+        self._gathers_keys = backend.gathers_keys or (critic is not None and critic.gathers_keys)
         values = None if self.critic is None else self.critic.values
         self.preparation = Preparation(settings, backend, ranks, self.args, values)
         self._profiler = Profiler(settings, self.args, ranks.rank)
@@ -177,7 +179,7 @@ class TrainStep:
             [plan["rewards"][p] for p in positions],
             [plan["weights"][p] for p in positions],
             share_prompts=self.backend.can_share_prompts,
-            gather=self.backend.gathers_keys,
+            gather=self._gathers_keys,
             multiple=self.backend.row_multiple,
             vision=self.backend.vision,
             device=self.backend.device,

@@ -88,23 +88,11 @@ class FsdpBackend(Backend):
         self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config)
         self.reference: nn.Module | None = None
         if settings.needs_reference and self._has_references:
-            reference = loading.load_model(settings.ref_load or settings.hf_checkpoint, flag="--ref-load")
-            self.reference = self._place(reference.requires_grad_(False))
-            if bf16_copy:
-                loading.round_parameters(self.reference)
+            self.reference = self._load_compared(settings.ref_load or settings.hf_checkpoint, "--ref-load")
         self.teacher: nn.Module | None = None
         if settings.loads_teacher and self._has_references:
             assert settings.opd_teacher_load is not None
-            teacher = loading.load_model(settings.opd_teacher_load, flag="--opd-teacher-load")
-            known = teacher.config.get_text_config().vocab_size
-            if known < self.vocab_size:
-                raise InvalidSetting.must_be(
-                    "--opd-teacher-load", f"a model that knows the policy's {self.vocab_size} tokens", got=known,
-                    reason=f"{settings.opd_teacher_load} has a smaller vocabulary",
-                )  # fmt: skip
-            self.teacher = self._place(teacher.requires_grad_(False))
-            if bf16_copy:
-                loading.round_parameters(self.teacher)
+            self.teacher = self._load_compared(settings.opd_teacher_load, "--opd-teacher-load")
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
         self._fused: FusedLogProbs | None = None
         self._rows: StaticRows | None = None
@@ -123,6 +111,17 @@ class FsdpBackend(Backend):
         flag = "--load" if weights else "--hf-checkpoint"
         return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
 
+    def _load_compared(self, path: str, flag: str) -> nn.Module:
+        """A model that scores the policy's rows and does not train."""
+        model = loading.load_model(path, flag=flag)
+        loading.check_vocabulary(model.config, self.vocab_size, flag, path)
+        # Rows are laid out once for all models.
+        self.gathers_keys |= "sliding_attention" in loading.layer_types(model.config)
+        placed = self._place(model.requires_grad_(False))
+        if self._master is not None:
+            loading.round_parameters(placed)
+        return placed
+
     def _keeps_weights_whole(self) -> bool:
         """Tells if every rank has all weights and gradients, the same on all ranks."""
         bf16, ranks, choice = bool(self.settings.bf16), self.ranks.world_size, self.settings.fsdp_sharding
@@ -135,7 +134,8 @@ class FsdpBackend(Backend):
             return True
         room = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
         needed = self.num_parameters * (_WHOLE_BYTES + _SHARDED_BYTES / ranks)
-        whole = needed <= _LARGEST_SHARE * room
+        # Policy and critic decide by themselves, and are on the same GPUs.
+        whole = needed <= _LARGEST_SHARE / (2 if self.settings.use_critic else 1) * room
         log.info(
             "each rank keeps %s: whole weights and gradients take %.1f of %.1f GiB (--fsdp-sharding)",
             "whole weights and gradients" if whole else "a part of weights and gradients", needed / 2**30, room / 2**30,

@@ -37,8 +37,15 @@ class FsdpCritic(FsdpBackend):
         super().__init__(own, ranks, device, weights)
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
+        from transformers import AutoConfig
+
         flag = "--load" if weights else "--critic-load" if self.settings.critic_load else "--hf-checkpoint"
-        return load_critic(weights or self.settings.critic_load or self.settings.hf_checkpoint, flag=flag), flag
+        path = weights or self.settings.critic_load or self.settings.hf_checkpoint
+        critic = load_critic(path, flag=flag)
+        if path != self.settings.hf_checkpoint:
+            policy = AutoConfig.from_pretrained(self.settings.hf_checkpoint).get_text_config()
+            loading.check_vocabulary(critic.config, policy.vocab_size, flag, path)
+        return critic, flag
 
     def _outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
         values = batch.scatter(logits[:, 0].float())

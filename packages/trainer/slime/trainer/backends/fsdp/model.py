@@ -10,7 +10,7 @@ from torch import nn
 
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
-from slime.types.errors import InvalidFile, NotAvailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
 from slime.types.vision import vision_of
 
@@ -58,6 +58,16 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     if kind is AutoModelForImageTextToText:
         accept_images(model)
     return model.eval()
+
+
+def check_vocabulary(config: Any, tokens: int, flag: str, path: str) -> None:
+    """Raises InvalidSetting for a model of `path` that does not know all `tokens` of the policy's vocabulary."""
+    known = config.get_text_config().vocab_size
+    if known < tokens:
+        raise InvalidSetting.must_be(
+            flag, f"a model that knows the policy's {tokens} tokens", got=known,
+            reason=f"{path} has a smaller vocabulary",
+        )  # fmt: skip
 
 
 def layer_types(config: Any) -> set[str]:
