@@ -54,6 +54,13 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
         parse("--num-rollout", "5", "--lr-decay-style", "linear", "--lr-warmup-iters", "10")
 
 
+def test_a_critics_warm_up_as_long_as_the_run_is_refused() -> None:
+    words = ("--advantage-estimator", "ppo", "--lr-decay-style", "linear", "--critic-lr-warmup-iters", "10")
+    with pytest.raises(InvalidSetting, match="--critic-lr-warmup-iters must be less than 10, the updates of the run"):
+        parse("--num-rollout", "5", *words)
+    assert parse("--num-rollout", "0", "--eval-prompt-data", "held", "f", *words).trainer.on("cpu").lr_decay_iters == 11
+
+
 @pytest.mark.parametrize(
     ("flags", "shared"),
     [

@@ -67,12 +67,14 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
         return
     if num_rollout is None or flat["debug_rollout_only"]:
         return
+    warm_ups = {"--lr-warmup-iters": trainer.lr_warmup_iters}
+    if trainer.use_critic:
+        warm_ups["--critic-lr-warmup-iters"] = trainer.critic_lr_warmup_iters
     # A run without updates starts a trainer too, for its weights.
-    updates = num_rollout * trainer.updates_per_iteration or trainer.lr_warmup_iters + 1
-    if trainer.lr_warmup_iters >= updates:
-        raise InvalidSetting.must_be(
-            "--lr-warmup-iters", f"less than {updates}, the updates of the run", got=trainer.lr_warmup_iters
-        )
+    updates = num_rollout * trainer.updates_per_iteration or max(warm_ups.values()) + 1
+    for flag, warm_up in warm_ups.items():
+        if warm_up >= updates:
+            raise InvalidSetting.must_be(flag, f"less than {updates}, the updates of the run", got=warm_up)
     trainer.lr_decay_iters = flat["lr_decay_iters"] = updates
 
 

@@ -47,7 +47,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         "auto",
         "State that the ranks of the fsdp backend share out: optimizer (all weights and gradients on each rank, one "
         "exchange per update), parameters (weights and gradients too, one exchange per layer), or auto: optimizer "
-        "where that takes at most half of a GPU in bfloat16",
+        "where that takes at most half of a GPU in bfloat16 (a quarter beside a critic)",
         choices=("auto", "optimizer", "parameters"),
     )
     activation_memory_budget: float = setting(
