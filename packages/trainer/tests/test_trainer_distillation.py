@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from trainer_float64 import load64, reference_log_probs
-from trainer_tiny import Runner, make_samples, make_settings
+from trainer_tiny import Runner, make_samples, make_settings, train_data
 
+from slime.trainer.batching.packing import check_teacher
+from slime.trainer.step.train_data import converted
 from slime.types.errors import InvalidField, InvalidSetting
 
 BACKENDS = ("fsdp", "megatron")
@@ -81,6 +83,17 @@ def test_a_sample_without_log_probs_of_the_teacher_is_named(model: str):
     runner, samples = Runner(make_settings(model, use_opd=True, opd_type="sglang")), make_samples()
     with pytest.raises(InvalidField, match="teacher_log_probs.*reward_func sets them .sample 0."):
         runner.run(0, samples)
+
+
+def test_converted_samples_bring_the_log_probs_of_their_teacher():
+    samples = make_samples()
+    made = [np.arange(sample.response_length) - 9.0 for sample in samples]
+    data = converted(train_data(samples) | {"teacher_log_probs": made}, samples)
+    for sample, log_probs in zip(data.samples, made, strict=True):
+        check_teacher(sample)
+        assert sample.array("teacher_log_probs").tolist() == log_probs.tolist()
+    with pytest.raises(InvalidField, match="teacher_log_probs.*0.*response_lengths.0."):
+        converted(train_data(samples) | {"teacher_log_probs": [part[1:] for part in made]}, samples)
 
 
 @pytest.mark.parametrize(

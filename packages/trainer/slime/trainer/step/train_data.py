@@ -13,6 +13,7 @@
     rollout_ids           equal for the samples of one trajectory; default: each is one
     rollout_mask_sums     divisor of the mean over a trajectory's tokens; default: the sum of its masks
     rollout_log_probs     the engine's, a number for each response token; default: none
+    teacher_log_probs     of --opd-type sglang, a number for each response token; default: none
     multimodal_train_inputs   inputs made of the prompt's images; default: those of the sample it comes from
 """
 
@@ -34,7 +35,7 @@ PROCESS_FLAG = "--custom-reward-post-process-path"
 REQUIRED = ("tokens", "response_lengths", "rewards", "loss_masks")
 OPTIONAL = (
     "raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_log_probs",
-    "multimodal_train_inputs",
+    "teacher_log_probs", "multimodal_train_inputs",
 )  # fmt: skip
 
 
@@ -98,9 +99,14 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
         response_length=int(entry("response_lengths")),
         loss_mask=np.asarray(entry("loss_masks")).astype(np.uint8),  # type: ignore[arg-type]
         rollout_log_probs=entry("rollout_log_probs"),
+        teacher_log_probs=entry("teacher_log_probs"),
         status=SampleStatus.TRUNCATED if entry("truncated", 0) else SampleStatus.COMPLETED,
     )
-    for name, field in (("loss_masks", "loss_mask"), ("rollout_log_probs", "rollout_log_probs")):
+    for name, field in (
+        ("loss_masks", "loss_mask"),
+        ("rollout_log_probs", "rollout_log_probs"),
+        ("teacher_log_probs", "teacher_log_probs"),
+    ):
         values = sample.array(field)
         if values is not None and len(values) != sample.response_length:
             raise InvalidField(
