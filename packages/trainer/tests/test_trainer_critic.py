@@ -18,7 +18,7 @@ from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, writ
 
 from slime.trainer.algorithms.advantages import generalized_advantages
 from slime.trainer.algorithms.value_loss import clipped_value_loss
-from slime.trainer.backends.base import TRAINING
+from slime.trainer.backends.base import REFERENCE, TRAINING
 from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, HuggingFaceCheckpoints, TrainerState, read_state
 from slime.trainer.step.device_memory import DeviceMemory
 from slime.types.errors import InvalidSetting
@@ -269,6 +269,13 @@ def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path):
         Runner(make_settings(model, critic_load=small, **PPO))
     with pytest.raises(InvalidSetting, match="--ref-load must be a model that knows the policy's 32 tokens"):
         Runner(make_settings(model, ref_load=small, use_kl_loss=True))
+
+
+def test_a_reference_that_the_policy_will_become_has_its_shapes(model: str, reference_model: str, tmp_path: Path):
+    values: dict[str, Any] = {"use_kl_loss": True, "ref_update_interval": 2, "bf16": True}
+    with pytest.raises(InvalidSetting, match="--ref-update-interval 2 and --ref-load .* cannot be used together"):
+        Runner(make_settings(model, ref_load=write_model(tmp_path, layers=3), **values))
+    Runner(make_settings(model, ref_load=reference_model, **values)).backend.keep(REFERENCE)
 
 
 @pytest.mark.parametrize("flag", ["critic_load", "ref_load", "opd_teacher_load"])

@@ -89,6 +89,11 @@ class FsdpBackend(Backend):
         self.reference: nn.Module | None = None
         if settings.needs_reference and self._has_references:
             self.reference = self._load_compared(settings.ref_load or settings.hf_checkpoint, "--ref-load")
+            if settings.ref_update_interval and not self._like_policy(self.reference):
+                raise InvalidSetting.conflict(
+                    f"--ref-update-interval {settings.ref_update_interval}", f"--ref-load {settings.ref_load}",
+                    "a model of other shapes than the policy's cannot become it",
+                )  # fmt: skip
         self.teacher: nn.Module | None = None
         if settings.loads_teacher and self._has_references:
             assert settings.opd_teacher_load is not None
@@ -121,6 +126,9 @@ class FsdpBackend(Backend):
         if self._master is not None:
             loading.round_parameters(placed)
         return placed
+
+    def _like_policy(self, model: nn.Module) -> bool:
+        return [t.shape for t in _tensors(model)] == [t.shape for t in _tensors(self.policy)]
 
     def _keeps_weights_whole(self) -> bool:
         """Tells if every rank has all weights and gradients, the same on all ranks."""
