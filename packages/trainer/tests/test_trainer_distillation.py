@@ -85,6 +85,16 @@ def test_a_sample_without_log_probs_of_the_teacher_is_named(model: str):
         runner.run(0, samples)
 
 
+def test_a_removed_sample_needs_no_log_probs_of_the_teacher(model: str):
+    """Also where every sample is fed: it may have failed before the teacher saw it."""
+    runner = Runner(make_settings(model, use_opd=True, opd_type="sglang", use_rollout_entropy=True))
+    samples = make_samples()
+    for sample in samples[1:]:
+        sample.teacher_log_probs = np.zeros(sample.response_length, np.float32)
+    samples[0].remove_sample, samples[0].reward = True, None
+    assert runner.run(0, samples)["train/grad_norm"] > 0
+
+
 def test_converted_samples_bring_the_log_probs_of_their_teacher():
     samples = make_samples()
     made = [np.arange(sample.response_length) - 9.0 for sample in samples]

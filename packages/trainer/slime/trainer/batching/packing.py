@@ -105,8 +105,13 @@ def check_sample(
 
 
 def check_teacher(sample: Sample) -> None:
-    """Raises InvalidField where the sample has no log-probs of a teacher for its response tokens."""
+    """Raises InvalidField where the sample has no log-probs of a teacher for its response tokens.
+
+    One that trains nothing needs none: it may have failed before a teacher saw it.
+    """
     found = sample.array("teacher_log_probs")
+    if found is None and not loss_mask(sample).any():
+        return
     if found is None or len(found) != sample.response_length:
         raise InvalidField(
             "teacher_log_probs", None if found is None else len(found),

@@ -226,12 +226,7 @@ class Preparation:
         return [
             None
             if batch is None
-            else torch.cat(
-                [
-                    torch.as_tensor(work.samples[position].array("teacher_log_probs")).to(batch.mask)
-                    for position in batch.positions
-                ]
-            )
+            else torch.cat([_of_teacher(work.samples[position]).to(batch.mask) for position in batch.positions])
             for batch in work.batches
         ]
 
@@ -262,3 +257,9 @@ class Preparation:
     def _add(self, values: Tensor) -> Tensor:
         """The sum over replicas, on every rank."""
         return self.ranks.add(values if self.backend.leads_replica else torch.zeros_like(values))
+
+
+def _of_teacher(sample: Sample) -> Tensor:
+    """[R]; zeros for a sample that has none, which trains nothing."""
+    found = sample.array("teacher_log_probs")
+    return torch.zeros(sample.response_length) if found is None else torch.as_tensor(found)
