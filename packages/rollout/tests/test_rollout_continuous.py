@@ -19,7 +19,7 @@ from slime.rollout.sources import LeasedDataSource
 from slime.types import Sample
 from slime.types.clients import RolloutClient, Writer
 from slime.types.clients.rollout import StopSignal
-from slime.types.errors import EngineError, LeaseLost, WrongState
+from slime.types.errors import EngineError, InvalidField, LeaseLost, WrongState
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, Server
 from slime.v1 import rollout_pb2_grpc
@@ -235,3 +235,47 @@ def test_a_text_whose_characters_are_split_between_weights_is_decoded_as_one(eng
         push(client, engine, 1)
         buffer.wait_for(1)
     assert buffer.completed[0][0].response == "<4>"
+
+
+def test_a_group_that_the_buffer_refuses_ends_the_call_though_nothing_else_runs(engine, open_service) -> None:
+    class Refusing(PacedBuffer):
+        def complete_group(self, token: str, samples: list[Sample]) -> bool:
+            raise InvalidField("samples[0].reward", None, "a number")
+
+    client = open_service(Refusing(prompt_groups(1, 1)), engine)
+    stop = StopSignal()
+    timer = threading.Timer(DEADLINE, stop.set)
+    timer.start()
+    with pytest.raises(InvalidField, match="reward"):
+        client.generate_on(
+            0, TrainerPace(max_staleness=1, groups_per_step=2, stop_step=100), stop, lambda metrics: None
+        )
+    timer.cancel()
+
+
+def test_generating_one_request_for_all_is_no_wait_of_the_engines(engine, open_service) -> None:
+    answer, never = engine.answer, threading.Event()
+    engine.answer = lambda prompt, params: (never.wait(1.0), answer(prompt, params))[1]
+    buffer = PacedBuffer(prompt_groups(1, 1))
+    client = open_service(buffer, engine, deterministic=True)
+    with generating(client, staleness=0) as seen:
+        buffer.wait_for(1)
+        while not seen:
+            never.wait(0.01)
+    assert seen[-1]["perf/engine_wait_time"] < 0.9
+
+
+def test_the_next_request_of_a_deterministic_run_replaces_all_that_were_dropped(engine, open_service, tmp_path) -> None:
+    class Slow(PacedBuffer):
+        def reject_group(self, token: str, reason: str) -> None:
+            if self.leased[token].group_index == 2:
+                threading.Event().wait(0.3)
+            super().reject_group(token, reason)
+
+    file = tmp_path / "filters.py"
+    file.write_text("def odd(args, group):\n    return group[0].group_index % 2 == 1\n")
+    buffer = Slow(prompt_groups(40, 1), size=4)
+    client = open_service(buffer, engine, deterministic=True, dynamic_sampling_filter_path=f"{file}:odd")
+    with generating(client, staleness=0):
+        buffer.wait_for(4)
+    assert [len(request["input_ids"]) for request in engine.requests] == [4, 2, 1, 1]

@@ -7,6 +7,7 @@ with their tokens (`sample.send`); a group of a function of the user that cannot
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -79,13 +80,22 @@ class _Continuous(RolloutIteration):
         self._metrics |= {ENGINE_WAIT: 0.0, GIVEN_BACK: 0.0}
         try:
             while True:
-                started, idle = time.monotonic(), not self.pending
                 await self._turn()
-                if idle:
-                    self._metrics[ENGINE_WAIT] += time.monotonic() - started
         finally:
             for task in [*self.pending, *self.writes, *([self.fetching] if self.fetching else [])]:
                 task.cancel()
+
+    async def _next_done(self) -> set[asyncio.Task[Any]]:
+        started, idle = time.monotonic(), not self.pending
+        done = await super()._next_done()
+        if idle:
+            self._metrics[ENGINE_WAIT] += time.monotonic() - started
+        return done
+
+    async def _generate_together(self, groups: list[list[Sample]]) -> None:
+        await super()._generate_together(groups)
+        # Room for more comes with each group that the buffer knows to be rejected: timing would cut the next request.
+        await asyncio.gather(*self.writes)
 
     def _fetch_size(self) -> int:
         return self.most_in_flight - len(self.pending)

@@ -63,8 +63,8 @@ class RolloutIteration:
         # Groups of a common request whose turn has not come yet.
         self.undecided = 0
         self.fetching: asyncio.Task[list[list[Sample]]] | None = None
-        # Groups, and the fetch, in the order in which they ended: waiting for all of them anew after each would take
-        # time in the square of their number.
+        # Groups, the fetch, and failed calls to the buffer, in the order in which they ended: waiting for all of them
+        # anew after each would take time in the square of their number.
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -236,7 +236,14 @@ class RolloutIteration:
             self.call.advance()
 
     def _write(self, function: Callable[..., Any], *args: Any) -> None:
-        self.writes.append(asyncio.create_task(_in_thread(function, *args)))
+        write = asyncio.create_task(_in_thread(function, *args))
+        write.add_done_callback(self._wake_if_failed)
+        self.writes.append(write)
+
+    def _wake_if_failed(self, write: asyncio.Task[None]) -> None:
+        # Nothing else may end any more: the group of a call that failed stays leased.
+        if not write.cancelled() and write.exception() is not None:
+            self.done.put_nowait(write)
 
     def _check_writes(self) -> None:
         for write in [write for write in self.writes if write.done()]:
