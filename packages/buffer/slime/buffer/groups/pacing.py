@@ -75,9 +75,14 @@ def unsealed_groups(store: Store, newest: int) -> list[Unsealed]:
 
 def oldest_version(samples: Sequence[sample_pb2.Sample]) -> int | None:
     """Returns the version of the oldest token that the samples of a waiting group have; None where they have none."""
-    named = [span.weight_version for sample in samples for span in sample.spans]
+    named = [version for sample in samples for version in _versions(sample)]
     versions = [number for version in named if (number := version_number(version)) is not None]
     return min(versions, default=None)
+
+
+def _versions(sample: sample_pb2.Sample) -> Sequence[str]:
+    # As `summaries.weight_versions` reads a finished sample: a function of the user may set no spans.
+    return [span.weight_version for span in sample.spans] or sample.weight_versions
 
 
 def choose(
