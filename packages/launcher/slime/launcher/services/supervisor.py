@@ -26,6 +26,9 @@ T = TypeVar("T")
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
 NOTICE_SECONDS = 60.0
 AFTERMATH_SECONDS = 1.0
+# More than ranks of any run: one that is called late keeps all others waiting for ever, in a collective. A thread is
+# only started for a call that finds no idle one.
+MOST_CALLS = 16384
 
 
 class ServiceDied(SlimeError):
@@ -71,7 +74,7 @@ class Supervisor:
         self._failure: Future[None] = Future()
         self._stopping = threading.Event()
         self._noting = threading.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
+        self._pool = ThreadPoolExecutor(max_workers=MOST_CALLS, thread_name_prefix="call")
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
         """Creates the actor `name` on its node, with Ray `options` (resources, environment)."""
