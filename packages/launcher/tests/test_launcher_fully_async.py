@@ -156,6 +156,7 @@ def test_the_name_of_the_original_is_the_flag() -> None:
         ("--rollout-function-path a.b", "--rollout-function-path a.b and --fully-async cannot be used together"),
         ("--data-source-path a.B", "--data-source-path a.B and --fully-async cannot be used together"),
         ("--rollout-sample-filter-path a.b", "--rollout-sample-filter-path a.b and --fully-async cannot"),
+        ("--dump-details d", "--dump-details d and --fully-async cannot be used together: it records the samples"),
         ("--update-weights-interval 4", "--update-weights-interval must be at most 3, so that samples are no older"),
         ("--deterministic", "--deterministic with --fully-async requires --max-staleness 0"),
         ("--debug-rollout-only", "--debug-rollout-only and --fully-async cannot be used together"),

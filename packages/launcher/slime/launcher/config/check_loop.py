@@ -159,7 +159,9 @@ def _check_fully_async(args: Mapping[str, Any]) -> None:
         )
     for name, reason in OF_ONE_ITERATION.items():
         if args[name]:
-            raise _conflict(args, name, "fully_async", reason)
+            # Recordings may be asked for by the name of all dumps.
+            named = "dump_details" if name == "save_debug_rollout_data" and args["dump_details"] else name
+            raise _conflict(args, named, "fully_async", reason)
     for name in ("debug_rollout_only", "debug_train_only"):
         if args[name]:
             raise _conflict(args, name, "fully_async", "generation and training pace each other")
