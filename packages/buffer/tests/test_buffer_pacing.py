@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.buffer.groups.pacing import Deadlines, Unsealed, choose
+from slime.buffer.service import RunningBuffer
 from slime.buffer.store.base import State
 from slime.types.clients import BufferClient
 from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost
@@ -83,6 +86,30 @@ def test_a_step_takes_what_is_complete_unless_what_is_due_would_be_late(client: 
     # One that is dropped is not waited for.
     client.reject_group(leases[2].token, "filtered")
     assert sealed(client, 1, pace(1)) == [0, newer[0].group.group_index]
+
+
+def test_a_step_that_waits_for_a_group_goes_on_as_soon_as_it_is_given_back(
+    serving: Callable[..., RunningBuffer],
+) -> None:
+    running = serving()
+    waits = running.buffer.waits
+    with BufferClient(running.address) as client, ThreadPoolExecutor(1) as pool:
+        client.open_run("run")
+        client.add_prompts([str(number) for number in range(5)])
+        leases = client.lease_groups(4, pace=pace(1))
+        for lease in leases[:2]:
+            complete(client, lease, 0)
+        assert sealed(client, 0, pace(1)) == [0, 1]
+        due, other = leases[2:]
+        complete(client, other, 0)
+        newer = pace(1, version=1)
+        complete(client, client.lease_groups(1, pace=newer)[0], 1)
+        waiting = pool.submit(client.seal_step, 1, 2, 20.0, pace=newer)
+        while not waits._count and not waiting.done():
+            threading.Event().wait(0.01)
+        assert not waiting.done()
+        client.return_group(due.token)
+        assert len(waiting.result(10.0)) == 2
 
 
 def test_what_is_too_old_is_dropped_with_its_count_or_kept(client: BufferClient) -> None:

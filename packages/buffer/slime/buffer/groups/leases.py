@@ -209,7 +209,9 @@ class Leases:
                 if group is not None:
                     state = State.COMPLETED if ended_by == "complete" else State.READY
                     self._end(group, ended_by, state=state, **columns)
-                    self.wake(COMPLETED if ended_by == "complete" else READY, 1)
+                    # A step may have waited for one that is given back, too.
+                    for topic in [COMPLETED] if ended_by == "complete" else [READY, COMPLETED]:
+                        self.wake(topic, 1)
                     stored = True
         finally:
             if not stored and "payload" in columns:
