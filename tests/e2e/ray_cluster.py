@@ -21,6 +21,12 @@ from tiny_runs import command_line, wait_for
 
 START = 300.0
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+HOSTS = """
+import sys
+from ray._raylet import GcsClient
+nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60).values()
+print(*(node.node_manager_address for node in nodes if node.state == 0))
+"""
 
 
 def free_port() -> int:
@@ -58,9 +64,10 @@ class RayNode:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())
 
     def lose(self) -> None:
-        """Kills its raylet, as the loss of the machine would."""
+        """Kills its raylet, as the loss of the machine would; `ray start` ends as soon as it sees that."""
         (raylet,) = [p for p in psutil.Process(self.process.pid).children() if p.name() == "raylet"]
         raylet.kill()
+        self.process.wait(START)
 
     def stop(self) -> None:
         if self.process.poll() is not None:
@@ -108,9 +115,19 @@ class RayCluster:
         for node in self.nodes:
             if node.host == host and node.process.poll() is None:
                 return node
+        # Until Ray misses the one that was lost, a run may still be placed on it.
+        wait_for(lambda: host not in self.hosts(), START, f"Ray without the lost node {host}")
         node = RayNode(self, host, "--address", self.address)
         self.nodes.append(node)
         return node
+
+    def hosts(self) -> list[str]:
+        """Of the nodes that Ray takes for alive."""
+        done = subprocess.run(
+            [sys.executable, "-c", HOSTS, self.address],
+            env=self.environment, capture_output=True, text=True, timeout=START, check=True,
+        )  # fmt: skip
+        return done.stdout.split()
 
     def __exit__(self, *exc_info: object) -> None:
         for node in reversed(self.nodes):
