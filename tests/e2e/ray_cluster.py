@@ -122,7 +122,7 @@ class RayCluster:
         return node
 
     def hosts(self) -> list[str]:
-        """Of the nodes that Ray takes for alive."""
+        """Addresses of the nodes that Ray takes for alive."""
         done = subprocess.run(
             [sys.executable, "-c", HOSTS, self.address],
             env=self.environment, capture_output=True, text=True, timeout=START, check=True,

@@ -139,7 +139,7 @@ class Answers:
             raise InvalidField("row", at, f"less than {count_rows(file.path)}")
         row = rows[0]
         tokens = row.pop("tokens") or []
-        # Of a broken file the length may be anything.
+        # A broken file may state any length.
         response, shown = min(max(row["response_length"] or 0, 0), len(tokens)), min(len(tokens), MOST_TOKENS)
         versions: list[str | None] = [None] * response
         for span in row.pop("spans") or ():
