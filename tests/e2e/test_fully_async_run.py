@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from tiny_runs import metrics, run_command, timeless, write_inputs
+from slime.launcher.run_directory.checkpoints import steps
+from tiny_runs import (
+    DEADLINE,
+    command,
+    descendants,
+    finish,
+    gone,
+    metrics,
+    run_command,
+    timeless,
+    trained_a_step,
+    wait_for,
+    write_inputs,
+)
 
 NUM_GPUS = 0
+MODE = ("--fully-async", "--use-tis")
 # Metrics of generation as a whole, which a run without iterations does not have.
 OF_A_CALL = ("rollout/non_generation_time", "rollout/dropped_stale")
 
@@ -29,3 +44,38 @@ def test_without_staleness_a_run_equals_the_synchronous_one_bit_for_bit(inputs: 
     assert fully == sync
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("sync", "async")]
     assert weights[0] == weights[1]
+
+
+def test_a_run_learns_within_its_staleness(inputs: Path, tmp_path: Path) -> None:
+    sizes = ("--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "300")
+    run_command("train-async", inputs, tmp_path, *MODE, *sizes, "--max-staleness", "1")
+    rows = metrics(tmp_path)
+    rewards = [row["rollout/raw_reward"] for row in rows]
+    assert sum(rewards[:3]) / 3 < 0.4 and sum(rewards[-3:]) / 3 > 0.9
+    assert all(0 <= row["rollout/staleness"] <= row["rollout/staleness/max"] <= 1 for row in rows)
+    assert max(row["rollout/staleness/max"] for row in rows) == 1
+    assert all(row["perf/rollout_wait_time"] >= 0 and row["rollout/dropped_stale"] == 0 for row in rows)
+
+
+def test_a_killed_run_goes_on_and_one_that_is_interrupted_leaves_nothing(inputs: Path, tmp_path: Path) -> None:
+    keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts")
+    out = tmp_path / "out"
+    process = command("train-async", inputs, out, *MODE, *keep, "--num-rollout", "100000")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= 5, DEADLINE, "five steps")
+    children = descendants(process)
+    process.kill()
+    finish(process)
+    wait_for(lambda: gone(children), DEADLINE, "every process has ended")
+
+    done = max(steps(out / "checkpoints")) + 1
+    load = ("--load", str(out / "checkpoints"))
+    run_command("train-async", inputs, out, *MODE, *keep, *load, "--num-rollout", str(done + 4))
+    assert [row["step"] for row in metrics(out)] == list(range(done + 4))
+
+    process = command("train-async", inputs, tmp_path / "interrupted", *MODE, "--num-rollout", "100000")
+    wait_for(lambda: trained_a_step(tmp_path / "interrupted"), DEADLINE, "a step")
+    children = descendants(process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    wait_for(lambda: gone(children), DEADLINE, "every process has ended")
