@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,6 +16,22 @@ NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODULES = 15
 MAX_LINES = 500
+# A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
+SLIP_LINES = 45
+# Kinds of such modules that stand alone all the same.
+SLIPS = {
+    "slime.converters.families.*": "one for each model family, a row in the table of the folder",
+    "slime.rollout.rewards.*": "one for each reward, a row in registry.py",
+    "slime.trainer.weight_sync.*": "one for each transport of weights",
+    "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
+    "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
+    # Paths by which code written for slime imports.
+    "slime.data": "compatibility",
+    "slime.utils.*": "compatibility",
+    "slime.rollout.filter_hub.*": "compatibility",
+    "slime.rollout.rm_hub.*": "compatibility",
+    "slime.rollout.*_rollout": "compatibility",
+}
 # A docstring names the thing or says what it does; these words begin half a sentence.
 BANNED = (
     *("What", "Who", "Whom", "Whose", "How", "Of", "Those", "Where", "Which", "Whether", "The same", "As"),
@@ -29,6 +47,11 @@ def modules() -> dict[str, Path]:
         for path in sorted(package.glob("slime/**/*.py"))
         if "v1" not in path.parts
     }
+
+
+def scripts() -> list[Path]:
+    folders = ("benchmarks", "examples", "scripts", "tools")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 MODULES = modules()
@@ -86,6 +109,44 @@ def test_no_module_has_more_than_five_hundred_lines() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def importers() -> Counter[str]:
+    """Counts the files that import each module, be it by a name that its package takes over from it."""
+    taken_over = {
+        f"{package}.{alias.asname or alias.name}": node.module
+        for package, path in MODULES.items()
+        if path.stem == "__init__"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    count: Counter[str] = Counter()
+    for path in [*MODULES.values(), *scripts()]:
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.stem != "__init__" else ():
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {node.module} | names | {taken_over.get(name) for name in names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        count.update(found & MODULES.keys())
+    return count
+
+
+def test_a_small_module_has_more_than_one_importer() -> None:
+    used = importers()
+    slips = {
+        name
+        for name, path in MODULES.items()
+        if path.stem not in ("__init__", "__main__")
+        and used[name] < 2
+        and len(path.read_text(encoding="utf-8").splitlines()) <= SLIP_LINES
+    }
+    alone = {name for name in slips for kind in SLIPS if fnmatchcase(name, kind)}
+    assert slips == alone, "merge it into its importer or a sibling, or name its kind in SLIPS, with the reason"
+    for kind in SLIPS:
+        assert any(fnmatchcase(name, kind) for name in slips), f"no module needs {kind} in SLIPS any more"
+
+
 def test_no_imports_run_in_a_circle() -> None:
     """A package's `__init__` is left out: what it offers lazily under a short name imports the package itself."""
     graph = {name: imported(name) for name, path in MODULES.items() if path.stem != "__init__"}
@@ -122,11 +183,8 @@ def test_comments_begin_with_what_they_are_about() -> None:
 
 
 def test_a_public_class_name_means_one_thing() -> None:
-    scripts = [
-        path for folder in ("benchmarks", "examples", "scripts", "tools") for path in (ROOT / folder).rglob("*.py")
-    ]
     homes: dict[str, list[str]] = {}
-    for path in [*MODULES.values(), *scripts]:
+    for path in [*MODULES.values(), *scripts()]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))

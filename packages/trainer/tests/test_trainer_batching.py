@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.trainer.batching.balance import partition
 from slime.trainer.batching.packing import check_sample, pack
 from slime.trainer.batching.plan import Planner, assign
 from slime.trainer.batching.runs import Runs
-from slime.trainer.batching.schedule import Lengths, schedule
+from slime.trainer.batching.schedule import Lengths, partition, schedule
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting

@@ -17,9 +17,9 @@ from trainer_stack import Stack
 from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, write_model
 
 from slime.trainer.algorithms.advantages import generalized_advantages
-from slime.trainer.algorithms.value_loss import clipped_value_loss
 from slime.trainer.backends.base import REFERENCE, TRAINING
 from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, HuggingFaceCheckpoints, TrainerState, read_state
+from slime.trainer.step.critic import clipped_value_loss
 from slime.trainer.step.device_memory import DeviceMemory
 from slime.types.errors import InvalidSetting
 

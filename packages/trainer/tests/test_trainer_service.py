@@ -12,7 +12,7 @@ from trainer_stack import WRITER, Stack
 from trainer_tiny import make_samples, summarize
 from transformers import AutoModelForCausalLM
 
-from slime.trainer.process.worker import Worker
+from slime.trainer.service import Worker
 from slime.types.errors import (
     DeadlineExceeded,
     InvalidField,

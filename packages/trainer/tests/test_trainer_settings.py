@@ -9,8 +9,7 @@ import pytest
 
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.cli import PlaceSettings, main
-from slime.trainer.settings.advice import advice
-from slime.trainer.settings.checks import require_schedule
+from slime.trainer.settings.checks import advice, require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.settings import parse

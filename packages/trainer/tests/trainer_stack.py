@@ -5,8 +5,7 @@ from typing import Any
 
 from trainer_tiny import alone, make_samples, make_settings, summarize
 
-from slime.trainer.process.worker import Worker
-from slime.trainer.service import SERVICE, TrainerService
+from slime.trainer.service import SERVICE, TrainerService, Worker
 from slime.trainer.trainer import Trainer
 from slime.types import Sample
 from slime.types.clients import TrainerClient, Writer

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from slime.types import errors
-from slime.types.rpc import Cancelled, MessageTooLarge, RpcSettings, RunningService, Server, chunk_samples, connect
+from slime.types.clients.buffer_records import chunk_samples
+from slime.types.rpc import Cancelled, MessageTooLarge, RpcSettings, RunningService, Server, connect
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample
 from slime.v1 import buffer_pb2, buffer_pb2_grpc

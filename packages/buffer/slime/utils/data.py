@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.sources.base import Columns
-from slime.buffer.sources.dataset import READERS, read_dataset, split_slice
+from slime.buffer.sources.dataset import read_dataset, split_slice
+from slime.buffer.sources.readers import READERS
 from slime.types import Sample
 from slime.types.errors import InvalidSetting
 from slime.types.vision import IMAGE

@@ -1,22 +1,24 @@
-"""The gRPC service of one rank."""
+"""The gRPC service of one rank, and the thread on which it works."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from slime.trainer.process.worker import Worker
 from slime.trainer.settings.checks import require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.blobs import BlobReader
 from slime.types.clients import BufferClient, RolloutClient, Writer
-from slime.types.errors import InvalidField, SlimeError, WrongState
+from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError, WrongState
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.types.rpc.auth import check_exposure
 from slime.types.wire.tensor import fill_tensor
@@ -27,6 +29,34 @@ T = TypeVar("T")
 SERVICE = "slime.v1.TrainerService"
 # Larger messages are slow.
 MAX_LOG_PROB_BYTES = 8 << 20
+
+
+class Worker:
+    """The one thread for everything that touches torch; callers wait for their job with a deadline."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._busy = threading.Lock()
+        self._job = ""
+
+    def run(self, job: str, work: Callable[[], T], timeout_seconds: float | None) -> T:
+        """Raises DeadlineExceeded where `work` has not ended in time (it goes on), WrongState while another runs."""
+        if not self._busy.acquire(blocking=False):
+            raise WrongState(
+                f"{job}: {self._job} is still running", field="call", value=job, expected=f"{self._job} to end first"
+            )
+        self._job = job
+        future = self._pool.submit(work)
+        future.add_done_callback(lambda _: self._busy.release())
+        try:
+            return future.result(timeout_seconds)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            raise DeadlineExceeded(f"{job}: not done after {timeout_seconds:.0f} s", field="call", value=job) from None
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):

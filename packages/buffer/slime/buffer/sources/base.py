@@ -1,12 +1,12 @@
-"""A prompt, and the interface of readers of prompt files."""
+"""A prompt, and how a row of a prompt file becomes one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slime.buffer.sources.media import Image, with_images
 from slime.types import Sample
@@ -28,15 +28,6 @@ class Prompt:
         """Raises InvalidFile for the file of an image that is gone."""
         media = {IMAGE: [image.read() for image in self.images]} if self.images else None
         return Sample(prompt=self.prompt, label=self.label, metadata=self.metadata, multimodal_inputs=media)
-
-
-class RowReader(Protocol):
-    """Yields (where, row): `where` names the row in an error message, `line 7` or `row 6`.
-
-    Raises MissingFile, or InvalidFile naming the row that cannot be read.
-    """
-
-    def __call__(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]: ...
 
 
 @dataclass(frozen=True)

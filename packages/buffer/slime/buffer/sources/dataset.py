@@ -14,13 +14,10 @@ import re
 from dataclasses import dataclass
 from itertools import islice
 
-from slime.buffer.sources.base import Columns, Prompt, RowReader, prompt_of_row
-from slime.buffer.sources.jsonl import read_jsonl
-from slime.buffer.sources.parquet import read_parquet
+from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
+from slime.buffer.sources.readers import READERS
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.files import check_readable
-
-READERS: dict[str, RowReader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slime.launcher.config.check_loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
 from slime.rollout.generate.prompts import context_length
-from slime.trainer.settings import advice as trainer
+from slime.trainer.settings import checks as trainer
 from slime.types.setting_values import flag_name
 
 if TYPE_CHECKING:

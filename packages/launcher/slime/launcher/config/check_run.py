@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime.buffer.sources.dataset import READERS, split_slice
+from slime.buffer.sources.dataset import split_slice
+from slime.buffer.sources.readers import READERS
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.check_loop import check_loop, check_recordings

@@ -10,7 +10,8 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, prompt_of_row
-from slime.buffer.sources.dataset import READERS, split_slice
+from slime.buffer.sources.dataset import split_slice
+from slime.buffer.sources.readers import READERS
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.rollout import sft_rollout
 from slime.rollout.generate.prompts import TOKENIZER_FILES, has_chat_template

@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.sources.dataset import READERS, split_slice
+from slime.buffer.sources.dataset import split_slice
+from slime.buffer.sources.readers import READERS
 from slime.launcher.config.catalogue import declared
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data

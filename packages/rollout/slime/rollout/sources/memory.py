@@ -1,13 +1,30 @@
-"""Prompts held in memory."""
+"""The interface of a source of groups, and one over prompts held in memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from slime.types import Sample
 from slime.types.errors import DeadlineExceeded
+
+
+class GroupSource(Protocol):
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Returns up to so many groups, at least one."""
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Gives groups back with what they have."""
+
+    def give_back(self, groups: list[list[Sample]]) -> None:
+        """Gives groups back as they were."""
+
+    def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
+        """Hands in a finished group. leased: the samples that `get_samples` gave, where the function made new ones."""
+
+    def reject(self, group: list[Sample], reason: str) -> None:
+        """Drops a group for good."""
 
 
 class MemorySource:

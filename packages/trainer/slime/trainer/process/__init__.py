@@ -1,1 +1,1 @@
-"""A trainer rank as a process: its thread, its peers and their meeting point."""
+"""A trainer rank as a process: its peers and their meeting point."""

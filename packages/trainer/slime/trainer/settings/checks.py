@@ -1,8 +1,9 @@
-"""Rejects conflicting or unsupported trainer settings."""
+"""Rejects conflicting or unsupported trainer settings, and warns about doubtful ones."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.trainer.algorithms.estimators import constant_ratio, estimators_that, find_estimator
@@ -80,6 +81,39 @@ def require_schedule(settings: TrainerSettings) -> None:
     if s.depends_on_length and s.lr_decay_iters is None:
         name = "lr_warmup_fraction" if s.lr_warmup_fraction else "lr_decay_style"
         _requires(s, name, "--lr-decay-iters N", "a trainer alone does not know how long the run is")
+
+
+def advice(settings: TrainerSettings, *, asynchronous: bool = False) -> Iterator[str]:
+    """Yields a sentence for each setting that is valid and probably not what was meant.
+
+    asynchronous: rollouts are generated with older weights than the trainer's.
+    """
+    s = settings
+    if s.loss_type != "policy_loss":
+        return
+    if s.use_kl_loss and s.kl_loss_coef and s.kl_loss_type == "k1" and not s.use_unbiased_kl:
+        yield (
+            "--kl-loss-type k1 does not hold the policy near the reference: on average its gradient is 0, not that of "
+            "the KL divergence; use --kl-loss-type k2, or --use-unbiased-kl"
+        )
+    if find_estimator(s.advantage_estimator).loss is constant_ratio and s.eps_clip < 1:
+        yield (
+            f"--advantage-estimator {s.advantage_estimator} with --eps-clip {s.eps_clip:g} also raises ratios below "
+            f"{1 - s.eps_clip:g}, and its ratio needs no lower bound: use --eps-clip 1, and --eps-clip-high for the "
+            "upper one"
+        )
+    corrected = s.use_tis or s.use_rollout_logprobs or s.keep_old_actor
+    if asynchronous and not corrected:
+        yield (
+            "train-async trains on rollouts of older weights, and nothing corrects for them: add --use-tis, "
+            "--use-rollout-logprobs or --keep-old-actor (docs/training-loops.md compares them)"
+        )
+    moves = s.updates_per_iteration > 1 or s.use_rollout_logprobs or s.keep_old_actor
+    if s.use_opsm and not moves:
+        yield (
+            "--use-opsm drops nothing: with one update per iteration the old policy is the policy itself; use "
+            "--use-rollout-logprobs, --keep-old-actor or --num-steps-per-rollout above 1"
+        )
 
 
 def _check_estimator(s: TrainerSettings) -> None:

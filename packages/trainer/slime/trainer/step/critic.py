@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from slime.trainer.algorithms.aggregation import weighted_sum
-from slime.trainer.algorithms.value_loss import clipped_value_loss
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.process.collective import Ranks
@@ -17,6 +16,17 @@ from slime.trainer.step.targets import Work
 
 log = logging.getLogger(__name__)
 PREFIX = "train/critic-"
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """(loss, 1 where the clipped value decides) per token; all tensors are [K], nothing is masked or averaged.
+
+    As PPO's implementation has it (arXiv:2005.12729, section 3):
+    loss = max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), without a factor of 1/2.
+    """
+    unclipped = (values - returns).square()
+    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(unclipped, clipped), (clipped > unclipped).to(values.dtype)
 
 
 class CriticStep:

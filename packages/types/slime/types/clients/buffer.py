@@ -20,6 +20,8 @@ from slime.types.clients.buffer_records import (
     SealedStep,
     Stats,
     StoredGroup,
+    chunk_messages,
+    chunk_samples,
     info_from_proto,
     prompt_to_proto,
     state_name,
@@ -30,7 +32,7 @@ from slime.types.clients.buffer_records import (
 from slime.types.codec import group_from_proto, sample_from_proto
 from slime.types.errors import Busy, DeadlineExceeded
 from slime.types.pace import TrainerPace
-from slime.types.rpc import RpcSettings, chunk_messages, chunk_samples
+from slime.types.rpc import RpcSettings
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample, SampleGroup
 from slime.types.sample.validate import validate_finished, validate_sample, validate_samples

@@ -1,19 +1,26 @@
-"""Records of `BufferClient`, and their conversion from and to messages."""
+"""Records of `BufferClient`, and the conversion of what it sends and gets from and to messages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from slime.types.clients.base import Writer
+from slime.types.codec import sample_to_proto
 from slime.types.errors import InvalidField
-from slime.types.sample import SampleGroup
+from slime.types.sample import Sample, SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER
 from slime.types.sample.summary import SampleSummary
 from slime.types.wire.json_fields import to_json
-from slime.v1 import buffer_pb2
+from slime.v1 import buffer_pb2, sample_pb2
+
+M = TypeVar("M", bound=Message)
+# Larger messages are slow, smaller ones too many.
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -172,3 +179,23 @@ def stats_from_proto(answer: buffer_pb2.GetStatsResponse) -> Stats:
         dataset=answer.dataset,
         damaged_payloads=answer.damaged_payloads,
     )
+
+
+def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> Iterator[list[sample_pb2.Sample]]:
+    """Yields samples as messages, in lists of about `max_bytes`; a larger sample is a list of its own."""
+    yield from chunk_messages(map(sample_to_proto, samples), max_bytes)
+
+
+def chunk_messages(messages: Iterable[M], max_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
+    """Yields any messages, split the same way."""
+    chunk: list[M] = []
+    size = 0
+    for message in messages:
+        length = message.ByteSize()
+        if chunk and size + length > max_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(message)
+        size += length
+    if chunk:
+        yield chunk

@@ -1,7 +1,6 @@
 """Channels and servers: deadlines, retries, errors, TLS, tokens, health, reflection."""
 
 from slime.types.rpc.channel import connect
-from slime.types.rpc.chunks import chunk_messages, chunk_samples
 from slime.types.rpc.server import RunningService, Server
 from slime.types.rpc.settings import RpcSettings
 from slime.types.rpc.status import Cancelled, MessageTooLarge
@@ -12,7 +11,5 @@ __all__ = [
     "RpcSettings",
     "RunningService",
     "Server",
-    "chunk_messages",
-    "chunk_samples",
     "connect",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from slime.types.addresses import check_address
 from slime.types.rpc.auth import TokenInterceptor, channel_credentials, token_source
-from slime.types.rpc.deadline import DeadlineInterceptor
+from slime.types.rpc.details import with_details
 from slime.types.rpc.raising import RaisingInterceptor
 from slime.types.rpc.retry import RetryInterceptor
 from slime.types.rpc.settings import RpcSettings
@@ -16,6 +17,28 @@ from slime.types.rpc.settings import RpcSettings
 KEEPALIVE_MS = 30_000
 # First and longest pause before a channel reconnects.
 RECONNECT_MS = (100, 1000)
+
+
+class DeadlineInterceptor(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Gives calls without a timeout `default_seconds`."""
+
+    def __init__(self, default_seconds: float) -> None:
+        self._default = default_seconds
+
+    def _intercept(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+        if details.timeout is None:
+            details = with_details(details, timeout=self._default)
+        return continuation(details, request)
+
+    intercept_unary_unary = _intercept
+    intercept_unary_stream = _intercept
+    intercept_stream_unary = _intercept
+    intercept_stream_stream = _intercept
 
 
 def message_options(settings: RpcSettings) -> list[tuple[str, Any]]:

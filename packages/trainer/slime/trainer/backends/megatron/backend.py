@@ -24,16 +24,14 @@ from slime.trainer.backends.base import (
     NamedTensors,
     Outputs,
 )
-from slime.trainer.backends.megatron import compilation
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import aux_losses, parallel
-from slime.trainer.backends.megatron.model.build import build_model
+from slime.trainer.backends.megatron.model.build import build_model, compile_layers
 from slime.trainer.backends.megatron.model.config import transformer_config, uses_transformer_engine
 from slime.trainer.backends.megatron.model.forward import Pipeline
 from slime.trainer.backends.megatron.model.head import adopted
 from slime.trainer.backends.megatron.model.vocabulary import Scoring
-from slime.trainer.backends.megatron.optim import freezing
-from slime.trainer.backends.megatron.optim.optimizer import Optimizer, distributed
+from slime.trainer.backends.megatron.optim.optimizer import Optimizer, distributed, freeze
 from slime.trainer.backends.megatron.weights import hf, initial
 from slime.trainer.backends.megatron.weights.export import Part, gather
 from slime.trainer.backends.snapshots import Snapshots
@@ -83,7 +81,7 @@ class MegatronBackend(Backend):
             chunk.to(device)
         wanted = settings.compile and not provider
         budget = settings.activation_memory_budget
-        compiler = compilation.compiled(chunks, self.args, self.transformer, budget) if wanted else None
+        compiler = compile_layers(chunks, self.args, self.transformer, budget) if wanted else None
         self.snapshots = Snapshots(chunks)
         if settings.needs_reference:
             reference = settings.ref_load or settings.hf_checkpoint
@@ -94,7 +92,7 @@ class MegatronBackend(Backend):
             initial.load(chunks, self.args, config, settings.opd_teacher_load, flag="--opd-teacher-load")
             self.snapshots.keep(TEACHER)
         initial.load(chunks, self.args, config, weights_from or settings.hf_checkpoint, flag="--load")
-        freezing.apply(chunks, settings, ranks)
+        freeze(chunks, settings, ranks)
         self.models = chunks
         self.chunks = distributed(parallel.mixed_precision(chunks, self.transformer), self.args, settings)
         self.optimizer = Optimizer(self.chunks, self.args, settings)

@@ -1,14 +1,15 @@
-"""Builds this rank's part of a model: one GPTModel for each of its virtual pipeline stages."""
+"""Builds this rank's part of a model: one GPTModel for each of its virtual pipeline stages, with compiled layers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.converters.megatron.args import padded_vocab_size
 from slime.converters.megatron.flags.table import config_fields
+from slime.trainer.backends.fsdp.compilation import Compiler
 from slime.trainer.backends.megatron.model.attention import CoreAttention
 from slime.trainer.backends.megatron.model.config import uses_transformer_engine
 from slime.trainer.backends.megatron.model.head import PolicyModel
@@ -127,3 +129,32 @@ def _use_post_norms(layer: ModuleSpec, args: Mapping[str, Any], norm: Any) -> No
         post_self_attn_layernorm=norm if args.get("post_self_attn_layernorm") else IdentityOp,
         post_mlp_layernorm=norm if args.get("post_mlp_layernorm") else IdentityOp,
     )
+
+
+def compile_layers(
+    chunks: Sequence[torch.nn.Module], args: Mapping[str, Any], config: TransformerConfig, activation_budget: float
+) -> Compiler | None:
+    """Compiles the layers of `chunks` in place and returns the compiler; None where they are left as they are.
+
+    Compiled are dense layers that one rank has whole; those of Transformer Engine are kernels already.
+    """
+    if (
+        uses_transformer_engine(args) or config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
+        or config.num_moe_experts or config.multi_latent_attention or config.mtp_num_layers
+        or config.recompute_granularity
+    ):  # fmt: skip
+        return None
+    # Megatron's warns where a layer names no group, and a warning cuts what is compiled in two.
+    parallel_layers.get_tensor_model_parallel_group_if_none = _group_or_default
+    compiler = Compiler(activation_budget)
+    for chunk in chunks:
+        compiler.layers(list(chunk.decoder.layers))
+    return compiler
+
+
+def _group_or_default(tp_group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
+    if tp_group is not None or not parallel_state.is_initialized():
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized=check_initialized)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
