@@ -247,3 +247,18 @@ def test_a_help_text_is_written_once() -> None:
                     places.setdefault(str(node.args[1].value), []).append(place)
     assert len(places) > 200
     assert {text: found for text, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_spelling_of_flags_is_written_once() -> None:
+    """By `flag_name` and `negated`; the flags of other programs are read as they are, in folders of their own."""
+    by_hand = re.compile(r"""replace\("_", "-"\)|["'](--)?no[-_](\{|["'] \+)""")
+    spells = ("slime.types.setting_values", "slime.types.settings")
+    others = ("slime.converters.megatron.flags.", "slime.rollout.engines.sglang.")
+    wrong = [
+        f"{name}:{number}: {line.strip()}"
+        for name, path in MODULES.items()
+        if name not in spells and not name.startswith(others)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if by_hand.search(line)
+    ]
+    assert wrong == []

@@ -191,8 +191,13 @@ def flag_names(field: dataclasses.Field[Any]) -> list[str]:
     """Returns the flags of a setting, its own name first; for a switch that is on, the flag that turns it off."""
     meta = field.metadata
     if _default(field) is True:
-        return [flag_name(meta["off_flag"] or f"no-{field.name}")]
+        return [flag_name(meta["off_flag"]) if meta["off_flag"] else negated(flag_name(field.name))]
     return [flag_name(name) for name in (*(meta["flags"] or (field.name,)), *meta["aliases"])]
+
+
+def negated(flag: str) -> str:
+    """Spells the flag that turns a switch off, as `argparse.BooleanOptionalAction` does."""
+    return f"--no-{flag.removeprefix('--')}"
 
 
 def spelled(settings: Any, name: str) -> str:

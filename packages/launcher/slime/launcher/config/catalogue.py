@@ -15,8 +15,8 @@ from slime.launcher.config.settings import LauncherSettings
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.setting_values import flag_name
-from slime.types.settings import FlagFamily, Parser, add_flags, flag_names
+from slime.types.setting_values import value_type
+from slime.types.settings import FlagFamily, Parser, add_flags, flag_names, negated
 
 SETTINGS: dict[str, type] = {
     "launcher": LauncherSettings,
@@ -57,6 +57,12 @@ class Flag:
         return flag_names(self.field)[0]
 
     @property
+    def negations(self) -> list[str]:
+        """Flags that turn off a switch whose default is neither on nor off."""
+        switch = value_type(self.hint)[0] is bool and self.field.metadata["switch"] is None
+        return [negated(name) for name in flag_names(self.field)] if switch and self.default is None else []
+
+    @property
     def turns_off(self) -> bool:
         """Returns whether the flag sets False."""
         return self.default is True or self.field.metadata["switch"] is False
@@ -87,7 +93,7 @@ def as_typed(name: str, value: Any) -> str:
     spelling = _declared()[name].spelling
     if value is True or (value is False and _declared()[name].turns_off):
         return spelling
-    return flag_name(f"no_{name}") if value is False else f"{spelling} {value}"
+    return negated(spelling) if value is False else f"{spelling} {value}"
 
 
 class _MegatronHelp(argparse.Action):

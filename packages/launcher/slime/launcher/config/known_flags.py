@@ -209,10 +209,7 @@ def available_names(flags: dict[str, Flag]) -> set[str]:
 
 
 def _spellings(flag: Flag) -> list[str]:
-    names = flag_names(flag.field)
-    if flag.default is None and type_name(flag.hint) == "bool" and flag.field.metadata["switch"] is None:
-        names.append("--no-" + flag.name.replace("_", "-"))
-    return names
+    return [*flag_names(flag.field), *flag.negations]
 
 
 def _shown(default: Any) -> str:

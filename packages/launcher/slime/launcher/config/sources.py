@@ -15,6 +15,7 @@ from slime.launcher.config.catalogue import FAMILIES, Flag
 from slime.launcher.config.known_flags import ELSEWHERE, why_not
 from slime.types.config_files import read_config
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable, UnknownFlag
+from slime.types.setting_values import flag_name
 from slime.types.settings import Parser, flag_names, merge
 
 PREFIX = "SLIME_"
@@ -65,7 +66,7 @@ class Sources:
         return values
 
     def _variable(self, key: str, text: str) -> dict[str, Any]:
-        name = f"--{key.replace('_', '-')}"
+        name = flag_name(key)
         if key in self._by_key and _is_switch(self._by_key[key]):
             if text.lower() not in SWITCH:
                 raise InvalidSetting.must_be(name, "true, false, 1 or 0", got=text)
@@ -94,9 +95,9 @@ class Sources:
             raise NotAvailable.unavailable(name, reason)
         near = difflib.get_close_matches(name, self.available, n=1, cutoff=SLIP)
         if near:
-            variable = PREFIX + near[0][2:].replace("-", "_").upper()
+            variable = PREFIX + _key(near[0]).upper()
             instead = "one that `slime train --help` lists" if near[0] in self.parser.refused_flags() else None
-            typed = PREFIX + name[2:].replace("-", "_").upper()
+            typed = PREFIX + _key(name).upper()
             raise UnknownFlag.unknown("variable", typed, [variable], instead=instead)
 
     def _settings(
@@ -126,7 +127,8 @@ class Sources:
 
     def _other(self, key: str, value: Any, source: str, unknown: dict[str, Any] | None) -> dict[str, Any]:
         """Returns the settings of a key of a flag family; an unknown key goes to `unknown`, or else raises."""
-        name = key.replace("_", "-")
+        flag = flag_name(key)
+        name = flag.removeprefix("--")
         if why_not(name) is None:
             found = next(_of_families(key, value), None)
             if found is not None:
@@ -138,7 +140,7 @@ class Sources:
                 return {}
         try:
             self.refuse_names([name])
-            raise self._unknown(f"--{name}")
+            raise self._unknown(flag)
         except ConfigError as error:
             raise error.at(f"{source}: {key}") from None
 
@@ -169,14 +171,16 @@ def _of_families(key: str, value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keys(flag: Flag) -> list[str]:
-    names = _own_keys(flag)
-    # argparse adds the --no- form of such a switch by itself.
-    both = _is_switch(flag) and flag.default is None and flag.field.metadata["switch"] is None
-    return [*names, *(f"no_{key}" for key in names if both)]
+    return [*_own_keys(flag), *map(_key, flag.negations)]
 
 
 def _own_keys(flag: Flag) -> list[str]:
-    return [flag.name, *(name[2:].replace("-", "_") for name in flag_names(flag.field))]
+    return [flag.name, *map(_key, flag_names(flag.field))]
+
+
+def _key(name: str) -> str:
+    """Spells the key of a flag: `--lease-seconds` -> `lease_seconds`."""
+    return name.removeprefix("--").replace("-", "_")
 
 
 def _turns_off(key: str, flag: Flag) -> bool:
