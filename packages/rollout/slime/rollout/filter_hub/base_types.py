@@ -19,6 +19,10 @@ class DynamicFilterOutput:
     reason: str | None = None
     keep_when_insufficient: bool = False
 
+    def kept(self, short: bool) -> bool:
+        """Tells if the group is trained on. short: without it, the iteration would lack groups."""
+        return self.keep or (self.keep_when_insufficient and short)
+
     @classmethod
     def of(cls, answer: Any) -> DynamicFilterOutput:
         """Reads a filter's answer, which may be a plain truth value, or one of an array or a tensor.
@@ -49,8 +53,7 @@ def should_drop_dynamic_filter_output(
     remaining_batch_size: groups that are accepted, or still running; target_data_size: those that the rollout needs. A
     group that may be kept where groups are short is kept where no others are left over.
     """
-    short = remaining_batch_size <= target_data_size
-    return not (output.keep or (output.keep_when_insufficient and short))
+    return not output.kept(short=remaining_batch_size <= target_data_size)
 
 
 class MetricGatherer:

@@ -210,7 +210,7 @@ class RolloutIteration:
         if self.state.plugins.dynamic_filter is None:
             return False
         verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
-        if verdict.keep or (verdict.keep_when_insufficient and self._is_short()):
+        if verdict.kept(self._is_short()):
             return False
         reason = verdict.reason or "filtered"
         self.dropped[reason] += 1

@@ -28,7 +28,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """Returns the rewards of several samples, in order; `--custom-rm-path` gets them all at once."""
     if args.custom_rm_path:
-        return await maybe_await(_load(args.custom_rm_path, BATCHED), args, samples, **kwargs)
+        return await maybe_await(_reward_at(args.custom_rm_path, BATCHED), args, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
@@ -59,9 +59,7 @@ def scores_by_group(args: Any, evaluation: bool) -> bool:
         return bool(args.group_rm)
     if not args.custom_rm_path:
         return False
-    several, one = _load(args.custom_rm_path, BATCHED), _load(args.custom_rm_path)
-    # A file is loaded anew for each: its functions are told apart by their names.
-    return several is one or getattr(several, "__qualname__", "several") == getattr(one, "__qualname__", "one")
+    return _reward_at(args.custom_rm_path, BATCHED) is _reward_at(args.custom_rm_path)
 
 
 def reward_key(args: Any, evaluation: bool) -> str | None:
@@ -72,7 +70,7 @@ def choose(args: Any, sample: Sample) -> tuple[Callable[..., Any], str]:
     """Returns the function that scores a sample, and its name for messages."""
     path = sample.custom_rm_path or args.custom_rm_path
     if path:
-        return _load(path), path
+        return _reward_at(path), path
     rm_type = sample.metadata.get("rm_type") or args.rm_type
     if not rm_type:
         raise InvalidSetting.required(
@@ -101,5 +99,6 @@ def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
 
 
 @functools.cache
-def _load(path: str, names: tuple[str, ...] = ()) -> Callable[..., Any]:
+def _reward_at(path: str, names: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The function at `path`, loaded and checked once; `load_plugin` says what `names` are for."""
     return load_plugin(path, flag="--custom-rm-path", names=names)

@@ -184,13 +184,13 @@ class StaticRows:
         row = self._fill(batch)
         captured = self._capture(model, row, entropy == "gradient")
         if captured is None:
-            made = row.run(self._forward, model)
-            gradients = gradients_of(number, batch, loss, entropy, made, scale)
-            self._backward(lambda: row.run(self._forward, model), made, gradients)
+            outcome = row.run(self._forward, model)
+            gradients = gradients_of(number, batch, loss, entropy, outcome, scale)
+            self._backward(lambda: row.run(self._forward, model), outcome, gradients)
             return
         captured.forward.replay()
-        made = captured.log_probs, captured.entropies
-        of_log_probs, of_entropy = gradients_of(number, batch, loss, entropy, made, scale)
+        outcome = captured.log_probs, captured.entropies
+        of_log_probs, of_entropy = gradients_of(number, batch, loss, entropy, outcome, scale)
         captured.of_log_probs.copy_(of_log_probs)
         if of_entropy is not None and captured.of_entropies is not None:
             captured.of_entropies.copy_(of_entropy)
@@ -240,12 +240,12 @@ class _Captured:
 
 
 def gradients_of(
-    number: int, batch: PackedBatch, loss: LossFunction, entropy: str, made: Outcome, scale: float
+    number: int, batch: PackedBatch, loss: LossFunction, entropy: str, outcome: Outcome, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the loss with regard to all log-probs and entropies of a row, of which the first are the batch's."""
     trained = len(batch.rows)
-    log_probs = made[0].detach().requires_grad_()
-    entropies = made[1].detach().requires_grad_(entropy == "gradient")
+    log_probs = outcome[0].detach().requires_grad_()
+    entropies = outcome[1].detach().requires_grad_(entropy == "gradient")
     seen = None if entropy == "none" else batch.scatter(entropies[:trained])
     total = loss(number, batch, Outputs(batch.scatter(log_probs[:trained]), seen)) * scale
     leaves = [log_probs, entropies] if entropies.requires_grad else [log_probs]
