@@ -11,7 +11,7 @@ from tiny_runs import metrics, run_command, write_inputs
 
 BACKENDS = {
     "fsdp": ("--train-backend", "fsdp"),
-    "megatron": ("--train-backend", "megatron", "--expert-model-parallel-size", "2"),
+    "megatron": ("--train-backend", "megatron", "--expert-model-parallel-size", "2", "--use-rollout-routing-replay"),
 }
 
 

@@ -68,6 +68,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(model_config(name)))
         (directory / "tokenizer.json").write_text("{}")
+    (root / "experts").mkdir()
+    experts = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+    (root / "experts" / "config.json").write_text(json.dumps(model_config("qwen3-4B") | experts))
+    (root / "experts" / "tokenizer.json").write_text("{}")
     (root / "vision").mkdir()
     (root / "vision" / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     for name in ("tokenizer.json", "processor_config.json"):
@@ -82,6 +86,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "model": model,
         "mtp": root / "mtp",
+        "experts": root / "experts",
         "vision": root / "vision",
         "checkpoint": checkpoint.parent,
         "dir": root / "empty",

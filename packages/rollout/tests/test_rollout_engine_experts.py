@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rollout_tiny_model import write_tiny_model
@@ -169,3 +171,41 @@ def test_a_model_whose_files_have_no_part_of_a_tensor_is_refused_when_it_starts(
         with pytest.raises(NotAvailable, match=named) as refused:
             ModelWeights(model, "0")
         assert refused.value.field == "--model-path"
+
+
+def experts_of(directory: Path, tokens: list[int]) -> np.ndarray:
+    """[tokens - 1, layers, 2] sorted: those with the largest scores, of each token that is fed."""
+    with torch.no_grad():
+        output = model_of(directory)(input_ids=torch.tensor([tokens[:-1]]), output_router_logits=True)
+    return np.stack([np.sort(layer.topk(2, -1).indices.numpy(), -1) for layer in output.router_logits], 1)
+
+
+def decoded(meta: dict[str, Any], rows: int) -> np.ndarray:
+    flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    return np.sort(flat.reshape(rows, 2, 2), -1)
+
+
+def test_answers_tell_which_experts_each_token_was_sent_to(first: Path) -> None:
+    options = EmbeddedOptions(model_path=str(first), threads=1, enable_return_routed_experts=True)
+    prompts = [PROMPT, PROMPT, [5, 6]]
+    lengths = [8, 3, 6]
+    params = [SAMPLED | {"max_new_tokens": n, "sampling_seed": i, "ignore_eos": True} for i, n in enumerate(lengths)]
+
+    async def ask(engine: EngineProcess) -> Any:
+        async with EngineClient(engine.url, engine.name) as client:
+            answers = await client.generate(prompts, params, return_routed_experts=True)
+            return answers, await client.generate(PROMPT, SAMPLED), await client.server_info()
+
+    with start_embedded(options) as process:
+        answers, without, info = asyncio.run(ask(process.wait_ready(120)))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [*prompt, *answer["output_ids"]]
+        found = decoded(answer["meta_info"], len(tokens) - 1)
+        assert found.tolist() == experts_of(first, tokens).tolist()
+    assert "routed_experts" not in without["meta_info"]
+    assert info["enable_return_routed_experts"] is True
+
+
+def test_an_engine_that_records_no_experts_refuses_to_return_them(call: Any) -> None:
+    with pytest.raises(InvalidField, match="enable-return-routed-experts"):
+        call(lambda c: c.generate(PROMPT, SAMPLED, return_routed_experts=True))

@@ -60,6 +60,7 @@ def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
         for wanted, ability, flag in (
             (settings.deterministic, "seeded", "--deterministic"),
             (settings.offloads, "memory_saver", "--offload-rollout"),
+            (settings.use_rollout_routing_replay, "returns_experts", "--use-rollout-routing-replay"),
         ):
             if wanted and getattr(member.abilities, ability) is False:
                 switch = member.kind.fixes.get(ability, "")

@@ -19,6 +19,9 @@ class PolicySettings:
         REQUIRED, "Hugging Face directory of the tokenizer, the config and the first weights", metavar="DIR"
     )
     rollout_temperature: float = setting(1.0, "Sampling temperature; the trainer divides logits by it", above=0)
+    use_rollout_routing_replay: bool = setting(
+        False, "Send each token to the experts that the engine sent it to, in every pass of the policy (R3)"
+    )
     rollout_external_engine_addrs: list[str] | None = setting(
         None, "Addresses of engines that already run, as HOST:PORT", metavar="HOST:PORT"
     )

@@ -6,6 +6,7 @@ Each package checks its own settings; the checks here are those between packages
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_
 from slime.trainer.settings.checks import refuse_groups_of_one
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
+from slime.types.experts import experts_of
 from slime.types.files import check_readable, hub_hint, no_directory
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.plugins import load_plugin
@@ -202,6 +204,9 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
         may_be_megatron = name in ("ref_load", "opd_teacher_load") and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
             _check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if args[name]:
+            _check_experts(flag_name(name), args["hf_checkpoint"])
     if args["multimodal_keys"]:
         _check_processor(args["hf_checkpoint"], args["rollout_engine"])
     if args["load"] is not None and not Path(args["load"]).is_dir():
@@ -214,6 +219,11 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
     if args["load_forge_rollout_data"] is not None and args["load"] is None:
         _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))
     check_places(args)
+
+
+def _check_experts(flag: str, directory: str) -> None:
+    if experts_of(json.loads((Path(directory) / "config.json").read_text())) is None:
+        raise InvalidSetting.requires(flag, "a mixture of experts", f"--hf-checkpoint {directory} has no experts")
 
 
 def _check_processor(directory: str, engine: str) -> None:

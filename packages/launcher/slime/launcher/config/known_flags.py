@@ -24,7 +24,6 @@ PLANNED: dict[str, str] = {
     "no family of models here has linear or sparse attention": """qwen-gdn-backend allgather-cp freeze-indexer
         use-gated-attention""",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
-    "replaying the routing of experts is not implemented": "use-routing-replay use-rollout-routing-replay",
     "weight updates push all weights": """update-weight-delta-encoding update-weight-delta-checksum
         update-weight-local-checkpoint-dir custom-update-weight-post-write-path""",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """

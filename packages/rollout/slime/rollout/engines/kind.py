@@ -28,12 +28,13 @@ class Abilities:
     """Abilities of one running engine; None where it does not say.
 
     seeded: sampling follows `sampling_seed`. memory_saver: GPU memory can be released; keeps_weights: without losing
-    the weights. tp_size: its tensor-parallel ranks.
+    the weights. returns_experts: it tells which experts tokens were sent to. tp_size: its tensor-parallel ranks.
     """
 
     seeded: bool | None = None
     memory_saver: bool | None = None
     keeps_weights: bool | None = None
+    returns_experts: bool | None = None
     tp_size: int = 1
 
 

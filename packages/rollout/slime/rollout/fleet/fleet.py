@@ -35,13 +35,14 @@ INTERRUPT_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """concurrency: samples in flight an engine; times in seconds."""
+    """concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers tell the experts."""
 
     concurrency: int = 512
     request_timeout: float = 14400.0
     health_interval: float = 30.0
     health_timeout: float = 30.0
     health_first_wait: float = 0.0
+    routed_experts: bool = False
 
 
 class Fleet:
@@ -209,6 +210,8 @@ class Fleet:
         headers = {"X-SMG-Routing-Key": session_id} if session_id else None
         keys = rids or ()
         extra: dict[str, Any] = {"image_data": images} if any(images or ()) else {}
+        if self.options.routed_experts:
+            extra["return_routed_experts"] = True
         try:
             async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
                 self._sent.update(dict.fromkeys(keys, chosen))

@@ -211,6 +211,11 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
             f"an engine answered without meta_info.output_token_logprobs: {str(output)[:200]}",
             field="output_token_logprobs",
         ) from None
+    if getattr(args, "use_rollout_routing_replay", False) and logprobs and meta.get("routed_experts") is None:
+        raise EngineError(
+            "an engine answered without meta_info.routed_experts, which --use-rollout-routing-replay replays",
+            field="routed_experts",
+        )
     sample.append_response_tokens(
         args,
         tokens=[item[1] for item in logprobs],

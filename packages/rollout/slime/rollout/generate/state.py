@@ -22,6 +22,8 @@ from slime.rollout.generate.prompts import PromptEncoder, context_length, load_t
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings.rollout import RolloutSettings
+from slime.types.errors import InvalidSetting
+from slime.types.experts import experts_of
 from slime.utils.eval_config import build_eval_dataset_configs
 
 ATTRIBUTE = "slime_generate_state"
@@ -204,7 +206,7 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
 
 def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what plug-ins written for slime read from `args` and no setting here is called."""
-    return {
+    return _shape_of_routing(settings) | {
         "eval_datasets": build_eval_dataset_configs(args),
         "sglang_tp_size": tensor_parallel_size(settings.rollout_num_gpus_per_engine, settings.sglang_args),
         "sglang_dp_size": 1,
@@ -215,6 +217,17 @@ def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str
     }
 
 
+def _shape_of_routing(settings: RolloutSettings) -> dict[str, int]:
+    """Returns the sizes that `Sample.append_response_tokens` reads to shape the experts of tokens."""
+    if not settings.use_rollout_routing_replay:
+        return {}
+    shape = experts_of(json.loads((Path(settings.hf_checkpoint) / "config.json").read_text()))
+    if shape is None:
+        flag = "--use-rollout-routing-replay"
+        raise InvalidSetting.requires(flag, "a mixture of experts", f"{settings.hf_checkpoint} has no experts")
+    return {"num_layers": shape.layers, "moe_router_topk": shape.top_k}
+
+
 def fleet_options(settings: RolloutSettings) -> FleetOptions:
     return FleetOptions(
         concurrency=settings.sglang_server_concurrency,
@@ -222,6 +235,7 @@ def fleet_options(settings: RolloutSettings) -> FleetOptions:
         health_interval=settings.rollout_health_check_interval,
         health_timeout=settings.rollout_health_check_timeout,
         health_first_wait=settings.rollout_health_check_first_wait,
+        routed_experts=settings.use_rollout_routing_replay,
     )
 
 

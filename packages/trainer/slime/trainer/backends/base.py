@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
 from slime.types.errors import SlimeError
+from slime.types.experts import Experts
 from slime.types.vision import Vision
 
 
@@ -81,6 +82,8 @@ class Backend(abc.ABC):
     # True if samples without a gradient of the policy's loss change the update: routers balance their load, and
     # multi-token-prediction layers learn, by every token that they see.
     needs_every_sample: bool = False
+    # The shape of the engine's choice of experts, where it is replayed.
+    replayed_experts: Experts | None = None
     # Joins the images of samples for the model; None if it reads text alone.
     vision: Vision | None = None
     # A replica's number of micro-batches has to be a multiple of this.

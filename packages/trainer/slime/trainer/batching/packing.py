@@ -46,6 +46,7 @@ class PackedBatch:
     positions: list[int]  # S positions in the step
     images: dict[str, Tensor] | None = None  # the model's arguments for the images of the row, in order; on the CPU
     image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
+    experts: Tensor | None = None  # [T, layers, k] experts that the engine chose; -1 where it chose none
     grid_positions: Tensor | None = None  # [3, 1, T] what position_ids are to a model that counts images by their grid
 
     @property
@@ -104,6 +105,28 @@ def check_sample(
         )
 
 
+def check_experts(sample: Sample, layers: int, top_k: int, experts: int) -> None:
+    """Raises InvalidField where the sample does not say which of `experts` its tokens were sent to.
+
+    One that trains nothing need not.
+    """
+    found, rows = sample.rollout_routed_experts, len(sample.array("tokens")) - 1
+    if found is None and not loss_mask(sample).any():
+        return
+    if found is None or found.shape != (rows, layers, top_k):
+        raise InvalidField(
+            "rollout_routed_experts", None if found is None else list(found.shape),
+            f"[{rows}, {layers}, {top_k}] (tokens but the last, layers, experts of a token), for "
+            f"--use-rollout-routing-replay: the engine returns them (sample {sample.index})",
+        )  # fmt: skip
+    # -1 is a token or a layer that the engine did not route.
+    outside = (found < -1) | (found >= experts)
+    if outside.any():
+        raise InvalidField(
+            "rollout_routed_experts", int(found[outside][0]), f"experts from 0 to {experts - 1} (sample {sample.index})"
+        )
+
+
 def check_teacher(sample: Sample) -> None:
     """Raises InvalidField where the sample has no log-probs of a teacher for its response tokens.
 
@@ -130,6 +153,7 @@ def pack(
     gather: bool = False,
     multiple: int = 1,
     vision: Vision | None = None,
+    experts: tuple[int, int] | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Packs `samples` into a row (each passed `check_sample`). rewards, weights: one number a sample.
@@ -137,6 +161,7 @@ def pack(
     share_prompts: whether equal prompts are laid out once; they come first in the row, and their responses behind them.
     gather: the keys of such a prompt are copied for each response, which attention with a window needs.
     multiple: T is one of it, by a sequence of padding.
+    experts: (layers, k) to lay out the experts of the samples' tokens too.
     """
     row: list[np.ndarray] = []
     laid: list[tuple[int, int, int, int]] = []  # length, first position, which prompt, 0 or which response
@@ -144,11 +169,14 @@ def pack(
     images: list[dict[str, Any]] = []
     illustrated: list[int] = []  # prompts that have images
     counted: dict[int, np.ndarray] = {}  # the grid positions of such a prompt
+    routed: list[np.ndarray] = []
     filled = 0
 
-    def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int) -> int:
+    def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int, number: int | None = None) -> int:
         nonlocal filled
         row.append(tokens)
+        if experts is not None:
+            routed.append(_experts(None if number is None else samples[number], first_position, len(tokens), experts))
         laid.append((len(tokens), first_position, owner, branch))
         filled += len(tokens)
         return filled - len(tokens)
@@ -161,11 +189,11 @@ def pack(
             illustrated.append(owner)
             if vision is not None and vision.grids:
                 counted[owner] = vision.positions(prompt == vision.image_token, sample.multimodal_train_inputs)
-        return lay(prompt, 0, owner, 0) + len(prompt)
+        return lay(prompt, 0, owner, 0, number) + len(prompt)
 
     def lay_response(owner: int, number: int, prompt_end: int) -> None:
         tokens, length = tokens_of[number], samples[number].response_length
-        start = lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1)
+        start = lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1, number)
         responses[number] = prompt_end - 1, start
 
     tokens_of = [sample.array("tokens") for sample in samples]
@@ -224,12 +252,23 @@ def pack(
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
+        experts=to(np.concatenate(routed), torch.int64) if experts is not None else None,
         grid_positions=to(
             _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), counted), torch.int64
         )[:, None]
         if counted
         else None,
     )
+
+
+def _experts(sample: Sample | None, first: int, count: int, shape: tuple[int, int]) -> np.ndarray:
+    """[count, layers, k]: of the tokens from `first` on; -1 for those that the engine was not fed with."""
+    found = np.full((count, *shape), -1, dtype=np.int64)
+    known = sample.rollout_routed_experts if sample is not None else None
+    if known is not None:
+        part = known[first : first + count]
+        found[: len(part)] = part
+    return found
 
 
 def _predictors(responses: Sequence[tuple[int, int]], lengths: Sequence[int]) -> np.ndarray:

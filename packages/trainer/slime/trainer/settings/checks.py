@@ -191,6 +191,16 @@ def _check_losses(s: TrainerSettings) -> None:
         _requires(s, "ref_update_interval", "--use-kl-loss or --kl-coef X", "nothing else has a reference model")
     if s.use_tis and s.use_rollout_logprobs:
         _conflict(s, "use_tis", "use_rollout_logprobs", "both correct for the engine's log-probs")
+    if s.use_routing_replay:
+        reason = "rows are replayed as they were scored, with the weights of the policy"
+        for name in ("use_rollout_routing_replay", "keep_old_actor", "log_probs_max_tokens_per_gpu"):
+            if getattr(s, name):
+                _conflict(s, "use_routing_replay", name, reason)
+        if s.loss_type == "sft_loss" or s.use_rollout_logprobs:
+            _conflict(
+                s, "use_routing_replay", "loss_type" if s.loss_type == "sft_loss" else "use_rollout_logprobs",
+                "no pass computes old log-probs",
+            )  # fmt: skip
     if s.tis_clip_low > s.tis_clip:
         _conflict(s, "tis_clip_low", "tis_clip", "the lower bound must be at most the upper one")
     if s.tis_mode != type(s).tis_mode:

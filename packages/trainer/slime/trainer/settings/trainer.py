@@ -229,6 +229,11 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     )
     tis_clip: float = setting(2.0, "Upper bound of the weight of --use-tis", above=0, aliases=("tis-threshold",))
     tis_clip_low: float = setting(0.0, "Lower bound of the weight of --use-tis", minimum=0)
+    use_routing_replay: bool = setting(
+        False,
+        "Train with the experts that the pass of old log-probs chose (mixtures of experts; R2); the engine's: "
+        "--use-rollout-routing-replay",
+    )
     use_opsm: bool = setting(False, "Drop off-policy sequences with a negative advantage")
     opsm_delta: float = setting(1e-4, "Sequence KL above which --use-opsm drops a sequence", minimum=0)
     custom_reward_post_process_path: str | None = setting(

@@ -13,7 +13,7 @@ import torch
 
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.backends.learning_rate import learning_rate
-from slime.trainer.batching.packing import PackedBatch, check_sample, check_teacher, pack, prompt_digest
+from slime.trainer.batching.packing import PackedBatch, check_experts, check_sample, check_teacher, pack, prompt_digest
 from slime.trainer.batching.plan import assign, lengths_of
 from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
 from slime.trainer.debug.profiler import Profiler
@@ -155,6 +155,8 @@ class TrainStep:
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             if s.use_opd and not s.loads_teacher:
                 check_teacher(sample)
+            if self.backend.replayed_experts is not None:
+                check_experts(sample, *self.backend.replayed_experts)
             expected = plan["lengths"][position]
             if len(sample.array("tokens")) != expected:
                 raise InvalidField(
@@ -182,6 +184,7 @@ class TrainStep:
             gather=self._gathers_keys,
             multiple=self.backend.row_multiple,
             vision=self.backend.vision,
+            experts=self.backend.replayed_experts and self.backend.replayed_experts[:2],
             device=self.backend.device,
         )
 

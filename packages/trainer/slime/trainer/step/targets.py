@@ -92,7 +92,8 @@ class Preparation:
         if s.use_rollout_logprobs:
             return s.get_mismatch_metrics and updates > 1
         plugins = self._advantages is not None or self._postprocess is not None
-        return updates > 1 or s.kl_coef != 0 or s.use_opd or plugins
+        # A pass that trains replays the experts of this one.
+        return updates > 1 or s.kl_coef != 0 or s.use_opd or plugins or s.use_routing_replay
 
     def _score_all(self, updates: list[Work]) -> dict[str, float]:
         s = self.settings

@@ -57,8 +57,7 @@ def append_response_tokens(
     if count:
         changes |= _filled(sample, count)
         changes |= _nucleus(sample, meta_info or {}, count, trainable)
-    if meta_info is not None:
-        changes |= _experts(sample, args, meta_info, len(sample.array("tokens")) + count)
+    changes |= _experts(sample, args, meta_info or {}, len(sample.array("tokens")) + count)
     _check_lengths(sample, before + count, changes)
 
     for name, value in changes.items():
@@ -133,8 +132,15 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
 
 
 def _experts(sample: Sample, args: Any, meta_info: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Returns rollout_routed_experts [length - 1, layers, top_k]; new rows start at `routed_experts_start_len`."""
+    """Returns rollout_routed_experts [length - 1, layers, top_k]; new rows start at `routed_experts_start_len`.
+
+    Tokens that no engine has read yet have experts -1.
+    """
     flat = _decode(meta_info, ("routed_experts",))
+    known = sample.rollout_routed_experts
+    if flat is None and known is not None:
+        unread = np.full((max(0, length - 1 - len(known)), *known.shape[1:]), -1, np.int32)
+        return {"rollout_routed_experts": np.concatenate((known, unread))} if len(unread) else {}
     if flat is None:
         return {}
     layers, top_k = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)

@@ -24,6 +24,7 @@ PACKAGES = ("torch", "transformers")
 class Embedded(EngineKind):
     name = "embedded"
     title = "the embedded engine"
+    fixes = {"returns_experts": "--enable-return-routed-experts"}
     weight_transports = ("tensor", "disk")
 
     def is_installed(self) -> bool:
@@ -59,6 +60,7 @@ class Embedded(EngineKind):
             device=settings.rollout_engine_device,
             dtype=settings.rollout_engine_dtype,
             threads=settings.rollout_engine_threads,
+            enable_return_routed_experts=settings.use_rollout_routing_replay,
             max_running_requests=settings.rollout_engine_max_running_requests,
             deterministic=settings.deterministic,
             random_seed=settings.rollout_seed,
@@ -76,7 +78,12 @@ class Embedded(EngineKind):
         ]
 
     def abilities(self, server_info: Mapping[str, Any]) -> Abilities:
-        return Abilities(seeded=True, memory_saver=True, keeps_weights=True)
+        return Abilities(
+            seeded=True,
+            memory_saver=True,
+            keeps_weights=True,
+            returns_experts=server_info.get("enable_return_routed_experts"),
+        )
 
     def memory(self, settings: RolloutSettings) -> MemoryUse:
         dtype = settings.rollout_engine_dtype

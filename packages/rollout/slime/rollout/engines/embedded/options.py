@@ -38,6 +38,9 @@ class EmbeddedOptions:
     context_length: int | None = setting(
         None, "Most tokens of prompt and response; from config.json by default", minimum=2
     )
+    enable_return_routed_experts: bool = setting(
+        False, "Record which experts each token is sent to, for requests with return_routed_experts"
+    )
     max_running_requests: int = setting(256, "Most sequences decoded together; more wait", minimum=1)
     max_prefill_tokens: int = setting(16384, "Most prompt tokens, padding included, in one forward pass", minimum=1)
     gather_ms: float = setting(

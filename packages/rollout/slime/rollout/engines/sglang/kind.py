@@ -31,7 +31,11 @@ class SGLang(EngineKind):
     takes_server_flags = True
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True
-    fixes = {"seeded": "--enable-deterministic-inference", "memory_saver": "--enable-memory-saver"}
+    fixes = {
+        "seeded": "--enable-deterministic-inference",
+        "memory_saver": "--enable-memory-saver",
+        "returns_experts": "--enable-return-routed-experts",
+    }
 
     def is_installed(self) -> bool:
         return is_installed()
@@ -63,6 +67,7 @@ class SGLang(EngineKind):
                     memory_saver=settings.offloads,
                     deterministic=settings.deterministic,
                     random_seed=settings.rollout_seed,
+                    routed_experts=settings.use_rollout_routing_replay,
                     node=node,
                     args={"host": settings.rollout_engine_host} | settings.sglang_args,
                 ),
@@ -78,6 +83,7 @@ class SGLang(EngineKind):
             seeded=server_info.get("enable_deterministic_inference"),
             memory_saver=server_info.get("enable_memory_saver"),
             keeps_weights=server_info.get("enable_weights_cpu_backup"),
+            returns_experts=server_info.get("enable_return_routed_experts"),
             tp_size=int(server_info.get("tp_size") or 1),
         )
 

@@ -23,14 +23,15 @@ SERVER = (sys.executable, "-m", "sglang.launch_server")
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
     """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check` has
-    them. memory_saver: whether its GPU memory can be released and resumed. node: the part of an engine that is on
-    several nodes, with as many GPUs on each."""
+    them. memory_saver: whether its GPU memory can be released and resumed. routed_experts: whether it can return the
+    experts of tokens. node: the part of an engine that is on several nodes, with as many GPUs on each."""
 
     model_path: str
     gpus: Sequence[str]
     memory_saver: bool = False
     deterministic: bool = False
     random_seed: int | None = None
+    routed_experts: bool = False
     node: EngineNode | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     server: Sequence[str] = SERVER
@@ -82,6 +83,8 @@ def server_command(options: SGLangOptions) -> list[str]:
         flags += [f"--nnodes={nodes}", f"--node-rank={node.rank}", f"--dist-init-addr={node.address}"]
     if options.memory_saver:
         flags.append("--enable-memory-saver")
+    if options.routed_experts:
+        flags.append("--enable-return-routed-experts")
     if options.random_seed is not None:
         flags.append(f"--random-seed={options.random_seed}")
     args = {name: value for name, value in check(options.args).items() if name != "host"}

@@ -31,7 +31,7 @@ RESERVED: dict[str, str] = {
     "base-gpu-id": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "skip-server-warmup": "an engine counts as started when it has made a token",
-    "enable-return-routed-experts": "replaying the routing of experts is not available yet",
+    "enable-return-routed-experts": "give --use-rollout-routing-replay",
     "api-key": OWN_KEY,
     "admin-api-key": OWN_KEY,
     "ssl-keyfile": PLAIN_HTTP,

@@ -32,19 +32,22 @@ from slime.trainer.backends.base import (
     Outputs,
 )
 from slime.trainer.backends.fsdp import model as loading
+from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
 from slime.trainer.backends.fsdp.rows import StaticRows, gradients_of
 from slime.trainer.backends.learning_rate import learning_rate
+from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.shared_attention import fuse
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.errors import InvalidSetting, WrongState
+from slime.types.errors import InvalidSetting, NotAvailable, WrongState
+from slime.types.experts import experts_of
 from slime.types.vision import vision_of
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class FsdpBackend(Backend):
     can_share_prompts = True
     # True if other models may be loaded to compare the policy with.
     _has_references = True
+    _replays_routing = True
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
@@ -78,7 +82,10 @@ class FsdpBackend(Backend):
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         if settings.gradient_checkpointing:
             loading.enable_recomputation(policy)
-        self._compiler = Compiler(settings.activation_memory_budget) if settings.compile else None
+        self._routing = self._attach_routing(policy)
+        # A router is told other experts for each row, which compiled layers do not see.
+        compiles = settings.compile and self._routing is None
+        self._compiler = Compiler(settings.activation_memory_budget) if compiles else None
         bf16_copy = self._keeps_weights_whole()
         self._cut = ranks.world_size > 1 and not bf16_copy
         self.policy = self._place(policy)
@@ -115,6 +122,22 @@ class FsdpBackend(Backend):
         """The model that trains, and the flag that names where it comes from."""
         flag = "--load" if weights else "--hf-checkpoint"
         return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
+
+    def _attach_routing(self, policy: nn.Module) -> RoutingReplay | None:
+        s = self.settings
+        shape = experts_of(policy.config.to_dict())
+        if not self._replays_routing or not replays_routing(s, shape is not None):
+            return None
+        layers = routing.attach(policy)
+        if not layers:
+            name = type(policy).__name__
+            raise NotAvailable(f"experts of {name} cannot be replayed: its routers have another form", field=name)
+        replay = RoutingReplay(layers, from_rollout=s.use_rollout_routing_replay)
+        if s.use_rollout_routing_replay:
+            self.replayed_experts = shape
+        if s.compile:
+            log.info("the model is trained without torch.compile: experts are replayed")
+        return replay
 
     def _load_compared(self, path: str, flag: str) -> nn.Module:
         """A model that scores the policy's rows and does not train."""
@@ -219,7 +242,12 @@ class FsdpBackend(Backend):
     @torch.no_grad()
     def _scores(self, model: nn.Module, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:
         found: list[Outputs | None] = []
+        replay = self._routing if model is self.policy else None
+        if replay is not None:
+            replay.scores()
         for batch in batches:
+            if replay is not None:
+                replay.begin(batch, batch.experts if batch is not None else None)
             if batch is None:
                 if self._cut:
                     self._idle(model)
@@ -229,6 +257,8 @@ class FsdpBackend(Backend):
                 found.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
             else:
                 found.append(self._outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
+            if replay is not None:
+                replay.end(batch)
         return found
 
     @property
@@ -268,7 +298,11 @@ class FsdpBackend(Backend):
     def forward_backward(
         self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
     ) -> None:
+        if self._routing is not None:
+            self._routing.trains()
         for number, batch in enumerate(batches):
+            if self._routing is not None:
+                self._routing.begin(batch, batch.experts if batch is not None else None)
             self._forward_backward(number, batch, loss, entropy, logits)
 
     def _forward_backward(

@@ -25,6 +25,8 @@ class FsdpCritic(FsdpBackend):
     name = "fsdp critic"
     # A critic is compared with nothing.
     _has_references = False
+    # Its experts are its own.
+    _replays_routing = False
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None

@@ -25,7 +25,7 @@ from slime.trainer.backends.base import (
     Outputs,
 )
 from slime.trainer.backends.megatron.hooks import Hooks
-from slime.trainer.backends.megatron.model import aux_losses, parallel
+from slime.trainer.backends.megatron.model import aux_losses, parallel, routing
 from slime.trainer.backends.megatron.model.build import build_model, compile_layers
 from slime.trainer.backends.megatron.model.config import transformer_config, uses_transformer_engine
 from slime.trainer.backends.megatron.model.forward import Pipeline
@@ -34,10 +34,12 @@ from slime.trainer.backends.megatron.model.vocabulary import Scoring
 from slime.trainer.backends.megatron.optim.optimizer import Optimizer, distributed, freeze
 from slime.trainer.backends.megatron.weights import hf, initial
 from slime.trainer.backends.megatron.weights.export import Part, gather
+from slime.trainer.backends.routing import replays_routing
 from slime.trainer.backends.snapshots import Snapshots
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import WrongState
+from slime.types.experts import Experts
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +99,19 @@ class MegatronBackend(Backend):
         self.chunks = distributed(parallel.mixed_precision(chunks, self.transformer), self.args, settings)
         self.optimizer = Optimizer(self.chunks, self.args, settings)
         self.optimizer.zero_grad()
+        replays = replays_routing(settings, bool(self.transformer.num_moe_experts))
+        replay = routing.attach(chunks, from_rollout=settings.use_rollout_routing_replay) if replays else None
+        if replays:
+            # It chooses inside a kernel.
+            self.transformer.moe_router_fusion = False
+        if settings.use_rollout_routing_replay:
+            t = self.transformer
+            self.replayed_experts = Experts(t.num_layers, t.moe_router_topk, t.num_moe_experts or 0)
         scoring = Scoring(int(self.args["vocab_size"]), settings.rollout_temperature, settings.log_probs_chunk_size)
         self._pipeline = Pipeline(
             self.chunks, self.transformer, scoring, device,
             row_multiple=settings.data_pad_size_multiplier, recompute=settings.recompute_loss_function,
-            fused=FusedLogProbs(compiler.function) if compiler is not None else None,
+            fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=replay,
         )  # fmt: skip
         self.can_share_prompts = self._can_share_prompts()
         self._describe()
@@ -152,12 +162,12 @@ class MegatronBackend(Backend):
         self.optimizer.settle()
         with self.snapshots.swapped_in(of):
             self.hooks.before_log_probs(self.chunks, {REFERENCE: "ref_", TEACHER: "teacher_"}.get(of, ""))
-            return self._scores(batches, entropy)
+            return self._scores(batches, entropy, replays=of not in (REFERENCE, TEACHER))
 
-    def _scores(self, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:
+    def _scores(self, batches: Sequence[MaybeBatch], entropy: bool, *, replays: bool = True) -> list[Outputs | None]:
         for chunk in self.chunks:
             chunk.eval()
-        return self._pipeline.scores(batches, entropy=entropy)
+        return self._pipeline.scores(batches, entropy=entropy, replays=replays)
 
     def keep(self, name: str) -> None:
         self.optimizer.settle()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from slime.rollout.chat.template import check_text
 from slime.rollout.engines.embedded.model.images import parse_image_data
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams, parse_sampling_params
 from slime.rollout.engines.embedded.model.response import Response
+from slime.rollout.engines.embedded.model.routing import FLAG
 from slime.types.errors import InvalidField
 from slime.types.vision import images_id
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
-         "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data")  # fmt: skip
+         "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",
+         "return_routed_experts")  # fmt: skip
 NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
 
 MOST_PROMPTS = 1 << 16
@@ -29,6 +34,8 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             raise InvalidField(name, "given", "nothing: the embedded engine takes text and images only")
         if name not in KNOWN and name not in NOT_HERE:
             raise InvalidField(name, value, f"one of {', '.join(KNOWN)}")
+    if body.get("return_routed_experts") and loaded.routing is None:
+        raise InvalidField("return_routed_experts", True, f"nothing: the engine was started without {FLAG}")
     prompts, batched = _prompts(body, loaded)
     params = _spread("sampling_params", body.get("sampling_params") or {}, len(prompts), Mapping)
     prompt_field = "input_ids" if body.get("text") is None else "text"
@@ -136,8 +143,8 @@ def response_text(loaded: Loaded, response: Response) -> str:
     return text
 
 
-def answer(loaded: Loaded, response: Response, *, log_probs: bool) -> dict[str, Any]:
-    """SGLang's form of one response."""
+def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False) -> dict[str, Any]:
+    """SGLang's form of one response. experts: base64 of int32 [tokens - 1, layers, k], of prompt and response."""
     # For a response that still grows: only tokens whose log-prob is known.
     chosen = response.log_probs[:]
     ids = response.output_ids[: len(chosen)]
@@ -152,4 +159,7 @@ def answer(loaded: Loaded, response: Response, *, log_probs: bool) -> dict[str, 
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
+    if experts:
+        rows = np.concatenate(response.experts)[: len(response.prompt_ids) + len(ids) - 1]
+        meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
     return {"text": response_text(loaded, response), "output_ids": ids, "meta_info": meta}

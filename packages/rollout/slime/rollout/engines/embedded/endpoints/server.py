@@ -121,19 +121,19 @@ class EngineServer(ServedModel):
         else:
             # On the event loop, so that requests of token ids are served in the order of their arrival.
             responses, batched = parse_generate(body, self.loaded)
-        log_probs = bool(body.get("return_logprob"))
+        wanted = {"log_probs": bool(body.get("return_logprob")), "experts": bool(body.get("return_routed_experts"))}
         if body.get("stream"):
             if batched:
                 raise InvalidField("stream", True, "one prompt a request")
-            return await send_events(request, self._events(responses[0], log_probs))
+            return await send_events(request, self._events(responses[0], **wanted))
         await self.finish(responses)
-        answers = [answer(self.loaded, r, log_probs=log_probs) for r in responses]
+        answers = [answer(self.loaded, r, **wanted) for r in responses]
         return web.json_response(answers if batched else answers[0])
 
-    async def _events(self, response: Response, log_probs: bool) -> AsyncGenerator[Any, None]:
+    async def _events(self, response: Response, **wanted: bool) -> AsyncGenerator[Any, None]:
         async with contextlib.aclosing(self.tokens(response)) as tokens:
             async for _ in tokens:
-                yield answer(self.loaded, response, log_probs=log_probs)
+                yield answer(self.loaded, response, **wanted)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await openai.chat(self, request, await self.read_json(request))
@@ -191,6 +191,7 @@ class EngineServer(ServedModel):
                 "context_length": self.loaded.context_length,
                 "max_running_requests": self.options.max_running_requests,
                 "deterministic": self.options.deterministic,
+                "enable_return_routed_experts": self.loaded.routing is not None,
                 "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
                 "device": str(self.loaded.model.device),
                 "weight_version": self.scheduler.weights.version,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from slime.rollout.engines.embedded.model.routing import RoutingRecorder
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.generate.media import Media
 from slime.types.errors import InvalidFile, MissingFile
@@ -31,6 +32,7 @@ class Loaded:
     context_length: int
     eos_ids: frozenset[int]
     vision: Vision | None = None
+    routing: RoutingRecorder | None = None
     media: Callable[[], Media] | None = None
     """The processor of a model that reads images, loaded with the first of them."""
 
@@ -86,6 +88,7 @@ def load(options: EmbeddedOptions) -> Loaded:
         context_length=min(limit, options.context_length or limit),
         eos_ids=_eos_ids(model, tokenizer),
         vision=vision,
+        routing=RoutingRecorder(model) if options.enable_return_routed_experts else None,
         media=None if vision is None else functools.cache(lambda: Media(options.model_path, "--model-path")),
     )
 

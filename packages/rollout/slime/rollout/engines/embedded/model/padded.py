@@ -30,6 +30,7 @@ class PaddedBatch(Batch):
         super().__init__(loaded, rng)
         self._model = loaded.model
         self._vision = loaded.vision
+        self._routing = loaded.routing
         self._device = next(self._model.parameters()).device
         self._rows: list[Response] = []
         self._cache: Any = None
@@ -78,6 +79,10 @@ class PaddedBatch(Batch):
         output = self._model(**inputs, attention_mask=mask_UP, position_ids=positions, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         self._mask = mask_UP
+        if self._routing is not None:
+            experts = self._routing.take(len(prompts))
+            for s, row in zip(self._rows, rows, strict=True):
+                s.add_experts(experts[row, longest - len(prompts[row]) :])
         logits_UV = output.logits[:, -1]
         if rows == list(range(len(prompts))):
             return logits_UV
@@ -100,6 +105,10 @@ class PaddedBatch(Batch):
             use_cache=True,
         )
         self._cache = output.past_key_values
+        if self._routing is not None:
+            for s, experts in zip(self._rows, self._routing.take(len(self._rows)), strict=True):
+                if s.finish_reason is None:
+                    s.add_experts(experts)
         return output.logits[:, -1]
 
     def _compact(self) -> None:

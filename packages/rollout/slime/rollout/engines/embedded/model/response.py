@@ -23,6 +23,8 @@ class Response:
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """Written after `output_ids`: another thread may read as many tokens as there are log-probs."""
+    experts: list[np.ndarray] = field(default_factory=list)
+    """[n, layers, k] each: of the tokens that the model was fed with, where it records them."""
     cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -38,6 +40,18 @@ class Response:
     def key(self) -> tuple[str, tuple[int, ...]]:
         """Equal where what is computed first is."""
         return self.media_id, (*self.prompt_ids, *self.output_ids)
+
+    def add_experts(self, rows: np.ndarray) -> None:
+        """rows: [n, layers, k] of the last n tokens fed; those of tokens that are known already are left out."""
+        known = sum(map(len, self.experts))
+        fed = len(self.prompt_ids) + len(self.output_ids)
+        self.experts.append(rows[len(rows) - max(0, fed - known) :])
+
+    def start_over(self) -> None:
+        """Forgets what was generated."""
+        self.output_ids.clear()
+        self.log_probs.clear()
+        self.experts.clear()
 
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = reason

@@ -304,8 +304,7 @@ class Scheduler:
         for request in self._requests:
             for response in request.responses:
                 if response.finish_reason is None and response.on_token is None:
-                    response.output_ids.clear()
-                    response.log_probs.clear()
+                    response.start_over()
             request.waiting = deque(r for r in request.responses if r.finish_reason is None)
         self._batch = None
 

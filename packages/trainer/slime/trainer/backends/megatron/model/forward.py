@@ -19,8 +19,10 @@ from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.algorithms.logprobs import replicated_sum, token_entropy, token_log_probs
 from slime.trainer.backends.base import MaybeBatch, Outputs
 from slime.trainer.backends.megatron.model.head import Head
+from slime.trainer.backends.megatron.model.routing import of_chunk
 from slime.trainer.backends.megatron.model.row import RankRow, cut
 from slime.trainer.backends.megatron.model.vocabulary import Scoring, real_columns
+from slime.trainer.backends.routing import RoutingReplay
 from slime.trainer.batching.packing import PackedBatch
 from slime.types.errors import NotAvailable
 
@@ -40,6 +42,7 @@ class Pipeline:
         row_multiple: int = 1,
         recompute: bool = False,
         fused: FusedLogProbs | None = None,
+        routing: RoutingReplay | None = None,
     ) -> None:
         """row_multiple: of tokens that a rank has of a row, times tensor parallel ranks where it is more than 1.
 
@@ -47,6 +50,8 @@ class Pipeline:
         fused: makes them where a rank has the whole vocabulary, without chunks.
         """
         self.chunks = chunks
+        self.routing = routing
+        self._layers = {id(chunk): of_chunk(chunk) for chunk in chunks}
         self.row_multiple = row_multiple
         self.recompute = recompute
         whole = parallel_state.get_tensor_model_parallel_world_size() == 1
@@ -57,8 +62,10 @@ class Pipeline:
         self._context = parallel_state.get_context_parallel_group()
         self._vocabulary = parallel_state.get_tensor_model_parallel_group()
 
-    def scores(self, batches: Sequence[MaybeBatch], *, entropy: bool = False) -> list[Outputs | None]:
-        """Without gradient, on every stage."""
+    def scores(
+        self, batches: Sequence[MaybeBatch], *, entropy: bool = False, replays: bool = True
+    ) -> list[Outputs | None]:
+        """Without gradient, on every stage. replays: whether experts are replayed or recorded, as a policy's are."""
 
         def collect(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
@@ -67,8 +74,12 @@ class Pipeline:
             found = [outputs.log_probs, *([] if outputs.entropy is None else [outputs.entropy])]
             return logits.new_zeros(()), torch.stack(found)
 
+        if self.routing is not None and replays:
+            self.routing.scores()
         with torch.no_grad():
-            results = self._from_last_stage(batches, self._run(batches, collect, forward_only=True), 1 + entropy)
+            results = self._from_last_stage(
+                batches, self._run(batches, collect, forward_only=True, replays=replays), 1 + entropy
+            )
         return [None if r is None else Outputs(r[0], r[1] if entropy else None) for r in results]
 
     def train(
@@ -108,9 +119,13 @@ class Pipeline:
             # Where a rank predicts nothing its logits still take part: all ranks make the same collective calls.
             return value * scale + logits.sum() * 0.0, None
 
+        if self.routing is not None:
+            self.routing.trains()
         self._run(batches, compute, forward_only=False)
 
-    def _run(self, batches: Sequence[MaybeBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, batches: Sequence[MaybeBatch], last: Callable[..., Any], *, forward_only: bool, replays: bool = True
+    ) -> list[Any]:
         rank, size = self._context.rank(), self._context.size()
         padded = self.config.sequence_parallel or self.row_multiple > 1
         multiple = self.row_multiple * (self._vocabulary.size() if padded else 1)
@@ -124,7 +139,12 @@ class Pipeline:
             number, batch, row = next(iterator)
             model = get_attr_wrapped_model(chunk, "head", return_model_obj=True)
             model.head = Head(row.predicting, row.labels, row.has_label, self.scoring)
+            layers = self._layers[id(chunk)] if replays else []
+            if self.routing is not None and layers:
+                self.routing.begin(batch, self._routed_here(row), layers)
             output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packing)
+            if self.routing is not None and layers:
+                self.routing.end(batch, layers)
             return output, partial(finish, number, batch, row)
 
         def finish(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> Any:
@@ -142,6 +162,12 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _routed_here(self, row: RankRow) -> Tensor | None:
+        """The experts of the tokens that routers of this rank see."""
+        if row.experts is None or not self.config.sequence_parallel:
+            return row.experts
+        return row.experts.chunk(self._vocabulary.size())[self._vocabulary.rank()]
 
     def _scored(self, logits: Tensor) -> tuple[Any, ...]:
         """Arguments that the functions of log-probs and entropies share: logits, temperature, chunk, shard."""

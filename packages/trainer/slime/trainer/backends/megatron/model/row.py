@@ -39,6 +39,7 @@ class RankRow:
     packing: PackedSeqParams
     predicting: Tensor
     trained: Tensor | None
+    experts: Tensor | None = None  # [L, layers, k] int64; -1 for padding
 
 
 def cut(
@@ -115,7 +116,16 @@ def cut(
         packing=packing,
         predicting=to(predicting[mine] if len(mine) else np.zeros(1, dtype=np.int64)),
         trained=to(mine) if len(mine) else None,
+        experts=_experts(batch, source[held]),
     )
+
+
+def _experts(batch: PackedBatch | None, source: np.ndarray) -> Tensor | None:
+    if batch is None or batch.experts is None:
+        return None
+    places = torch.as_tensor(source).to(batch.experts.device)
+    taken = batch.experts[places.clamp(min=0)]
+    return torch.where((places < 0)[:, None, None], -1, taken)
 
 
 def _held(ends: np.ndarray, padded: np.ndarray, rank: int, size: int) -> np.ndarray:
