@@ -35,10 +35,10 @@ def slime_package(name, siblings=(), must_not_import=(), only_in=None, lib_depen
         name="data",
         sources=[
             f"slime/**/{kind}"
-            for kind in ("py.typed", "*.json", "*.jinja", "*.tsv", "*.yaml", "*.html", "*.css", "*.js")
+            for kind in ("py.typed", "*.proto", "*.json", "*.jinja", "*.tsv", "*.yaml", "*.html", "*.css", "*.js")
         ],
     )
-    resources(name="project", sources=["pyproject.toml", "README.md"])
+    resources(name="project", sources=["pyproject.toml", "README.md", "LICENSE"])
     python_distribution(
         name="dist",
         dependencies=[":lib", ":data", ":project"],

@@ -17,6 +17,8 @@ import uv
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
+# The last has no code: it requires the others.
+DISTRIBUTIONS = (*PACKAGES, "all")
 
 
 def run(*command: str | Path, timeout: float = 240, **options) -> subprocess.CompletedProcess[str]:
@@ -52,6 +54,16 @@ class CleanEnvironment:
         listing = run(uv.find_uv_bin(), "pip", "freeze", "--python", self.python, env=clean_environment()).stdout
         return {line.split("==")[0].split(" @")[0].lower() for line in listing.splitlines()}
 
+    def megabytes(self) -> float:
+        """Returns the size of what is installed, as it was unpacked: no bytecode."""
+        files = (path for path in self._site_packages.rglob("*") if path.is_file() and path.suffix != ".pyc")
+        return sum(path.stat().st_size for path in files) / 1e6
+
+    @property
+    def _site_packages(self) -> Path:
+        (directory,) = self.bin.parent.glob("lib/python*/site-packages")
+        return directory
+
     def run(self, code: str, *arguments: str) -> str:
         return run(self.python, "-I", "-c", code, *arguments, env=clean_environment()).stdout
 
@@ -60,11 +72,11 @@ class CleanEnvironment:
 
 
 def collect_wheels(directory: Path) -> Path:
-    """Fills `directory` with the six wheels: those that Pants packaged for the test, else built here."""
+    """Fills `directory` with all wheels: those that Pants packaged for the test, else built here."""
     packaged = list(ROOT.glob("slime_*.whl"))
     for wheel in packaged:
         shutil.copy(wheel, directory)
-    for name in () if packaged else PACKAGES:
+    for name in () if packaged else DISTRIBUTIONS:
         # In a copy: setuptools leaves build directories behind.
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / name

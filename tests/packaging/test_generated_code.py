@@ -26,7 +26,7 @@ def generate(proto: Path, output: Path) -> dict[str, str]:
 
 
 def committed() -> dict[str, str]:
-    return {file.name: file.read_text() for file in COMMITTED.iterdir() if file.suffix in (".py", ".pyi")}
+    return {file.name: file.read_text() for file in COMMITTED.iterdir() if file.suffix in (".py", ".pyi", ".proto")}
 
 
 def test_the_committed_code_is_current(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_stale_code_is_seen(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "\nmessage Addition {\n  string text = 1;\n}\n")
     fresh = generate(edited, tmp_path / "output")
     stale = {name for name, text in committed().items() if text != fresh[name]}
-    assert stale == {"sample_pb2.py", "sample_pb2.pyi"}
+    assert stale == {"sample.proto", "sample_pb2.py", "sample_pb2.pyi"}
 
 
 ROUND_TRIP = """

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import set_version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = {path.parent.name: tomllib.loads(path.read_text()) for path in ROOT.glob("packages/*/pyproject.toml")}
+
+
+# Extras whose packages no test installs.
+UNTESTED = {"memray", "nixl", "wandb"}
+
+
+def requirements(project: dict[str, Any]) -> list[str]:
+    """Returns the requirements of a project, those of its extras included."""
+    return [
+        *project["dependencies"],
+        *(each for extra in project.get("optional-dependencies", {}).values() for each in extra),
+    ]
 
 
 def lines(path: Path) -> list[str]:
@@ -23,9 +41,44 @@ def test_ruff() -> None:
 
 
 def test_the_packages_have_one_version() -> None:
-    assert len(PROJECTS) == 6
+    assert len(PROJECTS) == 7
     versions = {name: project["project"]["version"] for name, project in PROJECTS.items()}
     assert len(set(versions.values())) == 1, versions
+    (version,) = set(versions.values())
+    for path in (path for pattern in set_version.FILES for path in ROOT.glob(pattern)):
+        text = path.read_text()
+        assert set_version.replaced(text, version) == text, f"{path}: run scripts/set_version.py {version}"
+
+
+def test_one_command_sets_the_version_everywhere(tmp_path: Path) -> None:
+    for pattern in set_version.FILES:
+        for path in ROOT.glob(pattern):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    set_version.main("2.5.1", tmp_path)
+    for path in tmp_path.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        assert project["version"] == "2.5.1"
+        for requirement in requirements(project):
+            if requirement.startswith("slime-"):
+                assert requirement.endswith((">=2.5,<3", "==2.5.1")), requirement
+    assert 'version="2.5.1"' in (tmp_path / "pants-macros/packages.py").read_text()
+    with pytest.raises(SystemExit, match="MAJOR.MINOR.PATCH"):
+        set_version.main("2.5", tmp_path)
+
+
+def test_the_projects_say_the_same_of_themselves() -> None:
+    for field in ("license", "license-files", "authors", "requires-python", "keywords", "classifiers"):
+        values = {name: repr(project["project"][field]) for name, project in PROJECTS.items()}
+        assert len(set(values.values())) == 1, (field, values)
+    for name in PROJECTS:
+        # A wheel holds only what lies in its project's directory.
+        assert (ROOT / "packages" / name / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    pythons = [c.rsplit(" ", 1)[1] for c in PROJECTS["types"]["project"]["classifiers"] if " :: 3." in c]
+    assert PROJECTS["types"]["project"]["requires-python"] == f">={pythons[0]}"
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["target-version"]
+    assert ruff == f"py{pythons[0].replace('.', '')}"
 
 
 def test_every_requirement_has_a_version_that_fits() -> None:
@@ -33,6 +86,6 @@ def test_every_requirement_has_a_version_that_fits() -> None:
     tested = {line.partition("[")[0] for line in lines(ROOT / "3rdparty/python/requirements.txt")}
     assert tested <= pinned
     for name, project in PROJECTS.items():
-        named = [re.split(r"[\[<>=!~ ]", line)[0] for line in project["project"]["dependencies"]]
-        missing = {requirement for requirement in named if not requirement.startswith("slime-")} - pinned
+        named = [re.split(r"[\[<>=!~ ]", line)[0] for line in requirements(project["project"])]
+        missing = {requirement for requirement in named if not requirement.startswith("slime-")} - pinned - UNTESTED
         assert not missing, f"slime-{name}: {missing}"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from clean_environment import ROOT
+from clean_environment import DISTRIBUTIONS, ROOT
 
 # What a package needs of the others, and what must not even be installed with it.
 SIBLINGS = {
@@ -29,10 +29,10 @@ SIBLINGS = {
 }
 ABSENT = {
     "types": {"torch", "ray", "transformers", "sglang", "megatron-core"},
-    "buffer": {"torch", "ray", "transformers", "sglang", "megatron-core"},
-    "rollout": {"torch", "ray", "sglang", "megatron-core"},
-    "converters": {"ray", "sglang"},
-    "trainer": {"ray", "sglang"},
+    "buffer": {"torch", "ray", "transformers", "sglang", "megatron-core", "pyarrow", "reasoning-gym"},
+    "rollout": {"torch", "ray", "transformers", "sglang", "megatron-core", "reasoning-gym", "matplotlib", "boto3"},
+    "converters": {"ray", "sglang", "megatron-core"},
+    "trainer": {"ray", "sglang", "megatron-core"},
     "launcher": {"sglang"},
 }
 SCRIPTS = {
@@ -45,7 +45,9 @@ SCRIPTS = {
 # Heavy: no `import slime.NAME` may bring them in, installed or not.
 LAZY = ["torch", "transformers", "ray", "sglang", "megatron", "grpc_tools"]
 # Code that an extra is for.
-EXTRA_MODULES = {"rollout": "slime.rollout.engines.embedded."}
+EXTRA_MODULES = {"rollout": "slime.rollout.engines.embedded.", "trainer": "slime.trainer.backends.megatron."}
+# The most distributions (itself and its siblings included) and MB that a package may install without extras.
+LIMITS = {"types": (10, 130), "buffer": (12, 150), "rollout": (40, 200)}
 
 IMPORT_LIGHTLY = """
 import sys, time, json
@@ -78,6 +80,9 @@ def test_a_wheel_works_alone(name: str, make_environment: Callable) -> None:
     ours = {d.removeprefix("slime-") for d in environment.installed() if d.startswith("slime-")}
     assert ours == {name} | SIBLINGS[name]
     assert not environment.installed() & ABSENT[name]
+    if name in LIMITS:
+        distributions, megabytes = LIMITS[name]
+        assert len(environment.installed()) <= distributions and environment.megabytes() <= megabytes
 
     light = [json.loads(environment.run(IMPORT_LIGHTLY.format(name=name))) for _ in range(3)]
     assert not set(light[0]["modules"]) & set(LAZY)
@@ -91,19 +96,24 @@ def test_a_wheel_works_alone(name: str, make_environment: Callable) -> None:
         assert "usage: " in environment.script(SCRIPTS[name], "--help").lower()
 
 
-def test_the_wheels_import_on_python_3_12(make_environment: Callable, tmp_path: Path) -> None:
-    python = find_python("3.12")
+@pytest.mark.parametrize(("version", "names"), [("3.12", list(SIBLINGS)), ("3.13", ["types", "buffer", "rollout"])])
+def test_the_wheels_import_on_later_pythons(
+    version: str, names: list[str], make_environment: Callable, tmp_path: Path
+) -> None:
+    python = find_python(version)
     if python is None:
-        pytest.skip("no Python 3.12 on this machine")
+        pytest.skip(f"no Python {version} on this machine")
     environment = make_environment(python)
     # The indexes of a machine may have no build of torch for this Python but the largest; nothing here imports it.
     override = tmp_path / "override.txt"
     override.write_text("torch ; python_version < '3'\n")
-    environment.install(*(f"slime-{name}" for name in SIBLINGS), options=("--override", override))
-    for name in SIBLINGS:
+    # `slime-all` brings the others by itself.
+    wanted = ["all"] if names == list(SIBLINGS) else names
+    environment.install(*(f"slime-{name}" for name in wanted), options=("--override", override))
+    for name in names:
         environment.run(IMPORT_LIGHTLY.format(name=name))
-    for script in SCRIPTS.values():
-        environment.script(script, "--help")
+    for name in SCRIPTS.keys() & set(names):
+        environment.script(SCRIPTS[name], "--help")
 
 
 def find_python(version: str) -> str | None:
@@ -116,7 +126,7 @@ def find_python(version: str) -> str | None:
 
 
 # Distributions whose modules have another name.
-DISTRIBUTIONS = {
+NAMES = {
     "PIL": "pillow",
     "google": "protobuf",
     "grpc": "grpcio",
@@ -139,7 +149,7 @@ def test_metadata_names_what_the_code_imports(name: str, wheels: Path) -> None:
         if top == "slime":
             siblings.add(owner(imported, owners))
         elif top not in sys.stdlib_module_names:
-            third_party.add(DISTRIBUTIONS.get(top, top.replace("_", "-").lower()))
+            third_party.add(NAMES.get(top, top.replace("_", "-").lower()))
     assert {f"slime-{s}" for s in siblings - {name}} <= required
     # Where a package only passes a sibling on (a command, a service it starts), it says so in its requirements alone.
     assert {r for r in required if r.startswith("slime-")} == {f"slime-{s}" for s in SIBLINGS[name]}
@@ -156,7 +166,6 @@ def requirements(wheels: Path, name: str) -> tuple[set[str], set[str]]:
         found = re.match(r"[A-Za-z0-9._-]+", line)
         assert found is not None, line
         (extras if "extra ==" in line else required).add(found.group().lower())
-    assert metadata["Requires-Python"] == ">=3.11"
     return required, extras
 
 
@@ -212,7 +221,7 @@ def test_wheels_are_typed(name: str, wheels: Path) -> None:
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_a_wheel_holds_the_files_of_its_package(name: str, wheels: Path) -> None:
     directory = ROOT / "packages" / name
-    kinds = {".py", ".pyi", ".typed", ".json", ".jinja", ".tsv", ".yaml", ".html", ".css", ".js"}
+    kinds = {".py", ".pyi", ".typed", ".proto", ".json", ".jinja", ".tsv", ".yaml", ".html", ".css", ".js"}
     tree = {
         p.relative_to(directory).as_posix()
         for p in (directory / "slime").rglob("*")
@@ -221,3 +230,42 @@ def test_a_wheel_holds_the_files_of_its_package(name: str, wheels: Path) -> None
     with wheel_of(wheels, name) as archive:
         held = {path for path in archive.namelist() if ".dist-info/" not in path}
     assert tree and held == tree
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_wheel_can_be_published(name: str, wheels: Path) -> None:
+    with wheel_of(wheels, name) as archive:
+        (path,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(path).decode())
+        licence = archive.read(path.replace("METADATA", "licenses/LICENSE"))
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] and metadata["Summary"] and metadata["Requires-Python"] == ">=3.11"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert urls["Documentation"].endswith(f"packages/{name}/README.md")
+    # An index shows the page without the repository around it.
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown" and page.startswith(f"# slime-{name}")
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+def test_slime_types_carries_the_contract_for_other_languages(wheels: Path) -> None:
+    with wheel_of(wheels, "types") as archive:
+        held = {Path(path).name: archive.read(path) for path in archive.namelist() if path.endswith(".proto")}
+    assert held == {path.name: path.read_bytes() for path in (ROOT / "proto/slime/v1").glob("*.proto")}
+
+
+def test_the_meta_distribution_has_no_code_and_requires_one_release(wheels: Path) -> None:
+    with wheel_of(wheels, "all") as archive:
+        assert all(".dist-info/" in path for path in archive.namelist())
+    required, extras = requirements(wheels, "all")
+    assert required == {f"slime-{name}" for name in SIBLINGS} and extras == {"slime-launcher"}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_each_package_uses_what_python_3_10_does_not_have(name: str, wheels: Path) -> None:
+    """Otherwise `requires-python` asks for more than the package needs, with those that it requires."""
+    packages = {name, "types"}
+    assert "typing.Self" in {imported for each in packages for imported in imports(wheels, each)}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 
 
 def test_a_row_becomes_a_prompt(write_jsonl):
@@ -175,3 +176,12 @@ def test_epochs_visit_every_prompt_once_however_they_are_cut(size, counts, shuff
         part = taken[start : start + size]
         assert part == order[: len(part)]
     assert cursor.epoch * size + cursor.offset == sum(counts)
+
+
+def test_parquet_without_pyarrow_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        NotAvailable, match=r'rows.parquet requires the package pyarrow: pip install "slime-buffer\[parquet\]"'
+    ):
+        read_dataset(str(tmp_path / "rows.parquet"), Columns())

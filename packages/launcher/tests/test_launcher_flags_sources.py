@@ -170,7 +170,10 @@ def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path, mon
     with pytest.raises(InvalidSetting, match="--rollout-num-gpus.*--rollout-external-engine-addrs"):
         parse("--rollout-num-gpus", "0")
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(NotAvailable, match="--rollout-data-transport nixl requires the package nixl: pip install nixl"):
+    with pytest.raises(
+        NotAvailable,
+        match="--rollout-data-transport nixl requires the package nixl: pip install .*slime-launcher.nixl.",
+    ):
         parse("--rollout-data-transport", "nixl")
     evaluation = parse("--eval-prompt-data", "aime", str(prompts), "--eval-prompt-data", "gsm8k", str(prompts))
     assert list(evaluation.buffer.evaluation_sets()) == ["aime", "gsm8k"]

@@ -270,7 +270,7 @@ def test_a_key_of_weights_and_biases_without_its_package_stops_no_run(
     words = command(made)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert available(made, words) == [word for word in words if word not in ("--use-wandb", "--wandb-project", "p")]
-    assert "pip install wandb" in capsys.readouterr().err
+    assert "pip install 'slime-launcher[wandb]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert available(made, words) == words
 

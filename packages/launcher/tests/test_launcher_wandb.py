@@ -115,5 +115,7 @@ def test_a_key_without_a_value_is_refused() -> None:
 
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(NotAvailable, match="--use-wandb requires the package wandb: pip install wandb"):
+    with pytest.raises(
+        NotAvailable, match="--use-wandb requires the package wandb: pip install .slime-launcher.wandb."
+    ):
         run_config.parse([*BASE, "--use-wandb"], check=False, environment={})

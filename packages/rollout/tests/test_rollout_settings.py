@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,14 @@ import pytest
 from rollout_fakes import VOCABULARY, FakeEngine
 
 from slime.rollout.cli import main
+from slime.rollout.engines.embedded.__main__ import main as embedded_main
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.generate.evaluation import fits
 from slime.rollout.generate.offline import check_output, read_prompts, write_samples
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
 from slime.rollout.metrics import pass_rates
+from slime.rollout.recordings.torch_files import read_torch
+from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.errors import DeadlineExceeded, InvalidFile, InvalidSetting, MissingFile, NotAvailable
@@ -197,6 +201,33 @@ def test_the_embedded_engine_without_its_packages_names_the_extra(monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
     with pytest.raises(NotAvailable, match=r'requires torch: pip install "slime-rollout\[embedded\]"'):
         choose_engine(RolloutSettings(hf_checkpoint="none"), [])
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra", "call"),
+    [
+        ("transformers", "transformers", "transformers", lambda directory: load_tokenizer(str(directory))),
+        ("reasoning_gym", "reasoning-gym", "reasoning-gym", lambda directory: reward_function("reasoning_gym")),
+        ("torch", "torch", "embedded", lambda directory: read_torch(directory / "rollout.pt")),
+    ],
+)
+def test_a_missing_package_names_the_extra_that_brings_it(
+    module: str, package: str, extra: str, call: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    reward_function.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(NotAvailable, match=rf'requires the package {package}: pip install "slime-rollout\[{extra}\]"'):
+        call(tmp_path)
+
+
+def test_an_engine_started_by_hand_without_its_packages_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    assert embedded_main(["--model-path", "MODEL_DIR"]) == 2
+    assert 'requires the package torch: pip install "slime-rollout[embedded]"' in capsys.readouterr().err
 
 
 def test_samples_are_not_written_over_what_somebody_has_kept(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_recorder_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib, "import_module", missing)
     settings = make_settings("m", record_memory_history=True, memory_recorder="memray")
-    with pytest.raises(NotAvailable, match="pip install memray"):
+    with pytest.raises(NotAvailable, match=r'pip install "slime-trainer\[memray\]"'):
         MemoryRecord(settings, types.SimpleNamespace(), 0)
 
 

@@ -1,5 +1,6 @@
 """Functions of the user's that join the Megatron backend, and recomputation, on one rank."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from trainer_tiny import Runner, alone, make_samples, make_settings, write_ahead
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.backends.build import build_backend
 from slime.trainer.trainer import pick_device
-from slime.types.errors import InvalidSetting, PluginError
+from slime.types.errors import InvalidSetting, NotAvailable, PluginError
 
 HOOKS = """
 calls = []
@@ -273,3 +274,14 @@ def test_an_optimizer_that_is_on_the_cpu_already_is_not_moved_there(model: str):
     with pytest.raises(InvalidSetting, match="on the CPU already") as raised:
         build_backend(megatron(model), alone(), torch.device("cpu"), megatron={"optimizer_cpu_offload": True})
     assert raised.value.field == "--optimizer-cpu-offload"
+
+
+def test_the_backend_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "megatron" else find(name, *more)
+    )
+    with pytest.raises(
+        NotAvailable, match=r'requires the package megatron-core: pip install "slime-trainer\[megatron\]"'
+    ):
+        build_backend(make_settings("MODEL_DIR", train_backend="megatron"), alone(), pick_device(0))

@@ -15,7 +15,7 @@ from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
-from slime.rollout.generate.prompts import check_directory, load_tokenizer
+from slime.rollout.generate.prompts import check_directory, check_transformers, load_tokenizer
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards import reward_function
@@ -35,6 +35,7 @@ def open_state(
         whose rollout function needs none.
     """
     check_directory(settings.hf_checkpoint)
+    check_transformers(settings.hf_checkpoint)
     if settings.rm_type:
         reward_function(settings.rm_type)
     plugins = RolloutPlugins(settings)

@@ -38,6 +38,7 @@ The constructors of ConfigError word a fault of what a user gave; each class bel
     requires     --save-interval requires --save DIR
     required     --num-rollout is required: iterations of the run
     unavailable  --use-foo is not supported yet: there is no kernel for it; use --use-bar
+    not_installed  --use-wandb requires the package wandb: pip install "slime-launcher[wandb]"
     unknown      unknown option --rolout-batch-size; did you mean --rollout-batch-size?
 """
 
@@ -214,6 +215,11 @@ class NotAvailable(ConfigError):
         instead = f"; use {alternative}" if alternative else ""
         message = f"{setting} is not supported yet{_because(reason)}{instead}"
         return cls(message, field=name, value=value, expected=alternative or "")
+
+    @classmethod
+    def not_installed(cls, setting: str, package: str, extra: str) -> Self:
+        """Reports a setting whose optional package is missing. extra: brings the package, `slime-rollout[agents]`."""
+        return cls.requires(setting, f"the package {package}", f'pip install "{extra}"')
 
 
 class MissingFile(ConfigError):

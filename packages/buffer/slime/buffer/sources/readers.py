@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, NotAvailable
 
 
 class RowReader(Protocol):
@@ -49,10 +49,16 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("row N", row), N from 0. Raises InvalidFile where the file is no parquet."""
+    """Yields ("row N", row), N from 0.
+
+    Raises InvalidFile where the file is no parquet, NotAvailable without pyarrow.
+    """
     # Importing pyarrow takes a third of a second, and most runs read jsonl.
-    import pyarrow
-    import pyarrow.parquet
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise NotAvailable.not_installed(path, "pyarrow", "slime-buffer[parquet]") from error
 
     try:
         file = pyarrow.parquet.ParquetFile(path)

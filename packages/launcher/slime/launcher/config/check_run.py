@@ -82,7 +82,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     if args["megatron_to_hf_mode"] is not None and args["train_backend"] != "megatron":
         raise _requires(args, "megatron_to_hf_mode", "--train-backend megatron")
     if args["rollout_data_transport"] == "nixl" and importlib.util.find_spec("nixl") is None:
-        raise NotAvailable.requires("--rollout-data-transport nixl", "the package nixl", "pip install nixl")
+        raise NotAvailable.not_installed("--rollout-data-transport nixl", "nixl", "slime-launcher[nixl]")
     if args["multimodal_keys"] and args["train_backend"] == "megatron" and not args["debug_rollout_only"]:
         raise InvalidSetting.conflict(
             "--train-backend megatron", "--multimodal-keys", "its models read text only; use --train-backend fsdp"

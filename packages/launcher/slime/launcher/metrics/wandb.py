@@ -58,7 +58,7 @@ def check_wandb(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting for W&B settings without --use-wandb, NotAvailable without the package."""
     if args["use_wandb"]:
         if importlib.util.find_spec("wandb") is None:
-            raise NotAvailable.requires("--use-wandb", "the package wandb", "pip install wandb")
+            raise NotAvailable.not_installed("--use-wandb", "wandb", "slime-launcher[wandb]")
         host = args["wandb_host"]
         if host is not None and not host.startswith(("http://", "https://")):
             raise InvalidSetting.must_be("--wandb-host", "http://... or https://...", got=host)

@@ -161,7 +161,7 @@ def available(runner: RunnerFields, words: Sequence[str]) -> list[str]:
     wandb_flags = _wandb(runner)
     if not wandb_flags or importlib.util.find_spec("wandb") is not None:
         return list(words)
-    print("SlimeRunner: no logging to Weights & Biases: pip install wandb", file=sys.stderr)
+    print("SlimeRunner: no logging to Weights & Biases: pip install 'slime-launcher[wandb]'", file=sys.stderr)
     end = len(words) - len(runner.extra_flags)
     return [*words[: end - len(wandb_flags)], *words[end:]]
 

@@ -29,11 +29,8 @@ def aws_client(service: str, settings: AgentSettings, *, read_seconds: float = R
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
-        raise NotAvailable.requires(
-            f"s3_bucket {settings.s3_bucket}" if settings.s3_bucket else "agent_runtime_arn",
-            "the package boto3",
-            "pip install 'slime-rollout[agents]'",
-        ) from error
+        setting = f"s3_bucket {settings.s3_bucket}" if settings.s3_bucket else "agent_runtime_arn"
+        raise NotAvailable.not_installed(setting, "boto3", "slime-rollout[agents]") from error
     config = Config(
         retries={"mode": "adaptive", "max_attempts": ATTEMPTS},
         connect_timeout=CONNECT_SECONDS,

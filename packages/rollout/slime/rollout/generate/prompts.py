@@ -6,6 +6,7 @@ With `--apply-chat-template` a prompt is rendered when its group is taken for an
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from collections import OrderedDict
@@ -18,7 +19,7 @@ import numpy as np
 from slime.rollout.chat import template
 from slime.rollout.doors.workers import Workers
 from slime.types import Sample
-from slime.types.errors import InvalidFile, MissingFile
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.files import no_directory
 from slime.types.vision import images_id, images_of, vision_of
 
@@ -52,9 +53,15 @@ def check_directory(hf_checkpoint: str) -> None:
 
 
 def load_tokenizer(hf_checkpoint: str) -> Any:
-    """Returns the tokenizer as transformers loads it. Raises MissingFile, or InvalidFile where it cannot be read."""
+    """Returns the tokenizer as transformers loads it.
+
+    Raises MissingFile, InvalidFile where it cannot be read, or NotAvailable without transformers.
+    """
     check_directory(hf_checkpoint)
-    from transformers import AutoTokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise _no_transformers(hf_checkpoint) from error
 
     try:
         return AutoTokenizer.from_pretrained(hf_checkpoint)
@@ -64,6 +71,16 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
             field="--hf-checkpoint",
             value=hf_checkpoint,
         ) from error
+
+
+def check_transformers(hf_checkpoint: str) -> None:
+    """Raises NotAvailable where transformers is not installed; imports nothing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise _no_transformers(hf_checkpoint)
+
+
+def _no_transformers(hf_checkpoint: str) -> NotAvailable:
+    return NotAvailable.not_installed(f"--hf-checkpoint {hf_checkpoint}", "transformers", "slime-rollout[transformers]")
 
 
 def has_chat_template(hf_checkpoint: str) -> bool:

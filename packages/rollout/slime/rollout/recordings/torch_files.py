@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.types import Sample
+from slime.types.errors import NotAvailable
 
 EMPTY_WHERE_NONE = (
     "spans", "weight_versions", "metadata", "apply_chat_template_kwargs", "spec_info", "prefix_cache_info",
@@ -29,8 +30,14 @@ UNREADABLE = (
 
 
 def read_torch(path: Path) -> tuple[int | None, list[Sample]]:
-    """Returns (rollout_id, samples). Raises ValueError where the file is something else, InvalidField for a sample."""
-    import torch
+    """Returns (rollout_id, samples).
+
+    Raises ValueError where the file is something else, InvalidField for a sample, NotAvailable without torch.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise NotAvailable.not_installed(str(path), "torch", "slime-rollout[embedded]") from error
 
     # Constructors of plain arrays, and nothing else; numpy has renamed the module between versions.
     kinds = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, NotAvailable
 
 
 async def reward(args: Any, sample: Sample) -> float:
@@ -31,11 +31,20 @@ def score(name: str, answer: str, entry: dict[str, Any]) -> float:
     return float(_scorer(name)(answer=answer, entry=entry))
 
 
+def require() -> Any:
+    """Returns the module reasoning_gym. Raises NotAvailable where it is not installed."""
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise NotAvailable.not_installed(
+            "--rm-type reasoning_gym", "reasoning-gym", "slime-rollout[reasoning-gym]"
+        ) from error
+    return reasoning_gym
+
+
 @functools.cache
 def _scorer(name: str) -> Callable[..., float]:
-    import reasoning_gym
-
     try:
-        return reasoning_gym.get_score_answer_fn(name)
+        return require().get_score_answer_fn(name)
     except ValueError:
         raise InvalidField("metadata.source_dataset", name, "the name of a reasoning-gym data set") from None

@@ -28,6 +28,8 @@ BUILT_IN = {
 }
 # Rewards that are, or may be, a dict of numbers.
 DICTS = ("dapo", "remote_rm")
+# Rewards of packages that may be missing: their modules say so in `require`.
+OPTIONAL = ("ifbench", "reasoning_gym")
 LABELLED = ("math", "deepscaler", "dapo", "f1", "gpqa", "integer", "exact_partial")
 BOXED = "boxed_"
 
@@ -41,12 +43,11 @@ def reward_function(rm_type: str) -> RewardFunction:
     name = check_name(rm_type)
     if rm_type.replace("-", "_").startswith(BOXED):
         return score_boxed(reward_function(name))
-    if name == "ifbench":
-        from slime.rollout.rewards.ifbench import require
-
-        require()
-    module, attribute = BUILT_IN[name].split(":")
-    function = getattr(importlib.import_module(module), attribute)
+    module_name, attribute = BUILT_IN[name].split(":")
+    module = importlib.import_module(module_name)
+    if name in OPTIONAL:
+        module.require()
+    function = getattr(module, attribute)
     function = function if inspect.iscoroutinefunction(function) else _as_async(function)
     return _labelled(function, name) if name in LABELLED else function
 

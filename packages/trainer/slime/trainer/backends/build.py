@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, Checkpoints, HuggingFaceCheckpoints
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
 
 if TYPE_CHECKING:
     from slime.trainer.backends.fsdp.critic import FsdpCritic
@@ -34,12 +35,15 @@ def build_backend(
 
     weights: a directory in place of `settings.hf_checkpoint`; megatron: explicitly set arguments of Megatron.
 
-    Raises InvalidSetting where those contradict the model's config, and what loading raises.
+    Raises InvalidSetting where those contradict the model's config, NotAvailable where megatron-core is not installed,
+    and what loading raises.
     """
     if settings.train_backend == "fsdp":
         from slime.trainer.backends.fsdp.backend import FsdpBackend
 
         return FsdpBackend(settings, ranks, device, weights)
+    if importlib.util.find_spec("megatron") is None:
+        raise NotAvailable.not_installed("--train-backend megatron", "megatron-core", "slime-trainer[megatron]")
     # Without CUDA this has to come before any import of Megatron.
     from slime.converters.megatron import cpu_shim
 

@@ -71,9 +71,7 @@ class _Memray:
         try:
             memray = importlib.import_module("memray")
         except ImportError:
-            raise NotAvailable.requires(
-                "--memory-recorder memray", "the package memray", "pip install memray"
-            ) from None
+            raise NotAvailable.not_installed("--memory-recorder memray", "memray", "slime-trainer[memray]") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._tracker = memray.Tracker(str(path), native_traces=False)
         self._tracker.__enter__()

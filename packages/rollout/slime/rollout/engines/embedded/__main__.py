@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.rollout.doors import check_exposure, listen
+from slime.rollout.engines.embedded.kind import Embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.keys import take_key
-from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, PortInUse, SlimeError
 from slime.types.settings import parse
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def serve(options: EmbeddedOptions) -> None:
     """Returns after SIGTERM or SIGINT."""
     if options.parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
+    missing = Embedded().missing()
+    if missing:
+        raise NotAvailable.not_installed("the embedded engine", missing[0], "slime-rollout[embedded]")
     from slime.rollout.engines.embedded.model.loading import check_directory
 
     api_key = take_key(options.api_key_file, "--api-key-file")

@@ -28,17 +28,18 @@ class Embedded(EngineKind):
     weight_transports = ("tensor", "disk")
 
     def is_installed(self) -> bool:
-        return not self._missing()
+        return not self.missing()
 
     def not_installed(self) -> ConfigError:
         return NotAvailable.requires(
             "--rollout-engine embedded",
-            " and ".join(self._missing() or PACKAGES),
+            " and ".join(self.missing() or PACKAGES),
             'pip install "slime-rollout[embedded]", or name engines that run already with '
             "--rollout-external-engine-addrs",
         )
 
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
+        """Returns the packages of the engine that are not installed."""
         return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
