@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import check_release
 import declared_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,14 +114,44 @@ def test_the_image_runs_what_all_labels_run() -> None:
     assert gpu_tests <= {entry["test_file"] for entry in entries(jobs["e2e-test-image"])}
 
 
-def test_both_workflows_use_the_same_tools() -> None:
+def test_all_workflows_use_the_same_tools() -> None:
     used: dict[str, set[str]] = {}
-    for name in ("ci.yml", "pr-test.yml"):
+    for name in NAMES:
         for action, version in re.findall(r"uses: (\S+)@(\S+)", (WORKFLOWS / name).read_text()):
             assert re.fullmatch("[0-9a-f]{40}", version), f"{action} is pinned by tag"
             used.setdefault(action, set()).add(version)
         assert "PIP_EXTRA_INDEX_URL: ${{ vars.PIP_EXTRA_INDEX_URL }}" in (WORKFLOWS / name).read_text()
     assert all(len(versions) == 1 for versions in used.values()), used
+
+
+def test_a_release_is_published_by_trust_and_signed() -> None:
+    jobs = workflow("release.yml")["jobs"]
+    assert workflow("release.yml")[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+    assert "permissions" not in jobs["build"], "what runs the code of others cannot publish"
+    assert jobs["publish"]["permissions"] == {"id-token": "write", "attestations": "write", "contents": "read"}
+    assert jobs["publish"]["environment"] == "pypi" and "secrets." not in (WORKFLOWS / "release.yml").read_text()
+    used = [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"] if "uses" in step]
+    assert used[1:] == ["actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"]
+
+
+def test_a_release_names_one_version_everywhere(tmp_path: Path) -> None:
+    def faults(tag: str) -> str:
+        return "\n".join(check_release.faults(tag, tmp_path))
+
+    for path in ROOT.glob("packages/*/pyproject.toml"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(path.read_text().replace("https://slime.example", "https://host.example"))
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "\n## Unreleased\n" in changelog
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    assert "packages/all/pyproject.toml has version 0.1.0: run scripts/set_version.py 3.0.0" in faults("v3.0.0")
+    assert faults("v0.1.0") == "CHANGELOG.md has no heading '## 0.1.0 - YYYY-MM-DD'"
+    (tmp_path / "CHANGELOG.md").write_text(changelog.replace("## Unreleased", "## 0.1.0 - 2026-12-01"))
+    assert faults("v0.1.0") == ""
+    placeholder = tmp_path / "packages" / "types" / "pyproject.toml"
+    placeholder.write_text((ROOT / "packages" / "types" / "pyproject.toml").read_text())
+    assert "links to a placeholder" in faults("v0.1.0") or "slime.example" not in placeholder.read_text()
 
 
 def test_a_push_to_a_labelled_pull_request_runs_nothing_of_it() -> None:
