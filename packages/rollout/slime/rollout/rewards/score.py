@@ -35,7 +35,7 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 async def score_sample(args: Any, sample: Sample, *, evaluation: bool = False) -> None:
     """Sets `sample.reward`. Raises InvalidField naming the sample and the function where that is no finite number."""
     function, name = choose(args, sample)
-    sample.reward = check(await maybe_await(function, args, sample), sample, name, reward_key(args, evaluation))
+    _set(args, sample, await maybe_await(function, args, sample), name, evaluation)
 
 
 async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = False) -> None:
@@ -49,7 +49,43 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
         expected = f"a list of {len(samples)} rewards, one for each sample"
         raise InvalidField("reward", got, expected, f"{name} returned {got}, expected {expected}")
     for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = check(reward, sample, name, reward_key(args, evaluation))
+        _set(args, sample, reward, name, evaluation)
+
+
+def _set(args: Any, sample: Sample, reward: Any, name: str, evaluation: bool) -> None:
+    key = reward_key(args, evaluation)
+    sample.reward = check(reward, sample, name, key)
+    if not evaluation:
+        _shorten(args, sample, key)
+
+
+def overlong_penalty(length: int, limit: int, buffer: int, largest: float) -> float:
+    """Returns DAPO's penalty for a response of `length` tokens, from -`largest` to 0.
+
+        largest * min(0, (limit - buffer - length) / buffer)    at least -largest
+
+    Source: arXiv 2503.14476, equation 13.
+    """
+    return largest * max(-1.0, min(0.0, (limit - buffer - length) / buffer))
+
+
+def _shorten(args: Any, sample: Sample, key: str | None) -> None:
+    """Applies DAPO's rules for long responses. Metrics go on with the reward as it was. key: of a dict reward."""
+    if getattr(args, "overlong_mask", False) and sample.status is Sample.Status.TRUNCATED:
+        sample.remove_sample = True
+    buffer = getattr(args, "overlong_buffer_len", None)
+    if buffer is None:
+        return
+    found = overlong_penalty(sample.response_length, args.rollout_max_response_len, buffer, args.overlong_penalty)
+    if not found:
+        return
+    if isinstance(sample.reward, dict):
+        assert key is not None
+        sample.metadata.setdefault("raw_reward", float(sample.reward[key]))
+        sample.reward = sample.reward | {key: sample.reward[key] + found}
+    elif sample.reward is not None:
+        sample.metadata.setdefault("raw_reward", sample.reward)
+        sample.reward += found
 
 
 def scores_by_group(args: Any, evaluation: bool) -> bool:

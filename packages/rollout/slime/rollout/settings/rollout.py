@@ -98,6 +98,13 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         minimum=-1,
     )
     rollout_max_response_len: int = setting(1024, "Most new tokens per sample", minimum=1)
+    overlong_mask: bool = setting(False, "Train nothing of responses that were cut off (DAPO's overlong filtering)")
+    overlong_buffer_len: int | None = setting(
+        None,
+        "Tokens before --rollout-max-response-len over which the reward falls by --overlong-penalty (DAPO)",
+        minimum=1,
+    )
+    overlong_penalty: float = setting(1.0, "Largest penalty of --overlong-buffer-len", above=0)
     rollout_max_prompt_len: int | None = setting(
         None, "Longest prompt in tokens; longer ones are rejected (default: --rollout-max-context-len - 1)", minimum=1
     )
@@ -248,6 +255,14 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
             self.rollout_function_path = REPLAY_FUNCTION
         elif self.rollout_function_path == REPLAY_FUNCTION:
             raise InvalidSetting.requires(f"--rollout-function-path {REPLAY_FUNCTION}", "--load-forge-rollout-data")
+        if self.overlong_buffer_len is not None and self.overlong_buffer_len > self.rollout_max_response_len:
+            raise InvalidSetting.must_be(
+                "--overlong-buffer-len",
+                f"at most --rollout-max-response-len {self.rollout_max_response_len}",
+                got=self.overlong_buffer_len,
+            )
+        if self.overlong_penalty != type(self).overlong_penalty and self.overlong_buffer_len is None:
+            raise InvalidSetting.requires(f"--overlong-penalty {self.overlong_penalty:g}", "--overlong-buffer-len")
         replaces_default = self.custom_generate_function_path or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         if self.max_turns is not None and not replaces_default:
             raise InvalidSetting.requires(
