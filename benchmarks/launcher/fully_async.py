@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from latent_run import NoReport, latent_run
-from slime.launcher.train import loop
-from slime.launcher.train_fully_async import loop_fully_async
+from slime.launcher.loops.fully_async import loop_fully_async
+from slime.launcher.loops.synchronous import loop
 
 
 def log_normal(count: int, mean: float, sigma: float, seed: int) -> list[int]:

@@ -45,7 +45,7 @@ CONVERTED_BY = {
 @cache
 def training_flags() -> frozenset[str]:
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    return frozenset(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9_-]*", page)) | {"--help"}
+    return frozenset(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9_-]*", page)) | {"--help", "--help-all"}
 
 
 @cache

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from latent_run import LatentRun, NoReport, latent_run
-from slime.launcher.train import loop
-from slime.launcher.train_fully_async import loop_fully_async
+from slime.launcher.loops.fully_async import loop_fully_async
+from slime.launcher.loops.synchronous import loop
 
 NUM_GPUS = 0
 BATCH = ("--rollout-batch-size", "2", "--num-rollout", "4")

@@ -39,8 +39,8 @@ def test_rows_of_a_file_and_of_a_slice_of_it(path: str, rows: str, answers: list
 
 
 def test_a_file_of_another_kind_is_refused() -> None:
-    with pytest.raises(InvalidSetting, match="a file that ends in .jsonl or .parquet"):
-        list(read_file("rows.csv"))
+    with pytest.raises(InvalidSetting, match=r"a file that ends in .jsonl, .jsonl.gz, .json, .csv or .parquet"):
+        list(read_file("rows.tsv"))
 
 
 def test_samples_of_a_file_without_prompts_that_are_too_long(path: str) -> None:

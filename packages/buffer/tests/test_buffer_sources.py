@@ -153,9 +153,9 @@ def test_columns_that_rows_may_leave_out_are_in_some_row_where_they_are_named(wr
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(MissingFile, match="no such file"):
         read_dataset(str(tmp_path / "none.jsonl"), Columns())
-    (tmp_path / "p.csv").write_text("a")
-    with pytest.raises(InvalidSetting, match=r"\.csv"):
-        read_dataset(str(tmp_path / "p.csv"), Columns())
+    (tmp_path / "p.tsv").write_text("a")
+    with pytest.raises(InvalidSetting, match=r"\.tsv"):
+        read_dataset(str(tmp_path / "p.tsv"), Columns())
     (tmp_path / "p.parquet").write_text("no parquet")
     with pytest.raises(InvalidFile, match="not a parquet file"):
         read_dataset(str(tmp_path / "p.parquet"), Columns())

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.launcher.config import run_config
-from slime.launcher.prefetch import Prefetch
+from slime.launcher.loops.one_step_off import loop_async
+from slime.launcher.loops.prefetch import Prefetch
+from slime.launcher.loops.synchronous import loop
 from slime.launcher.services.supervisor import Supervisor
-from slime.launcher.train import loop
-from slime.launcher.train_async import loop_async
 from slime.types.errors import EngineError
 
 
@@ -186,7 +186,7 @@ def test_the_synchronous_loop_pushes_at_the_same_interval() -> None:
 
 def test_the_time_that_both_worked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: Iterator[float] = iter(range(0, 1000, 10))
-    monkeypatch.setattr("slime.launcher.prefetch.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("slime.launcher.loops.prefetch.time.perf_counter", lambda: next(ticks))
     run = Run(2)
     prefetch = Prefetch(run, range(2), 1)
     prefetch.take(0)  # generated from 0 to 10

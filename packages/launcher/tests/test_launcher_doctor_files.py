@@ -144,7 +144,7 @@ def test_data_is_read_and_the_broken_line_named(tmp_path: Path) -> None:
     "name, text, words",
     [
         ("gone.jsonl", None, "no such file"),
-        ("rows.csv", "a,b", "unknown ending '.csv'"),
+        ("rows.tsv", "a,b", "unknown ending '.tsv'"),
         ("empty.jsonl", "\n", "no rows"),
         ("list.jsonl", "[1]\n", "line 1 must be a JSON object, got [1]"),
         ("table.parquet", "nothing of the kind", "not a parquet file"),

@@ -87,7 +87,7 @@ def test_variables_are_read_as_flags_are(parse: Parse) -> None:
             "SLIME_SGLANG_PROT",
             "4",
             UnknownFlag,
-            ["unknown variable 'SLIME_SGLANG_PROT'; use one that `slime train --help` lists"],
+            ["unknown variable 'SLIME_SGLANG_PROT'; use one that `slime train --help-all` lists"],
         ),
         ("SLIME_RELEASE_TRAIN", "1", NotAvailable, ["SLIME_RELEASE_TRAIN", "--release-train is not supported yet"]),
     ],

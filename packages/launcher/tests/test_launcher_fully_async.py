@@ -13,8 +13,8 @@ from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.config.advice import advice
 from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
+from slime.launcher.loops.fully_async import loop_fully_async
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
-from slime.launcher.train_fully_async import loop_fully_async
 from slime.types.clients.rollout import StopSignal
 from slime.types.errors import EngineError, InvalidSetting
 from slime.types.pace import TrainerPace
@@ -183,5 +183,5 @@ def test_a_correction_is_advised_only_where_samples_are_of_older_weights(stalene
 
 def test_help_shows_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["train-async", "--help"])
+        cli.main(["train-async", "--help-all"])
     assert "--max-staleness" in capsys.readouterr().out

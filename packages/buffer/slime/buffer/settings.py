@@ -22,7 +22,10 @@ class BufferSettings(GroupSettings, PromptSettings):
     """Data buffer."""
 
     prompt_data: str | None = setting(
-        None, "Training prompts, a jsonl or parquet file; PATH@[a:b] takes rows a to b", metavar="PATH"
+        None,
+        "Training prompts, a file (.jsonl, .jsonl.gz, .json, .csv, .parquet); PATH@[a:b] takes rows a to b. "
+        "`slime train` also takes a data set on the Hub, ORG/NAME[:CONFIG][:SPLIT][@REVISION]",
+        metavar="PATH",
     )
     rollout_global_dataset: bool = setting(
         True,

@@ -8,29 +8,24 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from slime.buffer.sources.base import Columns
 from slime.buffer.sources.dataset import read_dataset, split_slice
-from slime.buffer.sources.readers import READERS
+from slime.buffer.sources.readers import reader_of
 from slime.types import Sample
-from slime.types.errors import InvalidSetting
 from slime.types.vision import IMAGE
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a jsonl or parquet file; `PATH@[a:b]` takes a slice of them.
+    """Yields the rows of a prompt file; `PATH@[a:b]` takes a slice of them.
 
     Raises MissingFile, InvalidFile for a row that cannot be read, InvalidSetting for another ending.
     """
     file, rows = split_slice(path)
-    ending = Path(file).suffix.lower()
-    if ending not in READERS:
-        raise InvalidSetting.must_be("path", f"a file that ends in {' or '.join(READERS)}", got=path)
-    read = (row for _, row in READERS[ending](file))
+    read = (row for _, row in reader_of(file, "path")(file))
     if all(bound is None or bound >= 0 for bound in (rows.start, rows.stop)):
         yield from islice(read, rows.start, rows.stop)
     else:

@@ -16,7 +16,10 @@ class PolicySettings:
     """The policy and how it is sampled."""
 
     hf_checkpoint: str = setting(
-        REQUIRED, "Hugging Face directory of the tokenizer, the config and the first weights", metavar="DIR"
+        REQUIRED,
+        "Hugging Face directory of the tokenizer, the config and the first weights; `slime train` also takes a model on "
+        "the Hub, ORG/NAME[@REVISION]",
+        metavar="DIR",
     )
     rollout_temperature: float = setting(1.0, "Sampling temperature; the trainer divides logits by it", above=0)
     use_rollout_routing_replay: bool = setting(

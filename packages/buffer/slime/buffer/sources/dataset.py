@@ -8,14 +8,13 @@ comes twice within an epoch.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import re
 from dataclasses import dataclass
 from itertools import islice
 
 from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
-from slime.buffer.sources.readers import READERS
+from slime.buffer.sources.readers import reader_of
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.files import check_readable
 
@@ -80,10 +79,7 @@ def read_dataset(
     """
     path, rows = split_slice(source)
     check_readable(path, "prompt data")
-    ending = os.path.splitext(path)[1].lower()
-    if ending not in READERS:
-        raise InvalidSetting.must_be("--prompt-data", f"a file that ends in {' or '.join(READERS)}", got=path)
-    read = READERS[ending](path)
+    read = reader_of(path, "--prompt-data")(path)
     if _counts_from_start(rows):
         read = islice(read, rows.start, rows.stop)
         rows = slice(None)

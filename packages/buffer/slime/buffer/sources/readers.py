@@ -1,12 +1,19 @@
-"""Readers of prompt files: the rows of a jsonl or a parquet file, one after the other."""
+"""Readers of prompt files by the ending of their names: their rows, one after the other."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
-from collections.abc import Iterator
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from slime.types.errors import InvalidFile, NotAvailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
+
+# Characters of a CSV cell: the library's own limit of 131,072 is less than some prompts.
+MOST_CHARACTERS = 1 << 30
 
 
 class RowReader(Protocol):
@@ -19,33 +26,95 @@ class RowReader(Protocol):
 
 
 def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("line N", row), N from 1; skips blank lines. Raises InvalidFile naming a line that is no JSON object."""
+    """Yields ("line N", row), N from 1. Raises InvalidFile naming the line that is no JSON object."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                # Left to json.loads, a line that begins with ff fe would be UTF-16.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise InvalidFile(
-                    f"{path}, line {number}: not UTF-8: byte {line[error.start]:#04x} at {error.start}",
-                    field=f"line {number}",
-                    value=line[:80],
-                    expected="a JSON object in UTF-8",
-                ) from None
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
-                raise InvalidFile(
-                    f"{path}, line {number}: not JSON: {error}",
-                    field=f"line {number}",
-                    value=line[:80].decode("utf-8", "replace").rstrip(),
-                    expected="a JSON object",
-                ) from None
-            if not isinstance(row, dict):
-                raise InvalidFile.must_be(f"{path}, line {number}", "a JSON object", got=row)
-            yield f"line {number}", row
+        yield from _rows(path, file)
+
+
+def read_jsonl_gz(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Does the same for a file that gzip has compressed. Raises InvalidFile for one that is damaged."""
+    try:
+        with gzip.open(path, "rb") as file:
+            yield from _rows(path, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InvalidFile(f"{path}: not gzip, or damaged: {error}", value=path, expected="a gzip file") from None
+
+
+def _rows(path: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            # Left to json.loads, a line that begins with ff fe would be UTF-16.
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidFile(
+                f"{path}, line {number}: not UTF-8: byte {line[error.start]:#04x} at {error.start}",
+                field=f"line {number}",
+                value=line[:80],
+                expected="a JSON object in UTF-8",
+            ) from None
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
+            raise InvalidFile(
+                f"{path}, line {number}: not JSON: {error}",
+                field=f"line {number}",
+                value=line[:80].decode("utf-8", "replace").rstrip(),
+                expected="a JSON object",
+            ) from None
+        if not isinstance(row, dict):
+            raise InvalidFile.must_be(f"{path}, line {number}", "a JSON object", got=row)
+        yield f"line {number}", row
+
+
+def read_json(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields ("row N", row), N from 0, of a list of objects; a file of one object per line is read as .jsonl.
+
+    Raises InvalidFile.
+    """
+    with open(path, "rb") as file:
+        start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if start.startswith(b"{"):
+            yield from read_jsonl(path)
+            return
+        file.seek(0)
+        content = file.read()
+    try:
+        rows = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidFile(f"{path}: not JSON: {error}", value=path, expected="a list of objects") from None
+    if not isinstance(rows, list):
+        raise InvalidFile.must_be(path, "a list of objects, or one object per line", got=rows)
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise InvalidFile.must_be(f"{path}, row {number}", "a JSON object", got=row)
+        yield f"row {number}", row
+
+
+def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields ("line N", row), N from 2: the first line names the columns, and every value is text.
+
+    Raises InvalidFile naming the line.
+    """
+    line = 1
+    # A setting of the process; there is none of a reader.
+    csv.field_size_limit(max(MOST_CHARACTERS, csv.field_size_limit()))
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, strict=True)
+            names = next(rows, [])
+            if len(set(names)) < len(names):
+                raise InvalidFile.must_be(f"{path}, line 1", "names of columns, each once", got=names)
+            line = rows.line_num + 1
+            for cells in rows:
+                if cells and len(cells) != len(names):
+                    raise InvalidFile.must_be(f"{path}, line {line}", f"{len(names)} cells", got=len(cells))
+                if cells:
+                    yield f"line {line}", dict(zip(names, cells, strict=True))
+                line = rows.line_num + 1
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path}, line {line}: not CSV: {error}", value=path, expected="CSV in UTF-8") from None
 
 
 def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -72,5 +141,20 @@ def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
 
 
-# By the ending of the file's name.
-READERS: dict[str, RowReader] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+READERS: Mapping[str, RowReader] = {
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl_gz,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+ENDINGS = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
+
+
+def reader_of(path: str | os.PathLike[str], flag: str) -> RowReader:
+    """Returns the reader for the ending of `path`. Raises InvalidSetting for another ending."""
+    name = os.fspath(path).lower()
+    for ending, read in READERS.items():
+        if name.endswith(ending):
+            return read
+    raise InvalidSetting.must_be(flag, f"a file that ends in {ENDINGS}", got=os.fspath(path))

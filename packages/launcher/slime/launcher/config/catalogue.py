@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron.flags import MegatronSettings
+from slime.launcher.cli.help import PrintHelp, short_help
 from slime.launcher.config.settings import LauncherSettings
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
@@ -96,19 +97,14 @@ def as_typed(name: str, value: Any) -> str:
     return negated(spelling) if value is False else f"{spelling} {value}"
 
 
-class _MegatronHelp(argparse.Action):
-    """Prints the flags that `--help` leaves out: `--help-megatron`."""
+def _megatron_help(_: argparse.ArgumentParser) -> str:
+    parser = Parser(prog="slime train", usage="slime train --train-backend megatron ... [Megatron's flags]")
+    add_flags(parser, MegatronSettings, show_hidden=True)
+    return parser.format_help()
 
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=options["help"])
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        megatron_parser = Parser(
-            prog="slime train", usage="slime train --train-backend megatron ... [Megatron's flags]"
-        )
-        add_flags(megatron_parser, MegatronSettings, show_hidden=True)
-        megatron_parser.print_help()
-        parser.exit()
+def _short_help(parser: argparse.ArgumentParser) -> str:
+    return short_help(parser, {name: (flag.hint, flag.field) for name, flag in _declared().items()})
 
 
 def build_parser(flags: dict[str, Flag]) -> Parser:
@@ -117,19 +113,21 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
         prog="slime train",
         description="Train a language model by reinforcement learning: prompts in, weights out.",
         usage="slime train|train-async --hf-checkpoint DIR --prompt-data FILE --rm-type NAME --n-samples-per-prompt N "
-        "--num-rollout N [flags]",
+        "--num-rollout N [flags]\n       slime train|train-async CONFIG.yaml [flags]",
         epilog="docs/flags.md lists every flag with its range, and the names that are known but not supported yet.",
+        add_help=False,
     )
+    for names, text, about in (
+        (("-h", "--help"), _short_help, "Show the flags that most runs set, and exit"),
+        (("--help-all",), argparse.ArgumentParser.format_help, "Show this help of every flag, and exit"),
+        (("--help-megatron",), _megatron_help, "Show Megatron's own flags, for --train-backend megatron, and exit"),
+    ):
+        parser.add_argument(*names, action=PrintHelp, const=text, help=about)
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
         default=argparse.SUPPRESS,
         help="Flat YAML file of these settings; variables SLIME_NAME=VALUE win over it, flags over both",
-    )
-    parser.add_argument(
-        "--help-megatron",
-        action=_MegatronHelp,
-        help="Show Megatron's own flags, for --train-backend megatron, and exit",
     )
     titles = {package: (cls.__doc__ or package).splitlines()[0].rstrip(".") for package, cls in SETTINGS.items()}
     groups: dict[str, list[Flag]] = {"Shared by several packages": [f for f in flags.values() if len(f.packages) > 1]}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import READERS
+from slime.buffer.sources.readers import reader_of
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.check_loop import check_loop, check_recordings
@@ -57,7 +57,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     needs_prompts = args["rollout_global_dataset"] and args["num_rollout"] != 0 and not args["load_debug_rollout_data"]
     if args["prompt_data"] is None and needs_prompts and not own_source:
         raise InvalidSetting.required(
-            "--prompt-data", "a jsonl or parquet file; with --disable-rollout-global-dataset clients add the prompts"
+            "--prompt-data", "a file of prompts; with --disable-rollout-global-dataset clients add the prompts"
         )
     for name in ("eval_interval", "skip_eval_before_train"):
         if args[name] and not args["eval_prompt_data"]:
@@ -248,8 +248,7 @@ def _check_prompts(flag: str, path: str) -> None:
     if not file.exists() and (hint := hub_hint(file, flag, "dataset")):
         raise MissingFile(f"{flag}: no such file {file}{hint}", field=flag, value=path, expected="a file")
     check_readable(file, flag)
-    if file.suffix.lower() not in READERS:
-        raise InvalidSetting.must_be(flag, f"a file that ends in {' or '.join(READERS)}", got=path)
+    reader_of(file, flag)
 
 
 def _check_model(flag: str, directory: Path, *, tokenizer: bool) -> None:

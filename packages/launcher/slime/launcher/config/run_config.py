@@ -1,7 +1,7 @@
 """One command line for the whole run: every package's settings from one flat set of flags.
 
-Later sources win: default, `--config FILE.yaml`, environment variable, flag, `--custom-config-path FILE.yaml`. Nothing
-is ignored: a name that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
+Later sources win: default, `--preset NAME`, `--config FILE.yaml`, environment variable, flag, `--custom-config-path
+FILE.yaml`. Nothing is ignored: a name that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from slime.launcher.config.completion import with_needs_of_training
 from slime.launcher.config.derived import decay_over_run, imply, share_optimizer
 from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.known_flags import why_not
+from slime.launcher.config.presets import apply_preset
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.config.sources import Sources
+from slime.launcher.hub.fetch import fetch
 from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet, steps
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
@@ -43,7 +45,7 @@ class RunConfig:
     megatron: Megatron's flags, a MegatronSettings.
     flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
         that were not given have Megatron's defaults.
-    explicit: the settings that flags, files or environment variables set, by name.
+    explicit: the settings that flags, files, environment variables or a preset set, by name.
     """
 
     launcher: LauncherSettings
@@ -114,6 +116,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
     flags, parser, available = _command_line()
+    argv = _with_config_flag(argv)
     sources = Sources(flags, parser, available)
     sources.refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")])
     typed = vars(parser.parse_strict(argv))
@@ -130,6 +133,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     if values.get("custom_config_path"):
         custom, extra = sources.file(values["custom_config_path"], "--custom-config-path", keep_unknown=True)
         _merge(values, custom)
+    apply_preset(values)
     explicit = copy.deepcopy(values)
     apply_eval_config(values)
     imply(values)
@@ -137,6 +141,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     load_root = values.get("load")
     if check:
         build(LauncherSettings, values)
+        fetch(values)
         _find_weights(values)
     config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
     check_run(config.flat)
@@ -161,6 +166,22 @@ def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
     # A name that is refused here stays refused even if a family of flags has it.
     available = [name for name in parser.flag_names() if name in declared_names or why_not(name[2:]) is None]
     return flags, parser, available
+
+
+def _with_config_flag(argv: Sequence[str]) -> list[str]:
+    """Reads a first word that is no flag as the value of --config: `slime train CONFIG.yaml`."""
+    words = list(argv)
+    if not words or words[0].startswith("-"):
+        return words
+    for word in words[1:]:
+        if word.split("=", 1)[0] == "--config":
+            raise InvalidSetting.conflict(words[0], "--config", "both name the file of settings")
+    if not words[0].endswith((".yaml", ".yml")):
+        raise InvalidSetting(
+            f"unexpected argument {words[0]!r}: a first word without dashes names a file of settings, CONFIG.yaml",
+            value=words[0], expected="CONFIG.yaml",
+        )  # fmt: skip
+    return ["--config", *words]
 
 
 def _merge(values: dict[str, Any], newer: Mapping[str, Any]) -> None:

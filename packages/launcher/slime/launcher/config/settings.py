@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.launcher.config.presets import PRESETS
 from slime.launcher.metrics.wandb import WandbSettings
 from slime.types.pace import POLICIES
 from slime.types.settings import json_object, setting
@@ -18,6 +19,12 @@ from slime.types.shared_settings import EngineSettings, ModeSettings, TrainingSe
 class LoopSettings:
     """Settings of the training loop."""
 
+    preset: str | None = setting(
+        None,
+        "Recipe whose settings this run has where no flag, file or variable gives another; --dry-run and run.yaml "
+        "show them",
+        choices=tuple(PRESETS),
+    )
     num_rollout: int | None = setting(
         None,
         "Iterations to run, each a rollout and the training on it (required without --num-epoch); 0 only evaluates",

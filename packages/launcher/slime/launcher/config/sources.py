@@ -96,7 +96,7 @@ class Sources:
         near = difflib.get_close_matches(name, self.available, n=1, cutoff=SLIP)
         if near:
             variable = PREFIX + _key(near[0]).upper()
-            instead = "one that `slime train --help` lists" if near[0] in self.parser.refused_flags() else None
+            instead = "one that `slime train --help-all` lists" if near[0] in self.parser.refused_flags() else None
             typed = PREFIX + _key(name).upper()
             raise UnknownFlag.unknown("variable", typed, [variable], instead=instead)
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from slime.launcher.cli.help import CommandParser
 from slime.launcher.doctor.cluster import check_ray
 from slime.launcher.doctor.data import check_data
 from slime.launcher.doctor.disk import check_disk
@@ -55,26 +56,31 @@ EPILOG = """examples:
 exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of doctor's own"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
-    parser = Parser(
+def parser(command: str) -> Parser:
+    own = CommandParser(
         prog="slime doctor",
-        usage="slime doctor [--json] [--timeout SECONDS] [flags of slime train]",
+        usage="slime doctor [--json] [--timeout SECONDS] [CONFIG.yaml] [flags of slime train]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    own.add_argument(
         "--json", action="store_true", help="one JSON object: {ok, findings: [{check, status, what, todo}]}"
     )
-    parser.add_argument(
+    own.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of each check (default: 60)"
     )
+    return own
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
+    reader = parser(command)
     try:
-        own, words = parser.parse_known_args(list(argv))
+        own, words = reader.parse_known_args(list(argv))
         if not own.timeout > 0:
             raise InvalidSetting.must_be("--timeout", "greater than 0", got=own.timeout)
-        _refuse_slips(words, parser.flag_names())
+        _refuse_slips(words, reader.flag_names())
     except ConfigError as error:
         print(f"slime: error: {error}", file=sys.stderr)
         return 2

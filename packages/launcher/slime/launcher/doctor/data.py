@@ -11,8 +11,9 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, prompt_of_row
 from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import READERS
+from slime.buffer.sources.readers import ENDINGS, reader_of
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.hub.names import dataset_name
 from slime.rollout import sft_rollout
 from slime.rollout.generate.prompts import TOKENIZER_FILES, has_chat_template
 from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -62,15 +63,19 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
     except SlimeError as error:
         yield fail(str(error), "FILE@[a:b] takes rows a to b")
         return
+    if dataset_name(path):
+        yield ok(f"{flag} {path}: a name on the Hub, which the run downloads")
+        return
     file = Path(path)
     try:
         check_readable(file, flag)
     except ConfigError as error:
         yield fail(str(error), "mend the path, or put the data there")
         return
-    read = READERS.get(file.suffix.lower())
-    if read is None:
-        yield fail(f"{flag} {path}: unknown ending {file.suffix!r}", f"convert it to one of {', '.join(READERS)}")
+    try:
+        read = reader_of(file, flag)
+    except ConfigError:
+        yield fail(f"{flag} {path}: unknown ending {file.suffix!r}", f"convert it to {ENDINGS}")
         return
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None

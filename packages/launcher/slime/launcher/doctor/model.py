@@ -11,6 +11,7 @@ from slime.converters.families import find_family, read_config
 from slime.converters.files.safetensors_dir import INDEX, TensorInfo, read_header
 from slime.launcher.config.check_run import TOKENIZER_FILES
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
+from slime.launcher.hub.names import model_name
 from slime.launcher.plan.trainer_memory import GIB
 from slime.types.errors import ConfigError, NotAvailable
 from slime.types.files import hub_hint
@@ -26,7 +27,9 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         if not value:
             continue
         flag, directory = flag_name(name), Path(str(value))
-        if not directory.is_dir():
+        if name == "hf_checkpoint" and model_name(str(value)):
+            yield ok(f"{flag} {value}: a name on the Hub, which the run downloads")
+        elif not directory.is_dir():
             hint = hub_hint(directory, flag).removeprefix(": ") or "mend the path, or put the model there"
             yield fail(f"{flag} {directory}: no such directory", hint)
         elif name == "hf_checkpoint":

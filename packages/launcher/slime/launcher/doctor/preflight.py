@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import READERS
+from slime.buffer.sources.readers import reader_of
 from slime.launcher.config.catalogue import declared
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
@@ -76,7 +76,7 @@ def check_rewards(config: RunConfig) -> None:
 def _rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     path, rows = split_slice(source)
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
-    yield from islice(READERS[Path(path).suffix.lower()](path), first, first + ROWS)
+    yield from islice(reader_of(path, "--prompt-data")(path), first, first + ROWS)
 
 
 def _raise_first(findings: Iterator[Finding]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.check_loop import staleness_bound
+from slime.launcher.config.presets import PRESETS
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import counted
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan
@@ -17,7 +19,7 @@ def dry_run(config: RunConfig, *, asynchronous: bool = False) -> tuple[str, bool
     Raises the errors that the run would raise before it starts anything, and InvalidFile.
     """
     plan = make_plan(config, hardware_of(config), asynchronous=asynchronous)
-    sections = (_model, _placement, _batches, _memory)
+    sections = (_model, *((_preset,) if config.launcher.preset else ()), _placement, _batches, _memory)
     text = "\n\n".join("\n".join(section(plan)) for section in sections) + "\n"
     return text, all(needed <= size for needed, size in plan.phases().values())
 
@@ -48,6 +50,14 @@ def _model(plan: Plan) -> Iterator[str]:
     yield f"Model       {trainer.hf_checkpoint} ({kind}): {plan.parameters:,} parameters"
     yield f"Trainer     {trainer.train_backend}, {'bfloat16' if trainer.bf16 else 'float32'}"
     yield f"Machine     {plan.hardware.words}{size}"
+
+
+def _preset(plan: Plan) -> Iterator[str]:
+    preset = str(plan.config.launcher.preset)
+    yield f"Preset      {preset}"
+    for name, value in PRESETS[preset].items():
+        used = plan.config.flat[name]
+        yield f"  {as_typed(name, used)}" + ("" if used == value else f"   (the preset has {value})")
 
 
 def _placement(plan: Plan) -> Iterator[str]:

@@ -115,7 +115,7 @@ def _gguf_file() -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from slime.launcher.cli import run_train
+    from slime.launcher.cli.train import run_train
     from slime.launcher.platform.signals import Terminated, terminate_as_interrupt
 
     try:

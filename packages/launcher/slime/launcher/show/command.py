@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from slime.launcher.cli.help import CommandParser
 from slime.launcher.show.run_files import RunFiles, find_runs, names
 from slime.types.errors import InvalidSetting, SlimeError
 from slime.types.settings import Parser
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def main(command: str, argv: Sequence[str]) -> int:
     """Exit code: 0 done, 2 wrong arguments."""
     try:
-        options = _parser(command).parse_strict(argv)
+        options = parser(command).parse_strict(argv)
         if command == "runs":
             return _runs(options)
         runs = _opened(options.run)
@@ -41,39 +42,39 @@ def main(command: str, argv: Sequence[str]) -> int:
         return 0
 
 
-def _parser(command: str) -> Parser:
+def parser(command: str) -> Parser:
     about = {
         "show": "Opens a page on one or more runs in the browser: curves, samples token by token, evaluation, settings "
         "and errors. The page updates itself while a run goes on; Ctrl-C ends the command.",
         "runs": "Lists the runs below a directory with their state, steps, reward, scores, age and model.",
         "compare": "Prints the settings in which runs differ, and their metrics and scores side by side.",
     }
-    parser = Parser(prog=f"slime {command}", description=about[command], formatter_class=argparse.HelpFormatter)
+    reader = CommandParser(prog=f"slime {command}", description=about[command], formatter_class=argparse.HelpFormatter)
     if command == "runs":
-        parser.add_argument(
+        reader.add_argument(
             "dir", nargs="?", default="runs", metavar="DIR", help="Directory to look in (default: runs)"
         )
     elif command == "compare":
-        parser.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run; at least two")
+        reader.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run; at least two")
     else:
-        parser.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run")
+        reader.add_argument("run", nargs="+", metavar="RUN", help="Output directory of a run")
     if command == "show":
-        parser.add_argument("--html", metavar="FILE", help="Write the page into a file that needs no server, and exit")
-        parser.add_argument("--text", action="store_true", help="Print the run in the terminal, and exit")
-        parser.add_argument(
+        reader.add_argument("--html", metavar="FILE", help="Write the page into a file that needs no server, and exit")
+        reader.add_argument("--text", action="store_true", help="Print the run in the terminal, and exit")
+        reader.add_argument(
             "--step", type=int, metavar="N", help="With --text: step whose samples are printed (default: the last)"
         )
-        parser.add_argument(
+        reader.add_argument(
             "--port", type=int, default=0, metavar="N", help="Port on the loopback (default: a free one)"
         )
-        parser.add_argument("--no-browser", action="store_true", help="Only print the address")
-        parser.add_argument(
+        reader.add_argument("--no-browser", action="store_true", help="Only print the address")
+        reader.add_argument(
             "--regrade", action="store_true",
             help="Grade the kept samples again and list rewards that differ; executes the run's reward function",
         )  # fmt: skip
     else:
-        parser.add_argument("--json", action="store_true", help="Print JSON for programs")
-    return parser
+        reader.add_argument("--json", action="store_true", help="Print JSON for programs")
+    return reader
 
 
 def _opened(words: Sequence[str]) -> list[RunFiles]:

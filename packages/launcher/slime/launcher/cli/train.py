@@ -1,7 +1,8 @@
-"""The `slime` command."""
+"""`slime train` and `slime train-async`."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -11,56 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
-from slime.types.settings import wrong_command
 
 if TYPE_CHECKING:
     from slime.launcher.config.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-USAGE = """usage: slime COMMAND ...
-
-commands:
-  train        train a policy by reinforcement learning; --dry-run prints the plan of a run
-  train-async  train while the next rollout is generated; --fully-async generates without pause
-  doctor       check this machine, and what the flags of a run name, before it costs money
-  show         look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE
-  runs         list runs with their state, reward and scores
-  compare      show the settings and metrics of two or more runs side by side
-
-`slime COMMAND --help` describes a command.
-"""
-
-
-# Commands that only look at runs.
-LOOKS = ("show", "runs", "compare")
-COMMANDS = ("train", "train-async", "doctor", *LOOKS)
-# Parts of the system with commands of their own: slime-buffer, ...
-SERVICES = ("buffer", "rollout", "trainer", "convert")
 # Exit code of a dry run that finds the GPUs too small.
 DOES_NOT_FIT = 3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 3 a dry run that does not fit, 130 Ctrl-C,
-    143 SIGTERM, 129 SIGHUP."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0 if words else 2
-    if words[0] == "doctor":
-        from slime.launcher.doctor.command import main as doctor
+def main(command: str, argv: Sequence[str]) -> int:
+    return run_train(argv, asynchronous=command == "train-async")
 
-        return doctor(words[1:])
-    if words[0] in LOOKS:
-        from slime.launcher.show.command import main as show
 
-        return show(words[0], words[1:])
-    if words[0] not in ("train", "train-async"):
-        elsewhere = f"unknown command {words[0]!r}; use slime-{words[0]}" if words[0] in SERVICES else ""
-        print(f"slime: error: {elsewhere or wrong_command(words, COMMANDS)}", file=sys.stderr)
-        return 2
-    return run_train(words[1:], asynchronous=words[0] == "train-async")
+def parser(command: str) -> argparse.ArgumentParser:
+    from slime.launcher.config.catalogue import training_parser
+
+    return training_parser()
 
 
 def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
@@ -89,13 +58,13 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             check_unused(config)
             check_start(config)
             from slime.launcher.config.record import SETTINGS, write_record
+            from slime.launcher.loops.one_step_off import train_async
+            from slime.launcher.loops.synchronous import train
             from slime.launcher.metrics.report import Report
             from slime.launcher.metrics.wandb import Wandb
             from slime.launcher.run_directory.lock import run_directory, sole_writer
             from slime.launcher.run_directory.state import recorded
             from slime.launcher.show.command import watched
-            from slime.launcher.train import train
-            from slime.launcher.train_async import train_async
 
             settings = config.launcher
             output_dir = Path(os.path.realpath(config.output_dir))
@@ -152,7 +121,3 @@ def _planned(config: RunConfig, asynchronous: bool) -> int | None:
         check_unused(config)
         return 0 if fits else DOES_NOT_FIT
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

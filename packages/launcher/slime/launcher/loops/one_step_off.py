@@ -13,18 +13,18 @@ import time
 
 from slime.launcher.config.check_loop import check_asynchronous
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.loops.fully_async import loop_fully_async
+from slime.launcher.loops.prefetch import Prefetch
 from slime.launcher.metrics.report import Report
-from slime.launcher.prefetch import Prefetch
 from slime.launcher.services.services import Services
 from slime.launcher.services.session import session
-from slime.launcher.train_fully_async import loop_fully_async
 
 
 def train_async(config: RunConfig, report: Report) -> None:
     """Runs `config` to its end and reports to `report`. Raises InvalidSetting with `colocate`.
 
     Rollouts are trained on in their order, each once. Weights are pushed while nothing is generated, after every
-    `update_weights_interval`-th rollout and before each evaluation; with `fully_async` see `train_fully_async.py`.
+    `update_weights_interval`-th rollout and before each evaluation; with `fully_async` see `fully_async.py`.
     """
     check_asynchronous(config.flat)
     loop = loop_fully_async if config.launcher.fully_async else loop_async

@@ -1,0 +1,1 @@
+"""Models and data sets by their names on the Hugging Face Hub."""

@@ -1,0 +1,99 @@
+"""Downloads what a run names on the Hub, into the cache of the Hub's own libraries, and gives the run the local path."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.sources.dataset import split_slice
+from slime.launcher.hub.names import HubName, dataset_name, model_name
+from slime.types.errors import MissingFile, NotAvailable
+from slime.types.files import whole_file
+
+# A model as this project reads it: no pickles, no code.
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+OTHER_FILES = ("*/*", "consolidated*")
+DATASETS = Path.home() / ".cache" / "slime" / "datasets"
+
+
+def fetch(values: dict[str, Any]) -> None:
+    """Replaces names on the Hub in `values`, settings by name, by local paths.
+
+    Raises MissingFile for what can neither be downloaded nor is in the cache, NotAvailable without the library for it.
+    """
+    checkpoint = values.get("hf_checkpoint")
+    if isinstance(checkpoint, str):
+        values["hf_checkpoint"] = local_model(checkpoint, "--hf-checkpoint")
+    if isinstance(values.get("prompt_data"), str):
+        values["prompt_data"] = local_dataset(values["prompt_data"], "--prompt-data")
+    words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
+    if len(words) == 1 and (name := dataset_name(split_slice(words[0], "--eval-prompt-data")[0])):
+        words.insert(0, name.last)
+    sets = [[name, local_dataset(path, f"--eval-prompt-data {name}")] for name, path in zip(*[iter(words)] * 2)]
+    if sets and sets != values["eval_prompt_data"] and len(words) % 2 == 0:
+        values["eval_prompt_data"] = sets
+
+
+def local_model(text: str, flag: str) -> str:
+    """Returns the directory of a model on the Hub, downloaded where the cache does not have it; paths as they are."""
+    name = model_name(text)
+    if name is None:
+        return text
+    hub = _library("huggingface_hub", f"{flag} {text}")
+    try:
+        return str(
+            hub.snapshot_download(
+                name.name, revision=name.revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
+            )
+        )
+    except (OSError, ValueError) as error:  # the errors of the library are of these kinds
+        raise _not_fetched(flag, text, name, error, "") from error
+
+
+def local_dataset(text: str, flag: str) -> str:
+    """Returns the file of a data set on the Hub, with the slice of `text`; paths as they are."""
+    path, _ = split_slice(text, flag)
+    name = dataset_name(path)
+    if name is None:
+        return text
+    datasets = _library("datasets", f"{flag} {text}")
+    try:
+        found = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _not_fetched(flag, text, name, error, "dataset") from error
+    return str(_as_file(name, found)) + text[len(path) :]
+
+
+def _as_file(name: HubName, found: Any) -> Path:
+    """Writes a data set as Parquet, once for each state of it: the library's files are named after their content."""
+    state = hashlib.sha256(repr([file["filename"] for file in found.cache_files]).encode()).hexdigest()[:12]
+    words = [*name.name.split("/"), *([name.config] if name.config else []), name.split, state]
+    path = DATASETS / ("--".join(words) + ".parquet")
+    if not path.is_file():
+        DATASETS.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, "wb") as file:
+            found.to_parquet(file)
+    return path
+
+
+def _library(package: str, setting: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise NotAvailable.requires(setting, f"the package {package}", f"pip install {package}") from None
+
+
+def _not_fetched(flag: str, text: str, name: HubName, error: Exception, kind: str) -> MissingFile:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    options: Mapping[str, str] = {"--repo-type": kind, "--revision": name.revision or ""}
+    words = "".join(f" {option} {value}" for option, value in options.items() if value)
+    file = "/FILE" if kind else ""
+    return MissingFile(
+        f"{flag} {text} is neither a path here nor in the cache, and could not be downloaded from the Hub: {reason}. "
+        f"Private and gated ones need HF_TOKEN; without a network, `hf download {name.name}{words} --local-dir "
+        f"{name.last}` elsewhere, copy it, and give {flag.split()[0]} {name.last}{file}",
+        field=flag, value=text, expected="a path, or a name on the Hub",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Training loops: synchronous, one step off and fully asynchronous."""
