@@ -83,7 +83,7 @@ def unknown_flags(words: list[str]) -> list[str]:
             return [flag for flag in given if flag not in flags_of("slime", words[1])]
         command = " ".join(words[:2])
         known = training_flags() | OF_ONE_COMMAND.get(command, set())
-        if command not in TRAINING and words[1:2] not in (["--help"], ["COMMAND"]):
+        if command not in TRAINING and words[1:2] not in (["--help"], ["--version"], ["COMMAND"]):
             return [command]
         return [flag for flag in given if flag not in known and not flag.startswith("--sglang-")]
     if name in TRAINING:

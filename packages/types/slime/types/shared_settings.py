@@ -17,8 +17,8 @@ class PolicySettings:
 
     hf_checkpoint: str = setting(
         REQUIRED,
-        "Hugging Face directory of the tokenizer, the config and the first weights; `slime train` also takes a model on "
-        "the Hub, ORG/NAME[@REVISION]",
+        "Hugging Face directory of the tokenizer, the config and the first weights; `slime train` also takes a model "
+        "on the Hub, ORG/NAME[@REVISION]",
         metavar="DIR",
     )
     rollout_temperature: float = setting(1.0, "Sampling temperature; the trainer divides logits by it", above=0)

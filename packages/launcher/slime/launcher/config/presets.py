@@ -1,6 +1,6 @@
 """Recipes that `--preset NAME` selects: values that settings have where no flag, file or variable gives another.
 
-A recipe sets the algorithm. Model, data, lengths and the number of iterations depend on the task and are not part of it.
+A recipe sets the algorithm, not what depends on the task: model, data, lengths and the number of iterations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One command line for the whole run: every package's settings from one flat set of flags.
 
 Later sources win: default, `--preset NAME`, `--config FILE.yaml`, environment variable, flag, `--custom-config-path
-FILE.yaml`. Nothing is ignored: a name that no package declares is NotAvailable where it is known (`flag_table.py`), UnknownFlag otherwise.
+FILE.yaml`. Nothing is ignored: a name that no package declares is NotAvailable where it is known (`known_flags.py`),
+UnknownFlag otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Downloads what a run names on the Hub, into the cache of the Hub's own libraries, and gives the run the local path."""
+"""Downloads what a run names on the Hub, into the cache of the Hub's own libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def fetch(values: dict[str, Any]) -> None:
     words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
     if len(words) == 1 and (name := dataset_name(split_slice(words[0], "--eval-prompt-data")[0])):
         words.insert(0, name.last)
-    sets = [[name, local_dataset(path, f"--eval-prompt-data {name}")] for name, path in zip(*[iter(words)] * 2)]
+    sets = [
+        [name, local_dataset(path, f"--eval-prompt-data {name}")]
+        for name, path in zip(*[iter(words)] * 2, strict=False)
+    ]
     if sets and sets != values["eval_prompt_data"] and len(words) % 2 == 0:
         values["eval_prompt_data"] = sets
 
