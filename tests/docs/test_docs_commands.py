@@ -22,6 +22,7 @@ BASH = [block for page in pages() for block in blocks(page) if block.language in
 TRAINING = {"slime train", "slime train-async", "slime doctor", "quickstart", "train.py", "train_async.py"}
 OF_ONE_COMMAND = {
     "slime doctor": {"--json"},
+    "slime --version": {"--version"},
     "quickstart": {"--tiny"},
 }
 MODULES = {
@@ -32,7 +33,9 @@ MODULES = {
     "slime": "slime.launcher.cli",
 }
 # Commands of `slime` with parsers of their own.
-LOOKS = ("show", "runs", "compare")
+OWN_PARSERS = ("show", "runs", "compare")
+# Of these, commands that take flags of training beside their own.
+TRAINING_TOO: tuple[str, ...] = ()
 # Flags of commands with parsers of their own, which are not in docs/flags.md.
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py", "convert_to_hf.py")
 CONVERTED_BY = {
@@ -79,8 +82,9 @@ def unknown_flags(words: list[str]) -> list[str]:
     program, name = words[0], words[0].rpartition("/")[2]
     given = [word.partition("=")[0] for word in words[1:] if re.match(r"--[a-z]", word)]
     if program == "slime":
-        if words[1:2] and words[1] in LOOKS:
-            return [flag for flag in given if flag not in flags_of("slime", words[1])]
+        if words[1:2] and words[1] in OWN_PARSERS:
+            known = flags_of("slime", words[1]) | (training_flags() if words[1] in TRAINING_TOO else frozenset())
+            return [flag for flag in given if flag not in known]
         command = " ".join(words[:2])
         known = training_flags() | OF_ONE_COMMAND.get(command, set())
         if command not in TRAINING and words[1:2] not in (["--help"], ["--version"], ["COMMAND"]):
