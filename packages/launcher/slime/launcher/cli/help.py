@@ -27,7 +27,7 @@ FIRST: Mapping[str, tuple[str, ...]] = {
 class CommandParser(Parser):
     """A Parser whose help has colours on a terminal."""
 
-    def print_help(self, file: IO[str] | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         print_coloured(self.format_help(), file)
 
 
