@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.launcher import cli
-from slime.launcher.cli.completion import line_parser
+from slime.launcher.cli import line_parser
 from slime.launcher.cli.help import FIRST, print_coloured
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import declared

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slime.types.settings import wrong_command
+from slime.types.settings import Parser, wrong_command
 
 
 class Command(NamedTuple):
@@ -38,6 +41,9 @@ COMMANDS = {
 SERVICES = ("buffer", "rollout", "trainer", "convert")
 
 
+PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
+
+
 def usage() -> str:
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:<{width}}{command.about}" for name, command in COMMANDS.items()]
@@ -53,16 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 3 a dry run that does not fit, 130 Ctrl-C,
     143 SIGTERM, 129 SIGHUP."""
     if "_ARGCOMPLETE" in os.environ:
-        from slime.launcher.cli.completion import complete
-
         complete()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(usage(), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from slime.launcher.cli.version import versions_text
-
         print(versions_text(), end="")
         return 0
     command = COMMANDS.get(words[0])
@@ -71,3 +73,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"slime: error: {elsewhere or wrong_command(words, COMMANDS)}", file=sys.stderr)
         return 2
     return int(importlib.import_module(command.module).main(words[0], words[1:]))
+
+
+def versions_text() -> str:
+    """Returns a line for each package of this project, and one for Python."""
+    versions = {f"slime-{name}": importlib.metadata.version(f"slime-{name}") for name in PACKAGES}
+    width = max(map(len, versions)) + 2
+    versions["Python"] = platform.python_version()
+    return "".join(f"{name:<{width}}{found}\n" for name, found in versions.items())
+
+
+def complete() -> None:
+    """Answers the shell with what the typed line can go on with, and exits. Returns where argcomplete is missing."""
+    try:
+        argcomplete = importlib.import_module("argcomplete")
+    except ImportError:
+        return
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(line_parser(words[1] if len(words) > 1 else ""))
+
+
+def line_parser(command: str) -> argparse.ArgumentParser:
+    """Makes the parser of a whole line. Only `command` gets its flags: the others' would take time to import."""
+    parser = Parser(prog="slime")
+    parser.add_argument("--version", action="store_true", help="Print the versions")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, known in COMMANDS.items():
+        commands.add_parser(name, help=known.about)
+    if command in COMMANDS:
+        module = importlib.import_module(COMMANDS[command].module)
+        commands.choices[command] = module.parser(command)
+    return parser

@@ -96,7 +96,7 @@ def _not_fetched(flag: str, text: str, name: HubName, error: Exception, kind: st
     file = "/FILE" if kind else ""
     return MissingFile(
         f"{flag} {text} is neither a path here nor in the cache, and could not be downloaded from the Hub: {reason}. "
-        f"Private and gated ones need HF_TOKEN; without a network, `hf download {name.name}{words} --local-dir "
+        f"For a private or gated one set HF_TOKEN; without a network, `hf download {name.name}{words} --local-dir "
         f"{name.last}` elsewhere, copy it, and give {flag.split()[0]} {name.last}{file}",
         field=flag, value=text, expected="a path, or a name on the Hub",
     )  # fmt: skip
