@@ -24,6 +24,7 @@ SLIPS = {
     "slime.rollout.rewards.*": "one for each reward, a row in registry.py",
     "slime.trainer.weight_sync.*": "one for each transport of weights",
     "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
+    "slime.launcher.metrics.sinks.*": "one for each tracker, a row in registry.py",
     "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
     # Paths by which code written for slime imports.
     "slime.data": "compatibility",

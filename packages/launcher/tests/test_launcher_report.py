@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from rich.console import Console
 
 from slime.launcher.metrics import files
 from slime.launcher.metrics.report import Report, evaluation_scores
+from slime.launcher.metrics.sinks.base import Sink
+from slime.launcher.metrics.sinks.tensorboard import TensorBoard
 from slime.types import Sample
 from slime.types.errors import OutOfSpace
 from slime.types.files import write_whole
@@ -21,22 +25,27 @@ from slime.types.files import write_whole
 
 def report(directory: Path, num_steps: int = 2) -> tuple[Report, io.StringIO]:
     text = io.StringIO()
-    return Report(
-        directory, num_steps=num_steps, tensorboard_dir=directory / "tensorboard", console=Console(file=text, width=200)
-    ), text
+    sinks = [TensorBoard(directory / "tensorboard")]
+    return Report(directory, num_steps=num_steps, sinks=sinks, console=Console(file=text, width=200)), text
+
+
+@pytest.fixture(autouse=True)
+def files_of_different_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files in the order of their names, which begin with the second of their start."""
+    seconds = itertools.count(1_700_000_000)
+    clock = SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
 
 
 TIME = {"perf/eval_time": 1.0}
 
 
-class Recorder:
+class Recorder(Sink):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append({"step": step, **metrics})
-
-    def close(self) -> None: ...
 
 
 def sample(response: str, reward: float) -> Sample:
@@ -150,15 +159,38 @@ def test_a_resumed_run_ends_with_the_rewards_and_samples_of_its_first_start(
     assert (evaluation["before"], evaluation["after"]) == (0.0, 0.6)
 
 
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+def events(directory: Path, tag: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    shown = EventAccumulator(str(directory / "tensorboard"))
+    shown.Reload()
+    return [(event.step, round(event.value, 3)) for event in shown.Scalars(tag)]
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     trained(tmp_path, 0, 4)
     trained(tmp_path, 2, 6)
-    shown = EventAccumulator(str(tmp_path / "tensorboard"))
-    shown.Reload()
-    assert [(e.step, e.value) for e in shown.Scalars("rollout/raw_reward")] == [(s, s) for s in range(6)]
-    assert [e.step for e in shown.Scalars("eval/sums")] == [0, 2, 6]
+    assert events(tmp_path, "rollout/raw_reward") == [(s, s) for s in range(6)]
+    assert [step for step, _ in events(tmp_path, "eval/sums")] == [0, 2, 6]
+
+
+def test_tensorboard_keeps_an_evaluation_that_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
+    trained(tmp_path, 0, 2)
+    trained(tmp_path, 2, 4, evaluate=False)
+    assert events(tmp_path, "eval/sums") == [(0, 0.0), (2, 0.2), (4, 0.4)]
+    trained(tmp_path, 4, 5)
+    assert events(tmp_path, "eval/sums") == [(0, 0.0), (2, 0.2), (4, 0.4), (5, 0.5)]
+    assert events(tmp_path, "rollout/raw_reward") == [(s, s) for s in range(5)]
+
+
+def test_tensorboard_has_the_step_whose_run_ended_after_its_checkpoint(tmp_path: Path) -> None:
+    shown, _ = report(tmp_path, num_steps=3)
+    with shown:
+        shown.started(76_032, 0)
+        shown.step(0, {"rollout/raw_reward": 0.0}, [])
+        shown.hold(1, {"rollout/raw_reward": 1.0, "train/kl": math.nan})
+    trained(tmp_path, 2, 3)
+    assert events(tmp_path, "rollout/raw_reward") == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
 def test_an_evaluation_alone_adds_to_what_an_earlier_run_left(tmp_path: Path) -> None:

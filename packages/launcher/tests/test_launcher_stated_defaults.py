@@ -22,7 +22,11 @@ from slime.buffer.sources.evaluation import read_evaluation_files
 from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import declared
-from slime.launcher.metrics.wandb import Wandb
+from slime.launcher.metrics.sinks.base import TrackedRun
+from slime.launcher.metrics.sinks.mlflow import Mlflow
+from slime.launcher.metrics.sinks.swanlab import Swanlab
+from slime.launcher.metrics.sinks.trackio import Trackio
+from slime.launcher.metrics.sinks.wandb import Wandb
 from slime.launcher.placement.plan import plan_placement
 from slime.launcher.plan.batches import longest_sample
 from slime.launcher.plan.report import hardware_of
@@ -153,8 +157,31 @@ def test_wandb_keeps_its_own_server_and_mode(words: list[str], tmp_path: Path, m
     module: Any = ModuleType("wandb")
     module.init, module.Settings, module.Error = lambda **options: asked.update(options), dict, RuntimeError
     monkeypatch.setitem(sys.modules, "wandb", module)
-    Wandb(run_config.parse(words).launcher, tmp_path, "r", {})
+    Wandb(run_config.parse(words).launcher, TrackedRun(name="r", output_dir=tmp_path, config={}))
     assert (asked["mode"], asked["settings"], asked["dir"]) == (None, {}, str(tmp_path))
+
+
+@states(
+    trackio_space_id="TRACKIO_SPACE_ID, else files in TRACKIO_DIR on this machine",
+    mlflow_tracking_uri="MLFLOW_TRACKING_URI, else MLflow's own",
+    swanlab_workspace="that of the key in SWANLAB_API_KEY",
+    swanlab_mode="online",
+)
+def test_other_trackers_keep_their_own_servers_and_modes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without these settings the packages follow their own variables."""
+    asked: dict[str, Any] = {}
+    for name in ("trackio", "swanlab", "mlflow", "mlflow.entities"):
+        module: Any = ModuleType(name)
+        module.init = lambda **options: asked.update(options)
+        module.MlflowClient = lambda tracking_uri: asked.update(tracking_uri=tracking_uri) or MagicMock()
+        monkeypatch.setitem(sys.modules, name, module)
+    run, settings = TrackedRun(name="r", output_dir=tmp_path, config={}), run_config.parse(words).launcher
+    for sink in (Trackio, Swanlab, Mlflow):
+        sink(settings, run)
+    keys = ("space_id", "tracking_uri", "workspace", "mode")
+    assert [asked[key] for key in keys] == [None] * 4
 
 
 @states(ray_address="RAY_ADDRESS, else a Ray of the run's own", ray_num_cpus="all")

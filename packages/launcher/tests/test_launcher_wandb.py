@@ -15,7 +15,9 @@ from rich.console import Console
 
 from slime.launcher.config import run_config
 from slime.launcher.metrics.report import Report
-from slime.launcher.metrics.wandb import Wandb, take_key
+from slime.launcher.metrics.sinks.base import Sink, TrackedRun
+from slime.launcher.metrics.sinks.registry import open_sinks, shown_settings
+from slime.launcher.metrics.sinks.wandb import take_key
 from slime.types.errors import InvalidSetting, NotAvailable
 
 BASE = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2"]
@@ -25,13 +27,13 @@ class Run:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.finished = False
+        self.exit_code: int | None = None
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
 
-    def finish(self) -> None:
-        self.finished = True
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
 @pytest.fixture
@@ -56,15 +58,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Callable[..., Wandb]:
-    def make(*words: str) -> Wandb:
+def begin(tmp_path: Path) -> Callable[..., Sink]:
+    def make(*words: str) -> Sink:
         config = run_config.parse([*BASE, "--use-wandb", *words], check=False, environment={})
-        return Wandb(config.launcher, tmp_path, "mine", config.flat)
+        run = TrackedRun(name="mine", output_dir=tmp_path, config=shown_settings(config.flat))
+        (sink,) = open_sinks(config.launcher, run, None)
+        return sink
 
     return make
 
 
-def test_a_run_is_named_and_described(runs: list[Run], begin: Callable[..., Wandb], tmp_path: Path) -> None:
+def test_a_run_is_named_and_described(runs: list[Run], begin: Callable[..., Sink], tmp_path: Path) -> None:
     words = (
         "--wandb-project p --wandb-group g --wandb-team t --wandb-run-id 7 --wandb-mode offline --wandb-host http://h"
     )
@@ -77,16 +81,22 @@ def test_a_run_is_named_and_described(runs: list[Run], begin: Callable[..., Wand
     assert options["config"]["num_rollout"] == 2 and "secret" not in str(options["config"])
     begin()
     assert runs[1].options["name"].startswith("mine-") and runs[1].options["resume"] is None
-    with pytest.raises(InvalidSetting, match="--use-wandb: no permission"):
+    with pytest.raises(InvalidSetting, match="--use-wandb: E: no permission"):
         begin("--wandb-project", "locked")
 
 
-def test_a_report_sends_its_metrics(runs: list[Run], begin: Callable[..., Wandb], tmp_path: Path) -> None:
+def test_a_report_sends_its_metrics(runs: list[Run], begin: Callable[..., Sink], tmp_path: Path) -> None:
     with Report(tmp_path, num_steps=1, sinks=[begin()], console=Console(quiet=True)) as report:
         report.started(1, 0)
         report.evaluation(0, {"eval/sums": 0.5}, [])
         report.step(0, {"train/loss": 1.0}, [])
-    assert runs[0].logged == [(0, {"eval/sums": 0.5}), (0, {"train/loss": 1.0})] and runs[0].finished
+    assert runs[0].logged == [(0, {"eval/sums": 0.5}), (0, {"train/loss": 1.0})] and runs[0].exit_code == 0
+
+
+def test_a_run_that_fails_is_marked_as_failed(runs: list[Run], begin: Callable[..., Sink], tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Report(tmp_path, num_steps=1, sinks=[begin()], console=Console(quiet=True)):
+        raise RuntimeError
+    assert runs[0].exit_code == 1
 
 
 def test_its_flags_need_it(runs: list[Run]) -> None:

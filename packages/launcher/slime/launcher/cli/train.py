@@ -43,7 +43,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.config.advice import advice
             from slime.launcher.config.check_loop import check_asynchronous, check_synchronous
             from slime.launcher.doctor.preflight import check_start
-            from slime.launcher.metrics.wandb import take_key
+            from slime.launcher.metrics.sinks.wandb import take_key
 
             argv = take_key(argv)
             config = run_config.parse(argv)
@@ -61,7 +61,8 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.loops.one_step_off import train_async
             from slime.launcher.loops.synchronous import train
             from slime.launcher.metrics.report import Report
-            from slime.launcher.metrics.wandb import Wandb
+            from slime.launcher.metrics.sinks.base import TrackedRun
+            from slime.launcher.metrics.sinks.registry import open_sinks, shown_settings
             from slime.launcher.run_directory.lock import run_directory, sole_writer
             from slime.launcher.run_directory.state import recorded
             from slime.launcher.show.command import watched
@@ -76,16 +77,16 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
                     print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts anew")
                 if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
                     write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
-                sinks = [Wandb(settings, output_dir, str(settings.run_name), config.flat)] if settings.use_wandb else []
+                tracked = TrackedRun(
+                    name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
+                )
+                sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
                 command = "train-async" if asynchronous else "train"
                 with (
                     recorded(output_dir, command) as state,
                     watched(output_dir, settings.watch),
-                    Report(
-                        output_dir, num_steps=settings.num_rollout, tensorboard_dir=config.tensorboard_dir,
-                        sinks=sinks, state=state,
-                    ) as report,
-                ):  # fmt: skip
+                    Report(output_dir, num_steps=settings.num_rollout, sinks=sinks, state=state) as report,
+                ):
                     report.next_command = next_command
                     (train_async if asynchronous else train)(config, report)
         return 0

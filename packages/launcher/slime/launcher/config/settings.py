@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.launcher.config.presets import PRESETS
-from slime.launcher.metrics.wandb import WandbSettings
+from slime.launcher.metrics.sinks.registry import TrackerSettings
 from slime.types.pace import POLICIES
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import EngineSettings, ModeSettings, TrainingSettings
@@ -89,7 +89,7 @@ class LoopSettings:
 
 
 @dataclass(kw_only=True)
-class LauncherSettings(WandbSettings, LoopSettings, TrainingSettings, EngineSettings, ModeSettings):
+class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSettings, ModeSettings):
     """Launcher: the training loop, placement, output."""
 
     eval_interval: int | None = setting(

@@ -1,1 +1,1 @@
-"""Reports of a run: files, TensorBoard, the console."""
+"""Reports of a run: files, the console, TensorBoard and trackers."""

@@ -1,10 +1,9 @@
-"""The files of a run: metrics.jsonl, eval.json, reward.png, TensorBoard events."""
+"""The files of a run: metrics.jsonl and reward.png."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ class MetricsLog:
         self.path = path
         self._first_step = first_step
         self._held = path.with_name(f".{path.name}.held")
+        # The row of the step before the first one, if the earlier start ended before it was written.
+        self.restored: dict[str, Any] | None = None
         if path.exists():
             self._keep(lambda row: first_step is None or row["step"] < first_step + is_evaluation(row))
         if first_step is not None:
@@ -42,6 +43,7 @@ class MetricsLog:
         rows = read_metrics(self.path) if self.path.exists() else []
         if step + 1 == self._first_step and not any(row["step"] == step and not is_evaluation(row) for row in rows):
             self._append(line)
+            self.restored = json.loads(line)
         self._held.unlink()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -91,45 +93,6 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-class TensorBoard:
-    """Scalars as TensorBoard events; without a directory it writes nothing."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._writer: Any = None
-
-    def start(self, step: int) -> None:
-        """Makes TensorBoard forget `step` and later ones of an earlier start of the run."""
-        if self._directory is None:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        log = SessionLog(status=SessionLog.START)
-        self._add(self._directory, Event(wall_time=time.time(), step=step, session_log=log))
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        if self._directory is None:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._add(self._directory, Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def _add(self, directory: Path, event: Any) -> None:
-        if self._writer is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            directory.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(directory))
-        self._writer.add_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
 
 def plot_reward(

@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from slime.launcher.metrics.files import Metrics, MetricsLog, TensorBoard, is_evaluation, plot_reward
+from slime.launcher.metrics.files import Metrics, MetricsLog, is_evaluation, plot_reward
 from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
 from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.metrics.silence import SilenceWatch
+from slime.launcher.metrics.sinks.base import Sink
 from slime.launcher.run_directory.state import RunState
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
@@ -46,8 +47,7 @@ DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long
 class Report:
     """Collects the metrics of a run; prints progress, writes the files of `output_dir`.
 
-    tensorboard_dir: where events go (None: no events).
-    sinks: others that get all metrics: `write(step, metrics)`, `close()`.
+    sinks: others that get all metrics.
     num_steps: None where it is told to `started`.
     state: gets the current activity.
     print_every: a line for each this many steps (None: chosen so that a run prints some 40).
@@ -58,8 +58,7 @@ class Report:
         output_dir: Path,
         *,
         num_steps: int | None,
-        tensorboard_dir: Path | None = None,
-        sinks: Sequence[Any] = (),
+        sinks: Sequence[Sink] = (),
         print_every: int | None = None,
         console: Console | None = None,
         state: RunState | None = None,
@@ -76,8 +75,7 @@ class Report:
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = TensorBoard(tensorboard_dir)
-        self._sinks = [self._tensorboard, *sinks]
+        self._sinks = sinks
         self._log: MetricsLog | None = None
         self._samples: KeptSamples | None = None
         self.watch = SilenceWatch()
@@ -86,10 +84,10 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._clear_status()
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed=kind is not None)
 
     def status(self, text: str) -> None:
         """Shows the current activity; on a terminal it replaces the previous line."""
@@ -118,10 +116,19 @@ class Report:
         written_from = first_step if self._num_steps > 0 else None
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)
         self._samples = KeptSamples(self.output_dir, written_from)
+        rows = self._log.rows()
         if written_from is not None:
-            self._tensorboard.start(written_from)
-        self._read_back(self._log.rows(), first_step)
+            self._start_sinks(rows, written_from)
+        self._read_back(rows, first_step)
         self._first = True
+
+    def _start_sinks(self, rows: list[dict[str, Any]], first_step: int) -> None:
+        assert self._log is not None
+        evaluations = [_values(row) for row in rows if row["step"] == first_step and is_evaluation(row)]
+        for sink in self._sinks:
+            sink.start(first_step, evaluations[-1] if evaluations else None)
+        if self._log.restored is not None:
+            self._write(self._log.restored["step"], _values(self._log.restored))
 
     def _read_back(self, rows: list[dict[str, Any]], first_step: int) -> None:
         """Reads back the metrics of earlier starts of the run, and their first samples."""
@@ -268,6 +275,11 @@ def evaluation_scores(metrics: Metrics) -> dict[str, float]:
     details = {name for name in names if DETAIL.search(name)}
     scores = {DETAIL.sub("", name) for name in details} & names or names - details
     return {name: metrics[f"eval/{name}"] for name in sorted(scores)}
+
+
+def _values(row: dict[str, Any]) -> Metrics:
+    """Returns the metrics of a row of metrics.jsonl, in which those that were not finite are null."""
+    return {key: value for key, value in row.items() if key != "step" and value is not None}
 
 
 def _prompt_text(sample: Sample) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.buffer.settings import BufferSettings
-from slime.launcher.metrics.wandb import WandbSettings
+from slime.launcher.metrics.sinks.wandb import WandbSettings
 from slime.rollout.agents.settings import LOG_LEVELS, RENDERERS, STRATEGIES
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings

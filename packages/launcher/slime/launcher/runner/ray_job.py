@@ -68,15 +68,6 @@ def module_path() -> str:
     )
 
 
-SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
-
-
-def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables with names of secrets. Ray shows a job's runtime environment in the arguments of its processes:
-    secrets go into the environment of Ray itself, which its processes inherit."""
-    return {name: value for name, value in variables.items() if any(word in name.upper() for word in SECRET_WORDS)}
-
-
 @contextmanager
 def runtime_env_file(runtime_env: Mapping[str, Any]) -> Iterator[str]:
     """Yields a file for `ray job submit --runtime-env` that only this user can read."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from slime.launcher.platform.secret_variables import secrets_of
 from slime.launcher.platform.signals import terminate_as_interrupt
 from slime.launcher.runner.flags import find_model_args
 from slime.launcher.runner.ray_job import (
@@ -35,7 +36,6 @@ from slime.launcher.runner.ray_job import (
     module_path,
     run_attached,
     runtime_env_file,
-    secrets_of,
 )
 from slime.types.errors import InvalidSetting
 

@@ -7,25 +7,20 @@ anything logs it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from slime.types.errors import InvalidSetting, NotAvailable
-from slime.types.setting_values import flag_name, is_json
+from slime.launcher.metrics.sinks.base import Metrics, Sink, TrackedRun
+from slime.types.errors import InvalidSetting
 from slime.types.settings import setting
 
 log = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
 KEY_FLAG, KEY_VARIABLE = "--wandb-key", "WANDB_API_KEY"
-# Settings that are not sent: environments hold keys.
-PRIVATE = ("train_env_vars",)
 
 
 @dataclass(kw_only=True)
@@ -55,56 +50,39 @@ class WandbSettings:
 
 
 def check_wandb(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for W&B settings without --use-wandb, NotAvailable without the package."""
-    if args["use_wandb"]:
-        if importlib.util.find_spec("wandb") is None:
-            raise NotAvailable.not_installed("--use-wandb", "wandb", "slime-launcher[wandb]")
-        host = args["wandb_host"]
-        if host is not None and not host.startswith(("http://", "https://")):
-            raise InvalidSetting.must_be("--wandb-host", "http://... or https://...", got=host)
-        return
-    for name in ("mode", "dir", "host", "team", "group", "project", "run_id"):
-        value = args[f"wandb_{name}"]
-        if value is not None:
-            raise InvalidSetting.requires(f"{flag_name(f'wandb_{name}')} {value}", "--use-wandb")
-    if not args["wandb_random_suffix"]:
-        raise InvalidSetting.requires("--disable-wandb-random-suffix", "--use-wandb")
+    """Raises InvalidSetting for a --wandb-host that is no URL."""
+    host = args["wandb_host"]
+    if host is not None and not host.startswith(("http://", "https://")):
+        raise InvalidSetting.must_be("--wandb-host", "http://... or https://...", got=host)
 
 
-class Wandb:
-    """One run of Weights & Biases; a sink of `Report`."""
+class Wandb(Sink):
+    """One run of Weights & Biases."""
 
-    def __init__(self, settings: WandbSettings, output_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        """Starts the W&B run. config: shown beside the metrics, except values that JSON cannot hold.
-
-        Raises InvalidSetting where wandb refuses to start a run.
-        """
+    def __init__(self, settings: WandbSettings, run: TrackedRun) -> None:
         wandb = importlib.import_module("wandb")
-        name = settings.wandb_group or run_name
+        name = settings.wandb_group or run.name
         if settings.wandb_random_suffix:
             name += f"-{secrets.token_hex(3)}"
         options = {"base_url": settings.wandb_host} if settings.wandb_host else {}
-        try:
-            self._run = wandb.init(
-                project=settings.wandb_project,
-                entity=settings.wandb_team,
-                group=settings.wandb_group,
-                name=name,
-                dir=settings.wandb_dir or str(output_dir),
-                mode=settings.wandb_mode,
-                id=settings.wandb_run_id,
-                resume="allow" if settings.wandb_run_id else None,
-                config={key: value for key, value in config.items() if key not in PRIVATE and is_json(value)},
-                settings=wandb.Settings(**options),
-            )
-        except wandb.Error as error:
-            raise InvalidSetting(f"--use-wandb: {error}", field="--use-wandb", value=True) from error
+        self._run = wandb.init(
+            project=settings.wandb_project,
+            entity=settings.wandb_team,
+            group=settings.wandb_group,
+            name=name,
+            dir=settings.wandb_dir or str(run.output_dir),
+            mode=settings.wandb_mode,
+            id=settings.wandb_run_id,
+            resume="allow" if settings.wandb_run_id else None,
+            config=dict(run.config),
+            settings=wandb.Settings(**options),
+        )
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def take_key(argv: Sequence[str]) -> list[str]:

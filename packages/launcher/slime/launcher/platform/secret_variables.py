@@ -1,0 +1,28 @@
+"""Environment variables that hold secrets: told by their names, and kept out of texts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+# A shorter value may be part of any word.
+SHORTEST_HIDDEN = 6
+
+
+def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with names of secrets.
+
+    Ray shows a job's runtime environment in the arguments of its processes: secrets go into the environment of Ray
+    itself, which its processes inherit.
+    """
+    return {name: value for name, value in variables.items() if any(word in name.upper() for word in SECRET_WORDS)}
+
+
+def without_secrets(text: str) -> str:
+    """Hides the values of secret variables of this process in a text, and user:password in its URLs."""
+    for value in secrets_of(os.environ).values():
+        if len(value) >= SHORTEST_HIDDEN:
+            text = text.replace(value, "***")
+    return re.sub(r"://[^/\s@]+@", "://***@", text)
