@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class FakeEngine:
         self.die_after: int | None = None
         self.held_prompts: set[tuple[int, ...]] = set()
         self.paused = False
+        # Released once for each token of a stream; None streams without waiting.
+        self.pace: threading.Semaphore | None = None
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[Any] = []
         self.busy = threading.Event()
@@ -168,7 +171,24 @@ class FakeEngine:
         outputs = [self._output(p, s, aborted=held) for p, s in zip(prompts, params, strict=True)]
         for output, images in zip(outputs, body.get("image_data") or [], strict=False):
             output["meta_info"]["prompt_tokens"] += (self.tokens_an_image - 1) * len(images)
+        if body.get("stream"):
+            return await self._stream(request, outputs[0])
         return web.json_response(outputs[0] if single else outputs)
+
+    async def _stream(self, request: web.Request, output: dict[str, Any]) -> web.StreamResponse:
+        """The output as it grows, a token an event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        pairs = output["meta_info"]["output_token_logprobs"]
+        for count in range(1, len(pairs)):
+            meta = output["meta_info"] | {"finish_reason": None, "output_token_logprobs": pairs[:count]}
+            meta |= {"completion_tokens": count}
+            part = {"output_ids": output["output_ids"][:count], "meta_info": meta}
+            await response.write(f"data: {json.dumps(part)}\n\n".encode())
+            if self.pace is not None:
+                await asyncio.to_thread(self.pace.acquire, timeout=60)
+        await response.write(f"data: {json.dumps(output)}\n\ndata: [DONE]\n\n".encode())
+        return response
 
     def _output(self, prompt: list[int], params: dict[str, Any], aborted: bool) -> dict[str, Any]:
         ids = self.answer(prompt, params)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.rollout.agents.agentcore import AgentCore
@@ -43,6 +43,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[Turn, bool]]:
     return turns
 
 
+@settings(deadline=None)
 @given(episodes())
 def test_merged_turns_are_the_engines_tokens_and_log_probs(made: list[tuple[Turn, bool]]) -> None:
     turns = [turn for turn, _ in made]
@@ -183,8 +184,8 @@ def test_a_wrong_setting_is_named(values: dict[str, Any], named: str) -> None:
 
 
 def test_a_parser_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NotAvailable, match="--sglang-tool-call-parser llama3.*qwen"):
-        AgentSettings.from_args(argparse.Namespace(agent_runtime_arn=URL, sglang_tool_call_parser="llama3"))
+    with pytest.raises(NotAvailable, match="--sglang-tool-call-parser pythonic.*qwen"):
+        AgentSettings.from_args(argparse.Namespace(agent_runtime_arn=URL, sglang_tool_call_parser="pythonic"))
 
 
 def test_an_invocation_is_not_tried_again_once_its_episode_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,64 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeEngine
+from rollout_agents_fakes import END, TEMPLATE_END, Client, Letters, Speaker
 
 from slime.rollout.agents.gateway import Gateway
-from slime.rollout.agents.merge import merge_turns
 from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.chat.front import PATHS
 from slime.rollout.generate.state import RolloutState
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, PortInUse
-
-END = 3
-TEMPLATE_START, TEMPLATE_END = "<|im_start|>", "<|im_end|>"
-
-
-class Letters:
-    """ChatML, a token a letter; the end of a message is one token, and so is its start."""
-
-    eos_token = TEMPLATE_END
-    chat_template = "chatml"
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(c) for c in text.replace(TEMPLATE_START, "\x02").replace(TEMPLATE_END, chr(END))]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        text = "".join(map(chr, ids))
-        start, end = ("", "") if skip_special_tokens else (TEMPLATE_START, TEMPLATE_END)
-        return text.replace("\x02", start).replace(chr(END), end)
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any) -> str:
-        text = f"tools {json.dumps(tools)}\n" if tools else ""
-        for message in messages:
-            calls = "".join(
-                f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in message.get("tool_calls", ())
-            )
-            text += f"{TEMPLATE_START}{message['role']}\n{message['content']}{calls}{TEMPLATE_END}\n"
-        return text + f"{TEMPLATE_START}assistant\n"
-
-
-class Speaker(FakeEngine):
-    """Says its lines in turn, each with log-probs -1, -2, ...; one that does not fit is cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def _output(self, prompt: list[int], params: dict[str, Any], aborted: bool) -> dict[str, Any]:
-        ids = [*map(ord, self.lines.pop(0)), END][: params["max_new_tokens"]]
-        kind = "abort" if aborted else "stop" if ids[-1] == END else "length"
-        pairs = [[-float(i), token, None] for i, token in enumerate(ids, start=1)]
-        meta = {"finish_reason": {"type": kind}, "weight_version": "4", "output_token_logprobs": pairs}
-        return {"output_ids": ids, "meta_info": meta}
 
 
 @pytest.fixture
@@ -69,35 +25,6 @@ def speaker() -> Iterator[Speaker]:
     engine = Speaker()
     yield engine
     engine.stop()
-
-
-class Client:
-    def __init__(self, gateway: Gateway, session: Session, base_url: str) -> None:
-        self.gateway, self.session, self.base_url = gateway, session, base_url
-
-    def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Status and body; the body as it is where it is no JSON."""
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
-        request = urllib.request.Request(self.base_url + path, data, sent)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                status, content = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            status, content = error.code, error.read()
-        try:
-            return status, json.loads(content)
-        except ValueError:
-            return status, content.decode()
-
-    def chat(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        status, answer = self.call("/chat/completions", {"messages": messages, "model": "m"} | more)
-        assert status == 200, answer
-        return answer
-
-    def samples(self) -> list[Sample]:
-        decode = self.gateway.state.tokenizer.decode
-        return merge_turns(self.session.turns, Sample(index=7, group_index=1), decode)
 
 
 @pytest.fixture
@@ -129,7 +56,9 @@ def test_an_answer_has_openais_form_and_the_engines_tokens(speaker, connect):
     assert choice["message"] == {"role": "assistant", "content": "ok"} and choice["finish_reason"] == "stop"
     assert answer["object"] == "chat.completion" and answer["model"] == "m"
     prompt = Letters().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3}
+    assert answer["usage"].items() >= {
+        "prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3
+    }.items()  # fmt: skip
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0, -2.0, -3.0]
     assert speaker.requests[-1]["input_ids"] == [prompt]
     (turn,) = client.session.turns
@@ -177,8 +106,11 @@ def test_tool_calls_are_parsed_and_their_answers_rendered(speaker, connect, stre
     if stream:
         events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]  # type: ignore[attr-defined]
         assert answer.endswith("data: [DONE]\n\n")  # type: ignore[attr-defined]
-        message, reason = events[0]["choices"][0]["delta"], events[-1]["choices"][0]["finish_reason"]
-        assert message["tool_calls"][0].pop("index") == 0
+        deltas, reason = [e["choices"][0]["delta"] for e in events], events[-1]["choices"][0]["finish_reason"]
+        assert "".join(delta.get("content", "") for delta in deltas) == "let me see"
+        (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert calls[0].pop("index") == 0
+        message = {"role": "assistant", "content": "let me see", "tool_calls": calls}
     else:
         message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
     (call,) = message["tool_calls"]
@@ -308,11 +240,13 @@ def test_web_pages_and_other_hosts_are_refused_and_a_deep_body_is_a_bad_request(
     client = connect(gateway_url="https://tunnel.example/x")
     client.base_url = client.base_url.replace("https://tunnel.example/x", client.gateway.local_url)
     path, body = "/chat/completions", {"messages": [USER]}
-    assert client.call(path, body, Origin="http://evil.example")[0] == 403
-    assert client.call(path, body, Host="evil.example")[0] == 403
-    assert client.call(path, body, Content_Type="text/plain")[0] == 415
-    assert client.call(path, b"[" * 900 + b"]" * 900)[0] == 400
-    assert client.call(path, b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}")[0] == 400
+    for each in PATHS:
+        each = each.removeprefix("/v1")
+        assert client.call(each, body, Origin="http://evil.example")[0] == 403
+        assert client.call(each, body, Host="evil.example")[0] == 403
+        assert client.call(each, body, Content_Type="text/plain")[0] == 415
+        assert client.call(each, b"[" * 900 + b"]" * 900)[0] == 400
+        assert client.call(each, b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}")[0] == 400
     assert not speaker.requests
     speaker.lines = ["ok"]
     assert client.call(path, body, Host="tunnel.example")[0] == 200

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_tiny_model import write_tiny_model
 
+from slime.rollout.chat.front import PATHS
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.__main__ import serve
 from slime.rollout.engines.embedded.launch import start_embedded
@@ -29,7 +32,7 @@ GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_n
 CHAT = {"messages": [USER], "temperature": 0, "max_tokens": 4}
 EFFECTS = (
     "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/abort_request", "/flush_cache",
-    "/weights_checker", "/release_memory_occupation", "/resume_memory_occupation", "/generate",
+    "/weights_checker", "/release_memory_occupation", "/resume_memory_occupation", "/generate", *PATHS,
 )  # fmt: skip
 
 
@@ -90,6 +93,31 @@ def test_calls_without_the_key_are_refused_and_it_is_in_no_argument_list(engine:
     assert asyncio.run(ask(KEY)) == "0"
     with pytest.raises(Unauthenticated, match="engine-7 .*no valid API key.*--rollout-engine-api-key-file"):
         asyncio.run(ask(None))
+
+
+def test_clients_of_every_protocol_have_their_answer(engine: EngineProcess) -> None:
+    user: Any = [{"role": "user", "content": [{"type": "text", "text": "12"}]}]
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        asked: Any = {"model": "m", "messages": user, "temperature": 0, "max_tokens": 4}
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        chunks = client.chat.completions.create(stream=True, **asked)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        answer = client.responses.create(model="m", input=user, temperature=0, max_output_tokens=4)
+        assert answer.output_text == text
+        for stranger in (client.with_options(api_key="other"), client.with_options(api_key=f"{KEY}x")):
+            with pytest.raises(openai.AuthenticationError):
+                stranger.responses.create(model="m", input=user)
+    with anthropic.Anthropic(base_url=engine.url, api_key=KEY, max_retries=0, timeout=60) as claude:
+        more: Any = {"temperature": 0}
+        message = claude.messages.create(model="m", messages=user, max_tokens=4, extra_body=more)
+        assert "".join(block.text for block in message.content if block.type == "text") == text
+        with claude.messages.stream(model="m", messages=user, max_tokens=4, extra_body=more) as events:
+            assert "".join(events.text_stream) == text
+        assert claude.messages.count_tokens(model="m", messages=user).input_tokens == message.usage.input_tokens
+        with pytest.raises(anthropic.AuthenticationError):
+            claude.with_options(api_key="other").messages.create(model="m", messages=user, max_tokens=4)
+        with pytest.raises(anthropic.BadRequestError, match="tools: got given"):
+            claude.messages.create(model="m", messages=user, max_tokens=4, tools=[{"name": "f", "input_schema": {}}])
 
 
 def test_a_web_page_steers_nothing(engine: EngineProcess, directory: Path) -> None:
@@ -177,7 +205,7 @@ def test_a_stream_ends_with_the_number_of_tokens_where_that_is_asked_for(engine:
     *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
     whole = call(engine, "/v1/chat/completions", CHAT | {"logprobs": True})[1]
     assert last["choices"] == [] and last["usage"] == whole["usage"]
-    told = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["content"]]
+    told = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert told == whole["choices"][0]["logprobs"]["content"]
 
 
@@ -215,6 +243,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"tools": [{"function": {"name": "f"}}], "n": 1, "logprobs": True}),
     ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}, "stop": ["1"]}),
     ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0, "seed": 3, "model": "m"}),
+    ("/v1/responses", {"input": [USER, {"type": "function_call", "name": "f", "call_id": "c"}], "instructions": "1"}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 2, "system": [{"type": "text", "text": "1"}], "stream": True}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ("/abort_request", {"rid": "nobody"}),
     ("/update_weights_from_disk", {"model_path": "nowhere", "weight_version": "1"}),
     ("/weights_checker", {"action": "checksum"}),

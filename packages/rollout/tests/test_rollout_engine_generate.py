@@ -165,7 +165,7 @@ def test_chat_speaks_openais_protocol(engine: EngineProcess) -> None:
     assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["logprobs"]["content"])
     streamed = post(engine, "/v1/chat/completions", body | {"stream": True}, raw=True).strip().split("\n\n")
     parts = [json.loads(event.removeprefix("data: ")) for event in streamed[:-1]]
-    text = "".join(part["choices"][0]["delta"]["content"] for part in parts)
+    text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
     assert text == answer["choices"][0]["message"]["content"]
     assert parts[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
 

@@ -43,9 +43,11 @@ def _segment(position: int, turns: list[Turn], origin: Sample, decode: Callable[
         between = turn.prompt_ids[len(sample.array("tokens")) :]
         if between:
             sample.append_response_tokens(args, tokens=between, trainable=False, text=decode(between))
-        sample.append_response_tokens(
-            args, tokens=turn.completion_ids, log_probs=turn.log_probs, meta_info=turn.meta, text=turn.text
-        )
+        for part, meta in turn.parts:
+            # The text of all parts: a character may be split between two.
+            text = turn.text if meta is turn.meta else ""
+            ids, log_probs = turn.completion_ids[part], turn.log_probs[part]
+            sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=meta, text=text)
     truncated = turns[-1].finish_reason == "length"
     sample.status = Sample.Status.TRUNCATED if truncated else Sample.Status.COMPLETED
     sample.validate()

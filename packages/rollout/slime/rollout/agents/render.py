@@ -31,7 +31,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.cumulative = cumulative
-        self._following: Callable[[list[JSON]], str] = _chatml if family == "qwen" else self._behind_an_answer
+        self._following: Callable[[list[JSON]], str | None] = _chatml if family == "qwen" else self._behind_an_answer
         if cumulative and family == "qwen" and len(self._encode("<|im_start|>")) != 1:
             raise InvalidSetting.requires(
                 "renderer_family qwen", "a tokenizer with the token <|im_start|>", "use auto for this model"
@@ -45,21 +45,29 @@ class Renderer:
         if self.cumulative:
             for turn in reversed(turns):
                 known = len(turn.messages)
-                if 0 < known < len(messages) and same_messages(turn.messages, messages[:known]):
-                    return self._continued(turn, messages[known:])
+                # Other tools, or other arguments, change the beginning of the prompt.
+                same = (turn.tools or None, turn.arguments) == (tools or None, extra)
+                if same and 0 < known < len(messages) and same_messages(turn.messages, messages[:known]):
+                    continued = self._continued(turn, messages[known:])
+                    if continued is not None:
+                        return continued
         return self._encode(self._render(messages, tools, extra))
 
-    def _continued(self, turn: Turn, new: list[JSON]) -> list[int]:
+    def _continued(self, turn: Turn, new: list[JSON]) -> list[int] | None:
         text = self._following(new)
+        if text is None:
+            return None
         if turn.completion_ids and turn.finish_reason == "stop":
             # An answer that ended by itself includes its end token.
             end = self.tokenizer.decode([turn.completion_ids[-1]], skip_special_tokens=False)
             text = text.removeprefix(end)
         return [*turn.all_ids, *self._encode(text)]
 
-    def _behind_an_answer(self, new: list[JSON]) -> str:
+    def _behind_an_answer(self, new: list[JSON]) -> str | None:
+        """None for a template that does not show an answer with messages behind it."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *new]
-        return self._render(messages, None, {}).rpartition(MARK)[2]
+        _, mark, following = self._render(messages, None, {}).rpartition(MARK)
+        return following if mark else None
 
     def _render(self, messages: list[JSON], tools: Any, extra: Mapping[str, Any]) -> str:
         return render(self.tokenizer, messages, tools, {**self.template_kwargs, **extra})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ class Turn:
 
     prompt_ids, completion_ids, log_probs (of the completion): those that the engine got and gave. meta: its
     `meta_info`. text: the completion, decoded. messages: the conversation with the answer as last message; empty for a
-    turn of /v1/completions.
+    turn of plain text. tools, arguments: of the chat template. earlier: of an answer that weight updates interrupted,
+    the number of tokens and the meta of each part before the last.
     """
 
     prompt_ids: list[int]
@@ -25,6 +26,9 @@ class Turn:
     meta: Mapping[str, Any]
     text: str = ""
     messages: list[JSON] = field(default_factory=list)
+    tools: list[JSON] | None = None
+    arguments: JSON = field(default_factory=dict)
+    earlier: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> str:
@@ -34,6 +38,15 @@ class Turn:
     @property
     def weight_version(self) -> str:
         return str(self.meta.get("weight_version", ""))
+
+    @property
+    def parts(self) -> Iterator[tuple[slice, Mapping[str, Any]]]:
+        """The part of the completion that each version of the weights made, and the meta of it."""
+        start = 0
+        for count, meta in self.earlier:
+            yield slice(start, start + count), meta
+            start += count
+        yield slice(start, len(self.completion_ids)), self.meta
 
     @property
     def all_ids(self) -> list[int]:

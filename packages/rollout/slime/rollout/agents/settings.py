@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.rollout.chat.answers import TOOL_CALL_PARSERS
+from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, AnswerSyntax
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.setting_values import flag_name
 
 RENDERERS = ("auto", "qwen")
 STRATEGIES = ("grpo", "identity")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Parsers of models that write `<think>...</think>` before the answer.
-REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1")
 ARN = re.compile(r"arn:[\w-]+:bedrock-agentcore:([a-z0-9-]+):\d*:runtime/\S+")
 
 ENVIRONMENT = {
@@ -66,6 +64,10 @@ class AgentSettings:
         """The AWS region of the ARN; None for an agent that is called directly."""
         match = ARN.fullmatch(self.agent_runtime_arn)
         return match.group(1) if match else None
+
+    @property
+    def syntax(self) -> AnswerSyntax:
+        return AnswerSyntax(self.sglang_tool_call_parser, self.sglang_reasoning_parser)
 
     @classmethod
     def from_args(cls, args: Any) -> AgentSettings:
@@ -126,8 +128,9 @@ class AgentSettings:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise NotAvailable.unavailable(
-                    f"{flag_name(name)} {value}", "remote agents have no such parser", " or ".join(known)
+                    f"{flag_name(name)} {value}", "agents have no such parser", " or ".join(known)
                 )
+        self.syntax.check()
 
     def set_log_level(self) -> None:
         logging.getLogger("slime.rollout.agents").setLevel(self.gateway_log_level.upper())

@@ -1,57 +1,94 @@
-"""Splits the text of an answer into reasoning, content and tool calls."""
+"""Reads the tokens of an answer as they arrive: its text, and in that reasoning, content and tool calls."""
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
+from collections.abc import Collection, Sequence
 from typing import Any
 
-# Parsers of SGLang whose format is `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
-TOOL_CALL_PARSERS = ("qwen", "qwen25", "hermes")
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-THINK, END_OF_THINK = "<think>", "</think>"
+from slime.rollout.chat.pieces import Content, Piece, message_of
+from slime.rollout.chat.request import Answer, Generated, ModelRequest
+from slime.rollout.chat.syntaxes.registry import AnswerSyntax
+from slime.rollout.chat.text import TextStream
+
+# Tokens of a prompt's end that may open the reasoning.
+PROMPT_END = 12
 
 
-def parse_answer(text: str, *, tools: bool, reasoning: bool) -> dict[str, Any]:
-    """The assistant's message. tools: `<tool_call>{"name", "arguments"}</tool_call>` become tool calls; one that is no
-    such JSON stays text. reasoning: what comes before `</think>` is no content."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning and END_OF_THINK in text:
-        thought, text = text.split(END_OF_THINK, 1)
-        message |= {"reasoning_content": thought.replace(THINK, "", 1).strip("\n"), "content": text.lstrip("\n")}
-    if tools:
-        _take_tool_calls(message)
-    return message
+class AnswerReader:
+    """stops: texts that end the answer, those of the request among them. end_ids: tokens that may end it.
 
+    The sum of the pieces is the same, however the tokens arrive.
+    """
 
-def _take_tool_calls(message: dict[str, Any]) -> None:
-    calls: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        tokenizer: Any,
+        request: ModelRequest,
+        prompt: Sequence[int],
+        syntax: AnswerSyntax,
+        *,
+        stops: Sequence[str] = (),
+        end_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        skip = request.sampling.get("skip_special_tokens") is not False
+        self._hidden: Sequence[str] = ()
+        self._parser = None
+        if request.messages is not None:
+            end = str(tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False))
+            self._parser = syntax.parser(request.tools, end)
+            if skip and syntax.keeps_special_tokens:
+                skip, self._hidden = False, getattr(tokenizer, "all_special_tokens", ())
+        end_ids = {*end_ids, *getattr(tokenizer, "all_special_ids", ())}
+        self._text = TextStream(tokenizer, skip_special_tokens=skip, stops=stops, end_ids=end_ids)
+        self._read = self._told = 0
+        self._pieces: list[Piece] = []
 
-    def take(match: re.Match[str]) -> str:
-        call = _tool_call(match.group(1))
-        if call is None:
-            return match.group(0)
-        calls.append(call)
-        return ""
+    def read(self, generated: Generated) -> list[Piece]:
+        """Returns the pieces that are new. generated: all tokens so far."""
+        text = self._text.feed(generated.ids[self._read :])
+        self._read = len(generated.ids)
+        reason = generated.finish_reason
+        if reason is not None:
+            text += self._text.finish(reason)
+        if self._parser is None:
+            pieces: list[Piece] = [Content(text)] if text else []
+        else:
+            pieces = self._parser.feed(text)
+            if reason is not None:
+                pieces = [*pieces, *self._parser.finish()]
+        pieces = [self._shown(piece) for piece in pieces]
+        self._pieces += pieces
+        return pieces
 
-    rest = TOOL_CALL.sub(take, message["content"])
-    if calls:
-        message |= {"content": rest.strip() or None, "tool_calls": calls}
+    def log_probs(self, generated: Generated) -> list[tuple[str, float]]:
+        """Texts and log-probs of the tokens that were not told of before."""
+        first, self._told = self._told, len(generated.log_probs)
+        pairs = zip(generated.ids[first : self._told], generated.log_probs[first:], strict=True)
+        return [(str(self._tokenizer.decode([token])), float(value)) for token, value in pairs]
 
+    def answer(self, generated: Generated, log_probs: list[tuple[str, float]] | None = None) -> Answer:
+        """generated: the last."""
+        reason = generated.finish_reason or {}
+        message = message_of(self._pieces)
+        kind = str(reason.get("type") or "stop")
+        matched = reason.get("matched")
+        return Answer(
+            message=message,
+            finish_reason="tool_calls" if kind == "stop" and message.get("tool_calls") else kind,
+            matched=matched if isinstance(matched, str) else None,
+            prompt_tokens=generated.prompt_tokens,
+            completion_tokens=len(generated.ids),
+            cached_tokens=generated.cached_tokens,
+            weight_version=generated.weight_version,
+            log_probs=log_probs,
+        )
 
-def _tool_call(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
-    }
+    def _shown(self, piece: Piece) -> Piece:
+        if self._hidden and isinstance(piece, Content):
+            text = piece.text
+            for token in self._hidden:
+                text = text.replace(token, "")
+            return Content(text)
+        return piece

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from slime.rollout.chat.fields import text_of
 from slime.types.errors import InvalidField
 
 JSON = dict[str, Any]
@@ -23,7 +24,11 @@ def clean(messages: Any) -> list[JSON]:
 def _clean(position: int, message: Any) -> JSON:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidField(f"messages[{position}]", message, "an object with role and content")
-    cleaned: JSON = {"role": message["role"], "content": _text(position, message.get("content"))}
+    if message.get("function_call"):
+        raise InvalidField(f"messages[{position}].function_call", message["function_call"], "tool_calls in its place")
+    # Templates know no developer.
+    role = "system" if message["role"] == "developer" else message["role"]
+    cleaned: JSON = {"role": role, "content": text_of(message.get("content"), f"messages[{position}].content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = message.get(name)
         if value:
@@ -40,19 +45,6 @@ def _clean(position: int, message: Any) -> JSON:
             c | {"function": c["function"] | {"arguments": _arguments(c["function"])}} for c in calls
         ]
     return cleaned
-
-
-def _text(position: int, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
-        raise InvalidField(
-            f"messages[{position}].content", kinds,
-            "a text, or a list of parts that are text; only /generate takes images, as image_data",
-        )  # fmt: skip
-    return "".join(part["text"] for part in parts)
 
 
 def _arguments(function: JSON) -> Any:

@@ -34,8 +34,8 @@ class Refused(InvalidField):
 class Access:
     """host: the address that the server listens on. names: other host names that callers may use for it.
 
-    api_key: what every call carries as `Authorization: Bearer`, save those of open_paths. binary_paths: those that take
-    bytes, all others take JSON.
+    api_key: what every call carries as `Authorization: Bearer`, or as `x-api-key` from Anthropic's clients, save those
+    of open_paths. binary_paths: those that take bytes, all others take JSON.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Access:
         binary_paths: Collection[str] = (),
     ) -> None:
         self._names = {host.lower(), *(name.lower() for name in names)}
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.encode()
         self._open_paths = open_paths
         self._binary_paths = binary_paths
 
@@ -56,9 +56,10 @@ class Access:
         """Raises Refused, or Unauthenticated."""
         self._check_host(request)
         self._check_origin(request)
-        if self._expected is not None and request.path not in self._open_paths:
-            authorization = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._expected):
+        if self._api_key is not None and request.path not in self._open_paths:
+            sent = (request.headers.get("Authorization", ""), f"Bearer {request.headers.get('x-api-key', '')}")
+            expected = b"Bearer " + self._api_key
+            if not any(hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected) for key in sent):
                 raise Unauthenticated(
                     "the request carries no valid API key", field="Authorization", expected="Bearer and the API key"
                 )

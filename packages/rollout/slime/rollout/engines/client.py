@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime.rollout.engines.http import EngineHTTP
+from slime.types.errors import EngineError
 
 JSON = dict[str, Any]
 
@@ -36,9 +37,11 @@ class EngineClient(EngineHTTP):
         return_logprob: bool = True,
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
+        on_output: Callable[[JSON], None] | None = None,
         **extra: Any,
     ) -> Any:
-        """One response for one prompt, a list of them for a list of prompts.
+        """One response for one prompt, a list of them for a list of prompts. on_output: gets the response to one prompt
+        while it grows, with all tokens so far.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
         "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the
@@ -47,6 +50,10 @@ class EngineClient(EngineHTTP):
         body: JSON = {"sampling_params": sampling_params or {}, "return_logprob": return_logprob, **extra}
         body |= {k: v for k, v in (("input_ids", input_ids), ("text", text), ("rid", rid)) if v is not None}
         timeout = timeout_seconds or self.generate_timeout_seconds
+        if on_output is not None:
+            body["stream"] = True
+            output = await self.follow("/generate", body, on_output, headers=headers, timeout_seconds=timeout)
+            return _whole(output, self.name)
         return await self.post("/generate", body, headers=headers, timeout_seconds=timeout)
 
     async def chat(self, body: Mapping[str, Any], timeout_seconds: float | None = None) -> JSON:
@@ -186,3 +193,15 @@ class EngineClient(EngineHTTP):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+def _whole(output: JSON, name: str) -> JSON:
+    """Raises EngineError where an engine streams each token once (--sglang-incremental-streaming-output)."""
+    meta = output.get("meta_info") or {}
+    pairs = meta.get("output_token_logprobs")
+    if pairs is not None and len(pairs) < meta.get("completion_tokens", 0):
+        raise EngineError(
+            f"engine {name} streams {len(pairs)} of {meta['completion_tokens']} tokens at the end of an answer",
+            field=name, expected="all of them: no --sglang-incremental-streaming-output",
+        )  # fmt: skip
+    return output

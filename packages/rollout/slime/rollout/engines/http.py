@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -74,22 +75,11 @@ class EngineHTTP:
         request: what aiohttp takes.
         """
         seconds = timeout_seconds or self.timeout_seconds
-        try:
+        with self._explained(method, path, seconds):
             async with self._opened().request(
                 method, self.url + path, timeout=aiohttp.ClientTimeout(total=seconds), **request
             ) as response:
                 body = await response.read()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"engine {self.name}: no answer to {method} {path} in {seconds:g} s", field=path, value=seconds
-            ) from None
-        except aiohttp.ClientError as error:
-            reason = str(error) or type(error).__name__
-            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-                reason = os.strerror(error.os_error.errno)
-            raise EngineError(
-                f"engine {self.name} at {self.url} is gone ({method} {path}: {reason})", field=self.name, value=reason
-            ) from error
         if response.status >= 400:
             raise self._refusal(method, path, response.status, body)
         try:
@@ -103,6 +93,53 @@ class EngineHTTP:
                 value=path,
             )
         return answer
+
+    async def follow(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        on_event: Callable[[Any], None],
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_seconds: float,
+    ) -> Any:
+        """The last of the server-sent events that a POST is answered with. on_event: gets each, but of several that
+        arrive together only the last: it says all that the ones before it said."""
+        last: Any = None
+        with self._explained("POST", path, timeout_seconds):
+            timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+            async with self._opened().post(self.url + path, json=body, headers=headers, timeout=timeout) as response:
+                if response.status >= 400:
+                    raise self._refusal("POST", path, response.status, await response.read())
+                rest = b""
+                async for received in response.content.iter_any():
+                    whole, end, rest = (rest + received).rpartition(b"\n\n")
+                    events = [each for each in whole.split(b"\n\n") if each.startswith(b"data: {")] if end else []
+                    if events:
+                        text = events[-1].removeprefix(b"data: ")
+                        last = parsed(text)
+                        if "error" in last:
+                            raise self._refusal("POST", path, 500, text)
+                        on_event(last)
+        if last is None:
+            raise EngineError(f"engine {self.name} answered POST {path} with no event", field=self.name, value=path)
+        return last
+
+    @contextlib.contextmanager
+    def _explained(self, method: str, path: str, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"engine {self.name}: no answer to {method} {path} in {seconds:g} s", field=path, value=seconds
+            ) from None
+        except aiohttp.ClientError as error:
+            reason = str(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+                reason = os.strerror(error.os_error.errno)
+            raise EngineError(
+                f"engine {self.name} at {self.url} is gone ({method} {path}: {reason})", field=self.name, value=reason
+            ) from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import HostedEngine, RunningEngine
@@ -26,6 +26,7 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
 LAST_CALL_SECONDS = 2.0
 # The finish reason of a request that a weight update ended: it goes on afterwards, with the tokens that it has.
@@ -183,15 +184,19 @@ class Fleet:
         images: list[list[str]] | None = None,
         session_id: str | None = None,
         member: Member | None = None,
+        on_output: OnOutput | None = None,
     ) -> list[dict[str, Any]]:
         """One request of several sequences to one engine; answers in SGLang's format, in order.
 
-        images: data URIs, in each sequence a placeholder token for each of its own.
+        images: data URIs, in each sequence a placeholder token for each of its own. on_output: called on the fleet's
+        loop with the answer to a single sequence while it grows.
 
         Raises EngineError when the engine dies, fails, or answers with another number of sequences; InvalidField when
         it refuses the request.
         """
-        return await self.loop.bridge(self._generate(input_ids, sampling_params, rids, images, session_id, member))
+        return await self.loop.bridge(
+            self._generate(input_ids, sampling_params, rids, images, session_id, member, on_output)
+        )
 
     async def _generate(
         self,
@@ -201,6 +206,7 @@ class Fleet:
         images: list[list[str]] | None,
         session_id: str | None,
         member: Member | None,
+        on_output: OnOutput | None = None,
     ) -> list[dict[str, Any]]:
         if not self.members:
             raise EngineError(
@@ -216,9 +222,16 @@ class Fleet:
             async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
                 self._sent.update(dict.fromkeys(keys, chosen))
                 try:
-                    outputs = await chosen.client.generate(
-                        input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
-                    )
+                    if on_output is None:
+                        outputs = await chosen.client.generate(
+                            input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
+                        )
+                    else:
+                        (ids,), (params,), rid = input_ids, sampling_params, rids[0] if rids else None
+                        output = await chosen.client.generate(
+                            ids, params, rid=rid, return_logprob=True, headers=headers, on_output=on_output
+                        )
+                        outputs = [output]
                 except EngineError as error:
                     raise await self._explain(chosen, error) from error
                 finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.rollout.chat.answers import TOOL_CALL_PARSERS
+from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
@@ -53,11 +53,12 @@ class Embedded(EngineKind):
         from slime.rollout.engines.embedded.options import EmbeddedOptions
         from slime.rollout.engines.keys import new_key
 
-        parser = settings.sglang_args.get("tool_call_parser")
+        tool_calls, reasoning = (settings.sglang_args.get(f"{name}_parser") for name in ("tool_call", "reasoning"))
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,
             host=settings.rollout_engine_host,
-            tool_call_parser=parser if parser in TOOL_CALL_PARSERS else None,
+            tool_call_parser=tool_calls if tool_calls in TOOL_CALL_PARSERS else None,
+            reasoning_parser=reasoning if reasoning in REASONING_PARSERS else None,
             device=settings.rollout_engine_device,
             dtype=settings.rollout_engine_dtype,
             threads=settings.rollout_engine_threads,

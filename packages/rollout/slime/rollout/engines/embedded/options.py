@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.rollout.chat.answers import TOOL_CALL_PARSERS
+from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.types.settings import REQUIRED, setting
 
 
@@ -29,6 +29,11 @@ class EmbeddedOptions:
         "Syntax of the model's tool calls, which become `tool_calls` of chat completions; without it requests with "
         "tools are refused",
         choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "Syntax of the model's reasoning, which is kept apart from the content of an answer; by default it is content",
+        choices=REASONING_PARSERS,
     )
     device: str = setting("auto", "Device of the model; auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(

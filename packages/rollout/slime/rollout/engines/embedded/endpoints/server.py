@@ -12,9 +12,10 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.rollout.chat.front import Front, refusal
 from slime.rollout.doors import Access, Bodies, Connections
 from slime.rollout.doors.bodies import too_deep
-from slime.rollout.engines.embedded.endpoints import openai
+from slime.rollout.engines.embedded.endpoints.chat import ServedChat
 from slime.rollout.engines.embedded.endpoints.generate import answer, make_response, parse_generate
 from slime.rollout.engines.embedded.endpoints.scoring import asks_for_scores, parse_scored, score
 from slime.rollout.engines.embedded.endpoints.served_model import ServedModel, error_detail, send_events
@@ -24,7 +25,7 @@ from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.types.errors import InvalidField, NotFound, SlimeError
+from slime.types.errors import EngineError, InvalidField, NotFound, SlimeError
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ class EngineServer(ServedModel):
             ("GET", "/get_server_info", self.server_info),
             # Calls with an effect are POST, also where SGLang takes GET: any web page can make a browser send a GET.
             ("POST", "/generate", self.generate),
-            ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/v1/completions", self.complete),
             ("POST", "/flush_cache", self.flush_cache),
             ("POST", "/abort_request", self.abort_request),
             ("POST", "/pause_generation", self.pause_generation),
@@ -85,6 +84,7 @@ class EngineServer(ServedModel):
         ]
         for method, path, handler in routes:
             application.router.add_route(method, path, handler)
+        Front(self.read_json, lambda _: ServedChat(self)).add_routes(application)
         return application
 
     @property
@@ -134,12 +134,6 @@ class EngineServer(ServedModel):
         async with contextlib.aclosing(self.tokens(response)) as tokens:
             async for _ in tokens:
                 yield answer(self.loaded, response, **wanted)
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await openai.chat(self, request, await self.read_json(request))
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        return await openai.complete(self, request, await self.read_json(request))
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -266,18 +260,20 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
     try:
         return await handler(request)
     except RecursionError:
-        return _refusal(too_deep())
+        return _refusal(request.path, too_deep())
     except SlimeError as error:
-        return _refusal(error)
+        return _refusal(request.path, error)
     except web.HTTPException:
         raise
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
-        message = f"{type(error).__name__}: {error}"
-        return web.json_response({"error": {"type": type(error).__name__, "message": message}}, status=500)
+        return _refusal(request.path, EngineError(f"{type(error).__name__}: {error}"))
 
 
-def _refusal(error: SlimeError) -> web.Response:
+def _refusal(path: str, error: SlimeError) -> web.Response:
+    of_protocol = refusal(path, error)
+    if of_protocol is not None:
+        return of_protocol
     status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
     response = web.json_response({"error": error_detail(error)}, status=status)
     if status in (408, 413):

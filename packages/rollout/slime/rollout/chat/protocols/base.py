@@ -1,0 +1,52 @@
+"""Interface of a protocol."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol as Interface
+
+from slime.rollout.chat.pieces import JSON, Piece
+from slime.rollout.chat.request import Answer, ModelRequest
+from slime.types.errors import SlimeError
+
+LogProbs = list[tuple[str, float]]
+
+
+class Events(Interface):
+    """An answer as server-sent events, each method returning those that are due."""
+
+    def begin(self, prompt_tokens: int) -> list[bytes]: ...
+
+    def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
+        """log_probs: of the tokens of the pieces, where they were asked for."""
+
+    def end(self, answer: Answer) -> list[bytes]: ...
+
+    def error(self, error: SlimeError, status: int) -> list[bytes]: ...
+
+
+class Protocol(Interface):
+    """path: of the requests. model: the name of the model in an answer."""
+
+    path: str
+
+    def read(self, body: Any) -> ModelRequest:
+        """Raises InvalidField for what is wrong, or would change the answer and is not supported."""
+
+    def whole(self, request: ModelRequest, answers: Sequence[Answer], model: str) -> JSON: ...
+
+    def events(self, request: ModelRequest, model: str) -> Events: ...
+
+    def error(self, error: SlimeError, status: int) -> JSON: ...
+
+
+def event(data: JSON | str, name: str | None = None) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"

@@ -1,0 +1,1 @@
+"""Syntaxes of tool calls and reasoning, one for each family of models."""

@@ -1,0 +1,75 @@
+"""Decodes the tokens of an answer as they arrive, in text that no later token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+
+class TextStream:
+    """Costs the same for each token, however long the answer grows.
+
+    skip_special_tokens: leaves them out of the text. stops: texts that end the answer; the start of one is held back
+    until it is known to be none. end_ids: tokens that may end the answer, held back likewise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        skip_special_tokens: bool = True,
+        stops: Sequence[str] = (),
+        end_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stops = tuple(stops)
+        self._ends = frozenset(end_ids)
+        self._ids: list[int] = []
+        # Text that was decoded last is decoded again with the tokens behind it: some tokenizers join them.
+        self._window = self._decoded = 0
+        self._held = ""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Returns the text that new tokens settle."""
+        self._ids.extend(ids)
+        end = len(self._ids)
+        while end > self._decoded and self._ids[end - 1] in self._ends:
+            end -= 1
+        self._decode(end, final=False)
+        settled = _settled(self._held, self._stops)
+        text, self._held = self._held[:settled], self._held[settled:]
+        return text
+
+    def finish(self, reason: Mapping[str, Any]) -> str:
+        """Returns the rest, without the token or the text that ended the answer. reason: SGLang's."""
+        matched = reason.get("matched")
+        last = self._ids[-1] if len(self._ids) > self._decoded else None
+        # An engine need not say which token it was.
+        ended = reason.get("type") == "stop" and matched is None and last in self._ends
+        if last is not None and (last == matched or ended):
+            self._ids.pop()
+        self._decode(len(self._ids), final=True)
+        text, self._held = self._held, ""
+        return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text
+
+    def _decode(self, end: int, *, final: bool) -> None:
+        if end <= self._decoded:
+            return
+        known, grown = self._text(self._decoded), self._text(end)
+        # The end may be the first bytes of a character.
+        if final or not grown.endswith("\ufffd"):
+            self._held += grown[len(known) :]
+            self._window, self._decoded = self._decoded, end
+
+    def _text(self, end: int) -> str:
+        ids = self._ids[self._window : end]
+        options = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(ids, **options)) if ids else ""
+
+
+def _settled(text: str, stops: Sequence[str]) -> int:
+    """Returns the length of `text` without what may be a stop, or its start: only the end of the answer shows it."""
+    whole = [text.index(stop) for stop in stops if stop in text]
+    starts = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return min([*whole, *starts], default=len(text))
