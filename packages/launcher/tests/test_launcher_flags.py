@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -292,6 +293,26 @@ def test_the_settings_of_agents_are_read_first(
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(NotAvailable, match=r"slime-rollout\[agents\]"):
         run_config.parse(words)
+
+
+def test_experts_of_the_engine_are_replayed_for_a_mixture_of_experts_and_without_agents(
+    base: list[str], tmp_path: Path
+) -> None:
+    model = Path(base[base.index("--hf-checkpoint") + 1])
+    experts = tmp_path / "experts"
+    shutil.copytree(model, experts)
+    config = json.loads((model / "config.json").read_text())
+    shape = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+    (experts / "config.json").write_text(json.dumps(config | shape))
+    flag = "--use-rollout-routing-replay"
+    assert run_config.parse([*base, flag, "--hf-checkpoint", str(experts)]).rollout.use_rollout_routing_replay
+    with pytest.raises(InvalidSetting, match=f"{flag} requires a mixture of experts"):
+        run_config.parse([*base, flag])
+    toolkit = tmp_path / "toolkit.yaml"
+    toolkit.write_text("agent_runtime_arn: http://127.0.0.1:8080/invocations\n")
+    agents = ["--rollout-function-path", AGENT_ROLLOUT, "--custom-config-path", str(toolkit)]
+    with pytest.raises(InvalidSetting, match=f"{flag} and --rollout-function-path"):
+        run_config.parse([*base, *agents, flag, "--hf-checkpoint", str(experts)])
 
 
 def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:

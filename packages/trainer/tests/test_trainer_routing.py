@@ -162,6 +162,7 @@ def test_a_dense_model_has_nothing_to_replay(models: Path, flag: str) -> None:
         {"keep_old_actor": True},
         {"use_rollout_logprobs": True},
         {"log_probs_max_tokens_per_gpu": 64},
+        {"compute_advantages_and_returns": False, "loss_type": "custom_loss", "custom_loss_function_path": "m.f"},
     ],
 )
 def test_what_is_not_scored_as_it_trains_is_refused(models: Path, values: dict[str, Any]) -> None:

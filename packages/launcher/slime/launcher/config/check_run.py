@@ -290,6 +290,11 @@ def check_plugins(args: Mapping[str, Any]) -> None:
 
 
 def _check_agents(args: Mapping[str, Any]) -> None:
+    if args["use_rollout_routing_replay"]:
+        raise InvalidSetting.conflict(
+            "--use-rollout-routing-replay", f"--rollout-function-path {AGENT_ROLLOUT}",
+            "agents get no experts back; --use-routing-replay replays those of the trainer",
+        )  # fmt: skip
     # Plug-ins get SGLang's flags under these names from the rollout service, too.
     of_sglang = {f"sglang_{name}": value for name, value in args["sglang_args"].items()}
     settings = AgentSettings.from_args(SimpleNamespace(**{**args, **of_sglang}))

@@ -196,11 +196,14 @@ def _check_losses(s: TrainerSettings) -> None:
         for name in ("use_rollout_routing_replay", "keep_old_actor", "log_probs_max_tokens_per_gpu"):
             if getattr(s, name):
                 _conflict(s, "use_routing_replay", name, reason)
-        if s.loss_type == "sft_loss" or s.use_rollout_logprobs:
-            _conflict(
-                s, "use_routing_replay", "loss_type" if s.loss_type == "sft_loss" else "use_rollout_logprobs",
-                "no pass computes old log-probs",
-            )  # fmt: skip
+        without = {
+            "loss_type": s.loss_type == "sft_loss",
+            "use_rollout_logprobs": s.use_rollout_logprobs,
+            "compute_advantages_and_returns": not s.compute_advantages_and_returns,
+        }
+        for name, applies in without.items():
+            if applies:
+                _conflict(s, "use_routing_replay", name, "no pass computes old log-probs")
     if s.tis_clip_low > s.tis_clip:
         _conflict(s, "tis_clip_low", "tis_clip", "the lower bound must be at most the upper one")
     if s.tis_mode != type(s).tis_mode:
