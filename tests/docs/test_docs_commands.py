@@ -68,7 +68,7 @@ def unknown_flags(words: list[str]) -> list[str]:
     """Flags of a command of ours that it does not have; none for other programs."""
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
-    # What stands in front of our own program.
+    # Words in front of our own program.
     for front in (["ray", "job", "submit"], ["torchrun"]):
         if words[: len(front)] == front:
             if "--" in words:

@@ -119,7 +119,7 @@ def test_an_example_runs_as_printed(
 ) -> None:
     parts = section(package, heading)
     assert parts
-    # What the page says beside the example, for a model and a machine of the reader's.
+    # Flags beside the example's, for a model and a machine of the reader's.
     parts = [(language, text) for language, text in parts if "slime train " not in text]
     bash = shutil.which("bash")
     assert bash is not None
