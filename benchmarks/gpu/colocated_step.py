@@ -25,7 +25,7 @@ import torch
 from grpo import VERSIONS, hardware, print_logs, run, version
 from workload import SHAPES, write_model
 
-# Of a step, in the order of time; "of which" are parts of the phase before them.
+# The phases of a step, in the order of time; "of which" are parts of the phase before them.
 PHASES = {
     "rollout": "perf/rollout_time", "engines' memory off": "perf/offload_time", "train step": "",
     "  of which plan": "perf/plan_time", "  memory back": "perf/train_onload_time", "  samples": "perf/train_data_time",

@@ -54,7 +54,7 @@ def main() -> int:
     gpus = visible_gpus()
     needed = 2 if "nccl" in options.transports else 1
     if len(gpus) < needed:
-        print(f"{needed} GPU(s) needed, {len(gpus)} visible", file=sys.stderr)
+        print(f"GPUs needed: {needed}, visible: {len(gpus)}", file=sys.stderr)
         return 1
     set_nccl_environment()
     torch.cuda.set_device(0)
@@ -214,7 +214,7 @@ class Rollout:
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
-        # Of each update, before and after the transfer.
+        # Engine calls of each update, before and after the transfer.
         self.seconds: list[float] = []
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> bytes:

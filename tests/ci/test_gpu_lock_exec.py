@@ -115,7 +115,7 @@ def test_all_or_nothing(start: Start, pattern: str) -> None:
     held = Held(pattern, 1)
     process = start("--count", "2", "--total-gpus", "2")
     read_until(process, "try_acquire_count failed")
-    # What it had for a moment it gives back between its tries.
+    # Between its tries it gives back a lock that it had for a moment.
     wait_for(lambda: is_free(pattern, 0))
     held.release()
     read_until(process, "child sees '0,1'")

@@ -79,7 +79,7 @@ def test_a_workflow_has_the_form_that_github_reads(name: str) -> None:
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step), step
             assert step.keys() <= {"name", "id", "if", "env", "run", "uses", "with"}
-            # What a pull request brings is no part of a shell command's text.
+            # Text of a pull request is no part of a shell command.
             assert "github." not in str(step.get("run", "")) and "test_file" not in str(step.get("run", ""))
 
 

@@ -21,7 +21,7 @@ def test_old_log_probs_are_of_the_weights_that_generated(tmp_path: Path) -> None
     rows = metrics(output)
     assert [row["rollout/weight_version_min"] for row in rows] == [0, 0, 1]
     assert [row["train/old_policies_missing"] for row in rows] == [0, 0, 0]
-    # What the engine says of its own tokens is what the trainer says with the weights of that version.
+    # The engine's log-probs of its own tokens are the trainer's, with the weights of that version.
     assert all(row["train/tis_abs"] < 1e-3 for row in rows)
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-3 for row in rows)
     assert (output / "profiles" / "train_actor-rollout-0-rank-0.json.gz").is_file()

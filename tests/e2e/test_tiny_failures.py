@@ -46,7 +46,7 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code:
     wait_for(lambda: gone(children), DEADLINE, "every process has ended")
 
 
-# How many moments of a start are tried; more of them by this variable.
+# The number of moments of a start that are tried; this variable sets more.
 MOMENTS = int(os.environ.get("SLIME_TEST_SIGNAL_MOMENTS", "3"))
 ENDINGS = ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129))
 

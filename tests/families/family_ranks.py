@@ -233,7 +233,7 @@ if __name__ == "__main__":
     rank, world_size, directory, layouts = sys.argv[1:]
     ranks = Ranks(int(rank), int(world_size), f"file://{directory}/rendezvous-{world_size}", 2)
     for layout in layouts.split(","):
-        # Of all families: whether there are experts says only how many groups there are.
+        # For all families: experts only change the number of groups.
         parallel.initialize(LAYOUTS[layout] | {"num_experts": 4, "num_layers": LAYERS}, ranks)
         results = {}
         for family in sorted(path for path in Path(directory).iterdir() if path.is_dir()):

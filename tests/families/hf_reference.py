@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 ALONE = ("one", "recomputed", "core_recomputed")
-# Those of pipelines are compared through the schedule, in the tests of the backend.
+# Pipelines are compared through the schedule, in the tests of the backend.
 GRADIENT_LAYOUTS = tuple(name for name, sizes in LAYOUTS.items() if "pipeline_model_parallel_size" not in sizes)
 
 

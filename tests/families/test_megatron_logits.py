@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 def run(world_size: int, directory: Path, layouts: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     arguments = [str(world_size), str(directory), ",".join(layouts)]
-    # Of a run that failed before.
+    # Left by a run that failed before.
     (directory / f"rendezvous-{world_size}").unlink(missing_ok=True)
     processes = [
         subprocess.Popen(
@@ -71,7 +71,7 @@ def results(directory: Path) -> dict[str, dict[tuple[str, int], dict[str, Any]]]
 
 @pytest.mark.parametrize("family", NAMES)
 def test_logits_are_those_of_transformers(results: Any, family: str):
-    # Of pipelines the last stage alone has some.
+    # Only the last stage of a pipeline has some.
     errors = {where: result["logits"] for where, result in results[family].items() if result["logits"] is not None}
     assert {layout for layout, _ in errors} == {layout for layout, _ in results[family]}
     assert {where: error for where, error in errors.items() if not error < TOLERANCE} == {}

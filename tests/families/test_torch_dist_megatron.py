@@ -18,7 +18,7 @@ from slime.converters.inspection.verify import compare
 from tiny_families import NAMES, write_tiny
 
 SECONDS = 120.0
-# Of several ranks, one of every kind of layer: megatron-core takes seconds to save even the smallest model.
+# For several ranks, one family of every kind of layer: megatron-core takes seconds to save even the smallest model.
 ONE_OF_A_KIND = ("glm4", "glm4_moe_mtp", "deepseek_v3", "qwen3_moe_dense_first", "mimo")
 
 

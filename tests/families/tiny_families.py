@@ -152,7 +152,7 @@ _TINY = {
     "mimo": Tiny("Qwen2", {"num_nextn_predict_layers": 1, "vocab_size": 157}, "mimo", "MiMoForCausalLM", ahead=True),
 }
 NAMES = tuple(_TINY)
-# What transformers has a class for, so that logits can be compared.
+# Families that transformers has a class for, so that logits can be compared.
 WITH_TRANSFORMERS = tuple(name for name, tiny in _TINY.items() if tiny.model_type is None)
 
 

@@ -50,7 +50,7 @@ TEMPLATE = (
     "{% for item in message.content %}{% if item.type == 'image' %}" + IMAGE + "{% else %}{{ item.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-# Of mean differences of log-probs: bfloat16 makes 0.03 (this model on a CPU, against float32), other images 0.5 to 1.1,
+# Mean differences of log-probs: bfloat16 makes 0.03 (this model on a CPU, against float32), other images 0.5 to 1.1,
 # positions that count an image's tokens one by one 0.6 to 0.8.
 BOUND = 0.1
 

@@ -73,7 +73,7 @@ def test_shared_prompts_give_what_float32_gives_run_by_run(shape: tuple[int, int
     check(shape, runs, None)
     shared = runs.shared
     assert shared is not None
-    # Of a row that is padded: prompts and responses without a token.
+    # A padded row: prompts and responses without a token.
     limits = [torch.cat([x, x[-1:].expand(5)]) for x in (shared.q_limits, shared.k_limits)]
     more = dataclasses.replace(shared, q_limits=limits[0], k_limits=limits[1])
     check(shape, dataclasses.replace(runs, shared=more), None)

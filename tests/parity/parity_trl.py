@@ -41,7 +41,7 @@ def run(directory: Path, job: dict[str, Any], name: str) -> None:
         },
     )
     if case["engine"]:
-        # Of vLLM only the correction of its log-probs is used.
+        # Only vLLM's correction of log-probs is used.
         trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
     trainer.current_gradient_accumulation_steps = 1
     if trainer.ref_model is not None:

@@ -132,7 +132,7 @@ def make_environment(path: Path) -> Path:
         [*command, "pip", "install", "--python", str(python), "--no-deps", *REQUIREMENTS], check=True, timeout=300
     )
     (packages,) = path.glob("lib/python*/site-packages")
-    # What is installed in this environment comes behind TRL's own.
+    # This environment's packages come behind TRL's own.
     installed = [entry for entry in sys.path if any(Path(entry).glob("*.dist-info"))]
     (packages / "ours.pth").write_text("\n".join(installed) + "\n")
     return python

@@ -13,7 +13,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_and_rm, get_model_url
 from slime.utils.http_utils import post
 
-# What the functions were called with, for tests in the same process.
+# Arguments of the calls, for tests in the same process.
 CALLS: list[tuple[Any, ...]] = []
 
 

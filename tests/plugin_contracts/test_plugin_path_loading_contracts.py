@@ -48,7 +48,7 @@ SHIPPED = [
     "slime.data.RolloutDataSource",
     "slime.data.RolloutDataSourceWithBuffer",
 ]
-# How slime's own documents write such functions down.
+# Such functions as slime's own documents write them down.
 DOCUMENTED = {
     "rollout_function_path": "args, rollout_id, data_source, evaluation=False",
     "eval_function_path": "args, rollout_id, data_source, evaluation=False",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# What all families have.
+# Keys that all families have.
 SAME = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
 
 QWEN25_05B: dict[str, Any] = {

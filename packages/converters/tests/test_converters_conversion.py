@@ -301,7 +301,7 @@ def test_directories_of_others_are_never_replaced(tmp_path: Path) -> None:
         hf_to_torch_dist.convert(source, tmp_path / "hf", overwrite=True)
 
 
-# Of a process of its own.
+# Memory of a process of its own.
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 KILL = """
 import os, signal, sys

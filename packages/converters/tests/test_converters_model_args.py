@@ -176,7 +176,7 @@ def test_arguments_become_flags_and_back() -> None:
 def test_every_argument_that_describes_a_model_has_a_flag() -> None:
     assert set(MODEL) <= set(by_dest())
     used = {key for name in model_names() for key in find_family(model_config(name)).arguments(model_config(name))}
-    # Of training, not of the model.
+    # Flags of training, not of the model.
     assert used - set(MODEL) == {"position_embedding_type", "moe_router_dtype", "moe_router_bias_update_rate"}
 
 

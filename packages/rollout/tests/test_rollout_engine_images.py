@@ -115,7 +115,7 @@ def test_a_batch_of_prompts_with_other_images_and_none_is_what_transformers_gene
         assert answer["output_ids"] == expected(media, model, text, images, 6), text
         if images:
             assert answer["meta_info"]["prompt_tokens"] == len(media.prompt(text, images).tokens)
-    # The same text: what differs is what was seen.
+    # Equal texts: only the images differ.
     assert answers[0]["meta_info"]["output_token_logprobs"] != answers[1]["meta_info"]["output_token_logprobs"]
 
 

@@ -103,7 +103,7 @@ def test_whitening_is_the_same_however_ranks_share_the_tokens(tokens: list[tuple
     expected = (values - chosen.mean()) * (chosen.var() + 1e-8).rsqrt()
     assert whole.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
     left, right = slice(None, cut), slice(cut, None)
-    # What the two ranks' all-reduce gives, to each in turn.
+    # The result of the two ranks' all-reduce, for each in turn.
     totals = [torch.stack([(values * mask).sum(), mask.sum()]), ((values - chosen.mean()).square() * mask).sum()[None]]
     for part in (left, right):
         calls = iter(totals)

@@ -90,7 +90,7 @@ def flash_forward(
     for a, b, c, d in zip(q_limits, q_limits[1:], k_limits, k_limits[1:], strict=False):
         assert b - a <= max_q and d - c <= max_k
         logits = _logits(query[a:b], key[c:d], causal, scale)
-        # Of queries without keys the kernel says infinity, and 0.
+        # For queries without keys the kernel returns infinity, and 0.
         lse[:, a:b] = logits.logsumexp(-1) if d > c else float("inf")
         output[a:b] = torch.einsum("hqk,khv->qhv", logits.softmax(-1), _heads(value[c:d], query)) if d > c else 0.0
     return output, lse
@@ -152,7 +152,7 @@ def test_responses_see_the_prompt_that_they_share(
     reference = expected(*tensors, seen, 0.3)
     gradients = torch.autograd.grad((reference * weights).sum(), tensors)
     torch.testing.assert_close(attend(*tensors, runs, 0.3), reference)
-    # The same as two calls of a kernel, with limits behind the last prompt as rows of a fixed shape have them.
+    # Equal to two calls of a kernel, with limits behind the last prompt as rows of a fixed shape have them.
     shared = runs.shared
     padded = [torch.cat([x, x[-1:].expand(spare)]) for x in (shared.q_limits, shared.k_limits)]
     fixed = dataclasses.replace(runs, shared=dataclasses.replace(shared, q_limits=padded[0], k_limits=padded[1]))

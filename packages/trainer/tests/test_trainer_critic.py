@@ -308,7 +308,7 @@ def test_the_critics_memory_is_given_back_with_the_optimizers(model: str):
     memory = DeviceMemory(runner.backend, runner.critic, enabled=True, device_types=("cpu",))
     before = {name: weight.clone() for name, weight in runner.critic.named_weights()}
     memory.release(TRAINING)
-    # What is read from a file stays mapped to it on a CPU.
+    # Tensors read from a file stay mapped to it on a CPU.
     assert runner.critic.policy.get_output_embeddings().weight.untyped_storage().nbytes() == 0
     assert all(p.untyped_storage().nbytes() > 0 for p in runner.backend.policy.parameters())
     memory.need(TRAINING)

@@ -54,7 +54,7 @@ def test_changed_advantages_are_trained_on(model: str, plugins: str, backend: st
     plain = Runner(make_settings(model, **common)).run(3)
     doubled = Runner(make_settings(model, rollout_data_postprocess_path=f"{plugins}:double", **common)).run(3)
     assert doubled["train/grad_norm"] == pytest.approx(2 * plain["train/grad_norm"], rel=1e-5)
-    # What it would make of samples without an advantage nobody knows before.
+    # Nobody knows beforehand what it would make of samples without an advantage.
     assert (plain["train/skipped_samples"], doubled["train/skipped_samples"]) == (4, 0)
 
 

@@ -74,7 +74,7 @@ def test_what_is_trained_on_is_written_without_pickles(model: str, backend: str,
     with safe_open(tmp_path / "5" / "rank-0.safetensors", "pt") as file:
         assert file.metadata() == {"format": "slime-train-data-1", "rollout_id": "5", "rank": "0"}
         data = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # Of the last group all rewards are equal: nothing of it is trained on.
+    # All rewards of the last group are equal: nothing of it is trained on.
     assert sorted(data["positions"].tolist()) == list(range(8))
     assert sorted(set(data["updates"].tolist())) == [0, 1]
     first_token, first_response = 0, 0

@@ -79,7 +79,7 @@ def test_hooks_are_called_with_what_they_are_for(model: str, hooks: Path):
     calls.clear()
     runner.run(3)
     log_probs = [call for call in calls if call[0] == "log_prob"]
-    # Of two updates, each a pass of the policy and one of the reference, all before the first update.
+    # Two updates, each with a pass of the policy and one of the reference, all before the first update.
     assert calls[:4] == log_probs
     assert [call[3] for call in log_probs] == ["", "ref_"] * 2
     assert {(call[1], *call[2]) for call in log_probs} == {("Namespace", "DistributedDataParallel")}

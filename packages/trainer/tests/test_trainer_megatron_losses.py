@@ -73,7 +73,7 @@ def test_the_gradient_is_in_proportion_to_the_coefficient(results: dict[str, Any
 
 
 def test_layers_that_predict_ahead_add_their_mean_over_the_tokens_of_the_update(results: dict[str, Any]):
-    # Of 8 tokens of a sequence 6 have a token after the next, whose loss the metric is the mean of.
+    # 6 of a sequence's 8 tokens have a token after the next; the metric is the mean of their losses.
     assert results["slope"]["gradient"] == pytest.approx(0.2 * results["slope"]["slope"] * 6 / 8, rel=1e-2)
 
 
@@ -108,7 +108,7 @@ def test_without_training_them_layers_that_predict_ahead_stay_as_they_were(model
     assert "train/mtp_loss" not in runner.run()
     names = {name for name, _ in runner.backend.named_weights()}
     assert not any("mtp_layers" in name for name in names)
-    # What is written for others to load has them as they were.
+    # A directory written for others to load has them as they were.
     sizes, left_out = runner.backend.weight_sizes(), runner.backend.untrained_weights()
     write_hf(tmp_path / "hf", runner.backend.named_weights(), sizes, torch.float32, models / "ahead", left_out)
     written, source = SafetensorsDir(tmp_path / "hf"), SafetensorsDir(models / "ahead")

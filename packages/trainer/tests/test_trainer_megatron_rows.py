@@ -74,7 +74,7 @@ def test_ranks_together_hold_each_token_once_in_its_place(batch: PackedBatch, sh
         assert sequence[: len(tokens)] == tokens
         assert not any(sequence[len(tokens) :])
         assert places == list(range(len(sequence)))
-    # What is behind the sequences is one of padding, to fill the row up.
+    # A sequence of padding behind the others fills the row up.
     assert len(found) - len(expected) in (0, 1)
     assert not any(sum(found[len(expected) :], []))
 

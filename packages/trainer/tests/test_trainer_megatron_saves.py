@@ -48,7 +48,7 @@ def test_a_run_resumes_at_another_layout(saves: Path, layout: str):
     results = json.loads((saves / f"{layout}.json").read_text())
     others = [name for name in LAYOUTS if name != layout and f"{name}-apart" in results]
     assert others
-    # What is computed in bfloat16 depends on how it is cut.
+    # Results in bfloat16 depend on how the work is cut.
     bf16 = "bf16" in layout
     for name in others:
         norm = results["straight"]["train/grad_norm"]

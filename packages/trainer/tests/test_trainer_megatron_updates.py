@@ -9,7 +9,7 @@ from trainer_megatron_updates import FREEZE, FROZEN, NOTHING, ONLY, REFERENCE
 from trainer_processes import results_of
 from trainer_tiny import Runner, make_samples, make_settings, write_model
 
-# Of Megatron's names, which patterns are searched in, the parts that differ from those of Hugging Face.
+# Parts of Megatron's names, in which patterns are searched, that differ from those of Hugging Face.
 MEGATRON_NAMES = {
     "model.embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer", "model.norm": "final_layernorm",
     "model.layers": "decoder.layers", "self_attn.q_proj": "self_attention.linear_qkv",

@@ -34,7 +34,7 @@ def vocabulary(ranks: Ranks, models: Path) -> list[dict[str, Any]]:
 def _differences(ranks: Ranks, tokens: int, padded: int, temperature: float, chunk: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(tokens)
     logits = 20 * torch.randn(ROWS, padded, generator=generator)
-    # What padding holds must not matter, however large it is.
+    # The values of padding must not matter, however large they are.
     logits[:, tokens:] = 1e4
     targets = torch.randint(tokens, (ROWS,), generator=generator)
     weights = torch.randn(2, ROWS, generator=generator)

@@ -12,7 +12,7 @@ from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
 from slime.types.rpc.status import detail_of, error_of
 from slime.v1 import error_pb2
 
-# Those of other packages are known here only if a test of theirs ran before.
+# Errors of other packages are known here only if a test of theirs ran before.
 OURS = sorted(name for name, cls in errors.error_classes().items() if cls.__module__.startswith("slime.types."))
 
 
