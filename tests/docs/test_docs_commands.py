@@ -34,7 +34,7 @@ MODULES = {
 }
 # Commands of `slime` with parsers of their own.
 OWN_PARSERS = ("show", "runs", "compare")
-# Of these, commands that take flags of training beside their own.
+# Commands among these that take flags of training beside their own.
 TRAINING_TOO: tuple[str, ...] = ()
 # Flags of commands with parsers of their own, which are not in docs/flags.md.
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py", "convert_to_hf.py")

@@ -39,4 +39,4 @@ def test_a_damaged_group_is_generated_again(tmp_path: Path, name: str) -> None:
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row.get("train/data_loss_retries") for row in rows] == [None, 1, None, None]
-    assert "generating 1 groups in place of damaged ones" in output
+    assert "generating 1 group in place of damaged ones" in output

@@ -65,7 +65,7 @@ def test_what_cannot_be_is_said_before_anything_starts(inputs: Path, tmp_path: P
         code, output = train(inputs, tmp_path / "never", *flags)
         assert code == 2 and named in output, output
     code, output = train(inputs, tmp_path / "planned", "--dry-run")
-    # Of the language model and of what sees.
+    # Weights of the language model and of the vision part.
     assert code == 0 and f"{_parameters(inputs / 'model'):,} parameters" in output, output
 
 
@@ -79,4 +79,4 @@ def test_a_row_that_lacks_an_image_ends_the_run_with_its_line(inputs: Path, tmp_
     data.write_text('{"prompt": "<image>a<image>", "images": ["%s"], "label": "red"}\n' % (inputs / "red.png"))
     code, output = train(inputs, tmp_path / "run", "--prompt-data", str(data))
     assert code == 2 and "train.jsonl, line 1: column 'images'" in output, output
-    assert '"1 images", expected 2, one for each <image>' in output
+    assert '"1 image", expected 2, one for each <image>' in output

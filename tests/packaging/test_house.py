@@ -56,6 +56,11 @@ def scripts() -> list[Path]:
 
 
 MODULES = modules()
+OTHER_CODE = [
+    path
+    for pattern in ("packages/*/tests/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py", "scripts/*.py")
+    for path in sorted(ROOT.glob(pattern))
+]
 
 
 def first_words(path: Path) -> Iterator[tuple[int, str]]:
@@ -157,6 +162,19 @@ def test_no_imports_run_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """In the third person or the imperative; properties and shapes, `[T, h, d]`, are named."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__"
+        if not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if (text := ast.get_docstring(node) or "").startswith(("The ", "A ", "An ", "All ", "Every ", "One ", "By "))
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("where", ["packages", "benchmarks", "scripts", "tests", "examples", "tools"])
 def test_docstrings_begin_with_what_they_name_or_do(where: str) -> None:
     files = [path for path in sorted((ROOT / where).rglob("*.py")) if "v1" not in path.parts]
@@ -171,12 +189,12 @@ def test_docstrings_begin_with_what_they_name_or_do(where: str) -> None:
 
 
 def test_comments_begin_with_what_they_are_about() -> None:
-    """In the code of the packages; of the words of docstrings a comment may begin a whole sentence with these."""
+    """Some of the words of docstrings may begin a whole sentence of a comment."""
     words = [word for word in BANNED if word not in ("As", "Where")]
     begins = re.compile(rf"^\s*# ({'|'.join(words)}) ")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in MODULES.values()
+        for path in [*MODULES.values(), *OTHER_CODE]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if begins.match(line)
     ]
@@ -261,5 +279,36 @@ def test_the_spelling_of_flags_is_written_once() -> None:
         if name not in spells and not name.startswith(others)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if by_hand.search(line)
+    ]
+    assert wrong == []
+
+
+# Sizes, which are compared with a limit in the same unit.
+UNITS = ("bytes", "tokens", "characters")
+# Equal identities mean that a cursor of one dataset fits another, so that their words stay as they were written.
+STORED = ("packages/buffer/slime/buffer/sources/dataset.py",)
+
+
+def hand_counted(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, words) of texts in which a plural stands behind a length, whether there are one or many."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.search(r"%d (?!is\b|bytes\b|goes\b)[a-z]+s\b|[a-z]\(s\)", node.value):
+                yield node.lineno, node.value
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for number, words in zip(node.values, node.values[1:], strict=False):
+            if isinstance(number, ast.FormattedValue) and isinstance(words, ast.Constant):
+                noun = re.match(r" (?:[a-z-]+ )??([a-z-]+[a-z]s)\b", str(words.value))
+                if noun and noun[1] not in (*UNITS, "is", "has") and ast.unparse(number.value).startswith("len("):
+                    yield node.lineno, str(words.value)
+
+
+def test_counts_are_worded_by_counted() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in MODULES.values()
+        if str(path.relative_to(ROOT)) not in STORED
+        for line, text in hand_counted(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert wrong == []

@@ -18,7 +18,7 @@ import pytest
 
 from clean_environment import DISTRIBUTIONS, ROOT
 
-# What a package needs of the others, and what must not even be installed with it.
+# The packages that each needs, and those that must not even be installed with it.
 SIBLINGS = {
     "types": set(),
     "buffer": {"types"},

@@ -89,7 +89,7 @@ def test_a_reward_of_several_numbers(run) -> None:
 
 def test_a_reward_for_each_sample_of_a_group(run) -> None:
     with run(rm_type=None, custom_rm_path="seed_plugins.too_few_rewards", group_rm=True) as service:
-        with pytest.raises(InvalidField, match="returned 1 rewards, expected a list of 2 rewards"):
+        with pytest.raises(InvalidField, match="returned 1 reward, expected a list of 2 rewards"):
             service.generate()
 
 

@@ -79,8 +79,8 @@ def test_an_address_that_is_none_is_refused(address, capsys):
         ("groups", "a groups command is required: one of list, show, reject, quarantine; see --help"),
         ("groups lst", "unknown groups command 'lst'; did you mean list?"),
         ("groups list", "--address or --buffer-dir is required"),
-        ("groups show --address h:1", "index is required"),
-        ("groups show x --address h:1", "index must be an integer, got 'x'"),
+        ("groups show --address h:1", "INDEX is required"),
+        ("groups show x --address h:1", "INDEX must be an integer, got 'x'"),
         ("groups list --address h:1 --buffer-dir d", "--buffer-dir and --address cannot be used together"),
         ("groups list --address h:1 --state complete", "did you mean completed?"),
         ("check", "DIR is required"),
@@ -143,9 +143,9 @@ def test_check_names_what_is_wrong_and_changes_nothing(stopped, capsys):
         found = command(capsys, "check", stopped, expect=1)
         assert "group 1 (sealed): payload " in found and "cut short" in found and "0000000002-01234567" in found
         assert found.endswith(": 2 problems\n")
-    assert "1 files moved" in command(capsys, "repair", stopped)
+    assert "1 file moved" in command(capsys, "repair", stopped)
     assert [path.name for path in (stopped / "lost+found").rglob("*-*")] == ["0000000002-01234567"]
-    # What is left of the damaged group stays, and is told.
+    # The rest of the damaged group stays, and is shown.
     assert "group 1 (quarantined)" in command(capsys, "check", stopped, expect=1)
     assert states(capsys, "--buffer-dir", stopped) == {0: "completed", 1: "quarantined", 2: "completed"}
 

@@ -36,7 +36,7 @@ def test_a_filter_chooses_among_waiting_groups(connected, plugin, write_jsonl):
         client.return_group(lease.token, finish(lease.group.samples, reward))
     assert [lease.group.group_index for lease in client.lease_groups(2)] == [2, 3]
     assert client.stats().rejected == {"buffer_filter": 1}
-    # What is left, then the dataset.
+    # The rest, then the dataset.
     assert [lease.group.group_index for lease in client.lease_groups(2)] == [0, 4]
 
 

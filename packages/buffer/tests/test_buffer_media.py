@@ -99,8 +99,8 @@ def test_parquet_has_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input": "<image><image>", "images": ["red.png"]}, '"1 images", expected 2, one for each <image>'),
-        ({"input": "none", "images": ["red.png"]}, '"1 images", expected 0'),
+        ({"input": "<image><image>", "images": ["red.png"]}, '"1 image", expected 2, one for each <image>'),
+        ({"input": "none", "images": ["red.png"]}, '"1 image", expected 0'),
         ({"input": "<image>"}, '"0 images", expected 1'),
         ({"input": "<image>", "images": "blue.png"}, "expected an image file at .*blue.png"),
         ({"input": "<image>", "images": "https://example.org/a.png"}, "addresses are not fetched"),

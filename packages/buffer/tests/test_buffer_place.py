@@ -61,7 +61,7 @@ def test_a_run_that_begins_at_a_place_gets_the_prompts_that_come_next(
             client.lease_groups(ahead)
         place = directory / "data_place.jsonl"
         place.write_bytes(client.read_place(len(counts) - 1))
-        # The same incarnation's leases end with the next one.
+        # An incarnation's leases end with the next one.
         client.open_run("one", last_committed_step=len(counts) - 1)
         expected = shown(client.lease_groups(9))
     with buffer(**options, data_place=str(place)) as client:

@@ -59,7 +59,7 @@ def test_a_group_in_any_state_before_training_can_be_dropped(client):
     with pytest.raises(LeaseLost):
         client.complete_group(lease.token, finish(lease.group.samples))
     assert client.stats().groups["quarantined"] == 3
-    # What was set aside can be given up; again is the same as once.
+    # A group that was set aside can be given up, more than once.
     for _ in range(2):
         client.drop_groups([0])
     assert client.stats().rejected == {"dropped": 1}

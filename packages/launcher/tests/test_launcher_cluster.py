@@ -152,7 +152,7 @@ def test_ray_is_given_the_time_that_a_busy_machine_takes(monkeypatch: pytest.Mon
     with ray_cluster_module._patient():
         assert services.get_node("gcs", "node") == "gcs node"
     assert services.get_node is look_up and next(answers, None) is None
-    # What is not there by then is Ray's to report.
+    # Ray reports a process that is missing by then.
     monkeypatch.setattr(ray_cluster_module, "START_SECONDS", -1)
     with ray_cluster_module._patient():
         assert services.get_node("gcs", "node") == "gcs node"

@@ -71,7 +71,7 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
         ({"python_version": lambda: "3.10.2"}, "Python 3.10.2"),
         ({"shared_memory": lambda: 32 << 20}, "/dev/shm has 0.03 GiB free.*--shm-size"),
         ({"open_files_limit": lambda: (256, 4096)}, "open files: at most 256  -> ulimit -n 4096"),
-        ({"free_ports": lambda count: 3}, "3 ports of"),
+        ({"free_ports": lambda count: 3}, "gives out 3 of "),
         ({"disk_free": lambda directory: (Path("/"), GIB // 2)}, "--output-dir runs: 512.0 MiB free, 1.00 GiB needed"),
         ({"writable": lambda directory: False}, "is not writable"),
         ({"visible_devices": lambda: "0,1"}, "CUDA_VISIBLE_DEVICES=0,1, and no GPU is visible"),

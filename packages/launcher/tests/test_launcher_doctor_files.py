@@ -172,7 +172,7 @@ def test_labels_that_are_null_are_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "x", "label": null}\n')
     found = look("data", "--prompt-data", str(path), "--label-key", "label")
-    assert [f.status for f in found] == ["warn", "ok"] and "1 of 1 labels" in found[0].what
+    assert [f.status for f in found] == ["warn", "ok"] and "1 of 1 label is" in found[0].what
 
 
 @pytest.mark.parametrize(

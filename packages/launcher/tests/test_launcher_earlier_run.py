@@ -61,7 +61,7 @@ def test_a_used_directory_is_refused_with_the_ways_on(words: list[str], used: Pa
     message = str(told.value)
     for part in (f"--output-dir {used}", "metrics.jsonl", "model", f"--load {used}/checkpoints", "--overwrite"):
         assert part in message
-    # What failed before its first step has left nothing that could be lost.
+    # A run that failed before its first step has left nothing that could be lost.
     for path in (used / "metrics.jsonl", *checkpoints.steps(used / "checkpoints").values(), used / "model"):
         path.rename(used.parent / f"moved-{path.name}")
     check_unused(config)

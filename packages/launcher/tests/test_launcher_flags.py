@@ -284,7 +284,7 @@ def test_the_settings_of_agents_are_read_first(
         toolkit.write_text(text)
         with pytest.raises(InvalidSetting, match=f"agent_runtime_arn.*{named}|{named}"):
             run_config.parse(words)
-    # What only the rollout service would meet, minutes later.
+    # Faults that only the rollout service would meet, minutes later.
     toolkit.write_text("agent_runtime_arn: http://127.0.0.1:8080/invocations\n")
     with pytest.raises(ConfigError, match="tool.call.parser"):
         run_config.parse([*words, "--sglang-tool-call-parser", "no-such-syntax"])

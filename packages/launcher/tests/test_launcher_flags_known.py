@@ -21,7 +21,7 @@ from slime.launcher.run_directory.checkpoints import STATE_FILE
 from slime.rollout.recordings.rollouts import write_rollout
 from slime.types.errors import ConfigError, NotAvailable
 
-# Of these groups every flag is there, but for what the models and the wire of this system do not have.
+# Every flag of these groups is there, but for what the models and the wire of this system do not have.
 WHOLE = frozenset(
     """debug-rollout-only debug-train-only load-debug-rollout-data custom-config-path padded-vocab-size actor-num-nodes
     actor-num-gpus-per-node rollout-num-gpus rollout-num-gpus-per-engine num-gpus-per-node colocate offload
@@ -135,7 +135,7 @@ def test_the_table_is_whole() -> None:
     assert len(names) == len(set(names)) > 220
     assert WHOLE <= set(names)
     listed = page()
-    # Of two families of flags a pattern is listed: --sglang-NAME, --router-*.
+    # Two families of flags are listed as patterns: --sglang-NAME, --router-*.
     assert [n for n in names if f"`--{n}`" not in listed] == ["router-policy", "sglang-mem-fraction-static"]
     assert set(KNOWN) <= set(names), "every name that is refused with a reason is tried here"
     assert available_names(declared()).isdisjoint(KNOWN), "a flag that is there needs no reason"

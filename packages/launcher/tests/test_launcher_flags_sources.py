@@ -103,7 +103,7 @@ def test_a_wrong_variable_is_named(
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("custom_config_path: [a]", "--custom-config-path must be the path of a file"),
+        ("custom_config_path: [a]", "--custom-config-path must be text, got"),
         ('output_dir: "a\\0"', "output_dir must be text without NUL"),
         ("eval_prompt_data: [[1, 2]]", "--eval-prompt-data must be pairs of NAME PATH, got '1 2'"),
         ("rollout_batch_size: [4]", "--rollout-batch-size must be"),
@@ -114,6 +114,13 @@ def test_values_of_another_kind_in_a_file(parse: Parse, tmp_path: Path, text: st
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
+        parse("--config", str(path))
+
+
+def test_a_wrong_value_in_a_file_is_named_with_the_file(parse: Parse, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: fast")
+    with pytest.raises(ConfigError, match=f"^--config {path}: --lr must be a number, got 'fast'$"):
         parse("--config", str(path))
 
 

@@ -145,10 +145,10 @@ def test_a_keeper_that_died_hangs_or_keeps_no_blobs_is_an_error_by_name(keeper: 
 
     process, pid = keeper((1, 1000), blobs=writer_of(store))
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match="1 blobs of the buffer did not come .* within 0.5 s"):
+    with pytest.raises(DeadlineExceeded, match="1 blob of the buffer did not come .* within 0.5 s"):
         reader_of(store, process.actor, 0.5).read(wanted)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(Unavailable, match="1 blobs of the buffer are gone from"):
+    with pytest.raises(Unavailable, match="1 blob of the buffer is gone from"):
         reader_of(store, process.actor, 60).read(wanted)
 
 
@@ -161,7 +161,7 @@ def test_a_keeper_that_dies_under_the_transfer_is_an_error_by_name(keeper: Calla
     reader = reader_of("nixl", process.actor, 5)
     offer = ray.get(process.actor.find_blobs.remote([digest(data)]))
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises((Unavailable, DeadlineExceeded), match="1 blobs of the buffer .* NIXL"):
+    with pytest.raises((Unavailable, DeadlineExceeded), match="1 blob of the buffer .* NIXL"):
         reader.fetch(offer, [digest(data)], time.monotonic() + 5)
 
 

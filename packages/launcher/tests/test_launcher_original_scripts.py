@@ -57,7 +57,7 @@ PLUGINS = {
     "generate_with_tau.py": GENERATE,
     "wandb.py": "",
 }
-# What a script that cannot run here is refused for. A script that comes to pass leaves this table and never returns.
+# The reason why a script cannot run here. A script that comes to pass leaves this table and never returns.
 REFUSED = {
     "examples_coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes": "--use-gated-attention",
     "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "--update-weight-local-checkpoint-dir",

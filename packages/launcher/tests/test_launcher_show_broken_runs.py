@@ -27,6 +27,7 @@ from slime.launcher.show.html_page import embed
 from slime.launcher.show.regrade import regrade
 from slime.launcher.show.run_files import RunFiles, find_runs
 from slime.launcher.show.server import PageServer
+from slime.launcher.show.token_texts import TokenTexts
 from slime.types.errors import InvalidField
 
 
@@ -157,6 +158,16 @@ def test_names_and_settings_with_brackets_are_printed_as_they_are(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every directory")
+def test_a_tokenizer_that_cannot_be_read_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"version": "9.0", "model": {}}')
+    texts = TokenTexts([tmp_path / "gone", tmp_path])
+    assert texts.of([1]) is None and texts.of([2]) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file} cannot be read: Unknown tokenizer version '9.0' at line 1 column 16"
+    ]
+
+
 def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     closed = tmp_path / "closed"

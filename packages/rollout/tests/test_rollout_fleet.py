@@ -137,7 +137,7 @@ def test_the_gate_of_weight_updates():
     async def check() -> None:
         router = Router(ENGINES[:1], 4)
         async with router.admit(1):
-            with pytest.raises(DeadlineExceeded, match="1 samples are still being generated"):
+            with pytest.raises(DeadlineExceeded, match="1 sample is still being generated"):
                 await router.drain(0.01)
         await router.drain(1)
         await router.shut("weights change")

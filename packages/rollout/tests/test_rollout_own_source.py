@@ -172,7 +172,7 @@ def test_recorded_samples_stand_in_for_generated_ones(client: Any, engine: FakeE
     assert [sample.index for group in buffer.completed.values() for sample in group] == [0, 1, 2, 3]
     assert [sample.reward for sample in buffer.completed[1]] == [0.0, 1.0]
     for rollout_id, error, words in (
-        (1, InvalidFile, "got 1 groups, expected at least --rollout-batch-size 2"),
+        (1, InvalidFile, "got 1 group, expected at least --rollout-batch-size 2"),
         (2, InvalidFile, "got a group of 3 rollouts, expected --n-samples-per-prompt 2"),
         (3, MissingFile, "--load-forge-rollout-data: no such file"),
     ):

@@ -89,7 +89,7 @@ def test_updates_and_the_rollouts_that_fill_none():
         u["num_rollouts"]
         for u in planner(num_steps_per_rollout=2).plan(0, summaries(*range(6), group_size=6))["updates"]
     ] == [3, 3]
-    with pytest.raises(InvalidSetting, match="the 2 trajectories of the iteration fill no update"):
+    with pytest.raises(InvalidSetting, match="the 2 trajectories of the iteration cannot fill an update"):
         planner(global_batch_size=3).plan(0, summaries(1.0, 0.0))
 
 

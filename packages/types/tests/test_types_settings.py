@@ -87,6 +87,7 @@ def test_classes_that_share_a_field_share_its_flag() -> None:
         (["--varnish=yes"], ["--varnish", "'yes'", "no value"]),
         (["--seed", "9" * 20], ["--seed", "64 bits"]),
         (["stray"], ["unexpected argument 'stray'"]),
+        (["-5"], ["unexpected argument '-5'"]),
     ],
 )
 def test_a_wrong_value_is_named(argv: list[str], words: list[str]) -> None:
@@ -105,6 +106,12 @@ def test_an_unknown_flag_names_the_nearest_one_and_nothing_is_abbreviated() -> N
         paint("--lay=3")
     with pytest.raises(UnknownFlag, match="see --help"):
         paint("--zzzzzzzz")
+
+
+@pytest.mark.parametrize("word", ["-layers", "–layers", "—layers"])
+def test_a_flag_with_another_dash_names_the_one_that_is_meant(word: str) -> None:
+    with pytest.raises(UnknownFlag, match=f"unknown option '{word}'; did you mean --layers?"):
+        paint(word, "3")
 
 
 def test_a_required_setting_is_asked_for() -> None:

@@ -1,6 +1,6 @@
 """The buffer of one directory: calls its parts in order, and lets calls wait.
 
-    prompts -> leases -> batches, over a store (state) and payloads (samples)
+    prompts -> leases -> steps, over a store (state) and payloads (samples)
 
 It knows Python values and encoded samples; `service.py` puts it on the wire.
 """
@@ -38,7 +38,7 @@ from slime.buffer.store.sqlite import SqliteStore
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
 from slime.types.directories import path_errors
-from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound
+from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound, counted
 from slime.types.pace import TrainerPace
 from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
@@ -137,7 +137,7 @@ class Buffer:
         return writer, next_step
 
     def add_prompts(self, templates: Sequence[bytes], *, key: str, dataset: str) -> tuple[int, int, bool]:
-        """templates: of `encode_prompt`."""
+        """Returns (added, first group index, whether they were there). templates: as `encode_prompt` makes them."""
         rows = self.evaluation.rows_of_file(dataset)
         added = self.prompts.add(templates, key=key, dataset=dataset, evaluation_rows=rows)
         self.waits.wake(READY, added[0])
@@ -188,7 +188,7 @@ class Buffer:
         self._delete([] if payload is None else [payload])
 
     def drop(self, indexes: Sequence[int], reason: str, *, keep: bool) -> list[int]:
-        """Takes groups out of the run, see `Quarantine.drop`; the steps that have to be sealed again."""
+        """Takes groups out of the run, see `Quarantine.drop`. Returns the steps that have to be sealed again."""
         with self.store.transaction():
             steps, unneeded = self.quarantine.drop(indexes, reason, keep=keep)
         self._delete(unneeded)
@@ -223,10 +223,11 @@ class Buffer:
         if sealed is None:
             have = self.store.count(State.COMPLETED)
             raise DeadlineExceeded(
-                f"step {step}: {have} of {num_groups} groups were complete when the wait ended",
+                f"step {step}: {have} of {counted(num_groups, 'group was', 'groups were')} complete when the wait "
+                "ended",
                 field="num_groups",
                 value=have,
-                expected=f"{num_groups} completed groups",
+                expected=counted(num_groups, "completed group"),
             )
         return sealed
 
@@ -280,7 +281,7 @@ class Buffer:
             self.detached.release(step)
 
     def place(self, step: int) -> Iterator[bytes]:
-        """The file of the place in the data after `step`, in parts of about `PART_BYTES`."""
+        """Yields the file of the place in the data after `step`, in parts of about `PART_BYTES`."""
         part = b""
         for line in place_lines(self.store, self.prompts, self.payloads, step):
             part += line
@@ -292,7 +293,7 @@ class Buffer:
     def groups(
         self, states: Sequence[State], indexes: Sequence[int], *, after: int | None, limit: int
     ) -> Iterator[Group]:
-        """By group index, page by page: what changes meanwhile is seen as it is when its page is read.
+        """Yields groups by index, page by page: what changes meanwhile is seen as it is when its page is read.
 
         Raises NotFound where one of `indexes` is not there, whatever its state.
         """
@@ -315,9 +316,9 @@ class Buffer:
             left = None if left is None else left - len(page)
 
     def samples(self, group: Group) -> tuple[Group, list[sample_pb2.Sample]]:
-        """A group that was read some time ago and its samples; as it is now, where its samples have been replaced.
+        """Returns a group that was read some time ago, and its samples.
 
-        Without samples where these were released or are damaged.
+        The group as it is now where its samples have been replaced; no samples where they were released or damaged.
         """
         try:
             return group, samples_of(group, self.payloads)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.buffer.maintenance import groups_command
 from slime.buffer.settings import BufferSettings
-from slime.types.errors import ConfigError, SlimeError
+from slime.types.errors import ConfigError, SlimeError, counted
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
@@ -95,18 +95,19 @@ def look_after_directory(command: str, words: Sequence[str]) -> int:
     options = parser.parse_strict(words)
     if command == "backup":
         groups, payloads = directory.backup(options.directory, options.target)
-        print(f"{options.target}: {groups} groups, samples of {payloads}")
+        print(f"{options.target}: {counted(groups, 'group')}, samples of {payloads}")
         return 0
     if command == "repair":
         aside, damaged = directory.repair(options.directory)
         print(
-            f"{aside} files moved to {options.directory / 'lost+found'}, {damaged} damaged groups taken out of the run"
+            f"{counted(aside, 'file')} moved to {options.directory / 'lost+found'}, "
+            f"{counted(damaged, 'damaged group')} taken out of the run"
         )
         return 0
     problems = directory.check(options.directory)
     for problem in problems:
         print(problem)
-    print(f"{options.directory}: {f'{len(problems)} problems' if problems else 'whole'}")
+    print(f"{options.directory}: {counted(len(problems), 'problem') if problems else 'whole'}")
     return 1 if problems else 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from slime.buffer.groups.steps import Steps, StepSample, chunks
 from slime.types.blobs import BlobWriter, detach
+from slime.types.errors import counted
 from slime.v1 import sample_pb2
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class DetachedSteps:
             with known.lock:
                 known.over = True
                 self.blobs.release(step)
-            log.info("step %d: %d bytes of %d samples went as blobs", step, known.size, len(known.samples))
+            log.info("step %d: %d bytes of %s went as blobs", step, known.size, counted(len(known.samples), "sample"))
 
 
 def _key(place: StepSample) -> tuple[int, int]:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.types import Sample
-from slime.types.errors import PluginError
+from slime.types.errors import PluginError, counted
 
 FLAG = "--buffer-filter-path"
 
 
 def pop_first(args: Any, rollout_id: None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """The default: takes the first `num_samples` groups out of `buffer`."""
+    """Implements the default filter: takes the first `num_samples` groups out of `buffer`."""
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
     return taken
@@ -55,7 +55,7 @@ class BufferFilter:
         if not isinstance(returned, list):
             raise self._broken(f"returned {type(returned).__name__}, expected a list of groups")
         if len(returned) > count:
-            raise self._broken(f"returned {len(returned)} groups, expected at most {count}")
+            raise self._broken(f"returned {counted(len(returned), 'group')}, expected at most {count}")
         chosen: dict[int, list[Sample]] = {}
         for group in returned:
             position = position_of.get(id(group))

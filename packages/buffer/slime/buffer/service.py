@@ -17,7 +17,7 @@ from slime.buffer.store.base import Group, State
 from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
-from slime.types.errors import InvalidField, WrongState
+from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
@@ -39,8 +39,8 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self.buffer = buffer
         settings = buffer.settings
         held = 2 * max(settings.max_group_mb, settings.max_prompts_mb) << 20
-        self._intake = Streams(INCOMING_STREAMS, STREAM_SECONDS, held)
-        self._streams = Streams(OUTGOING_STREAMS, STREAM_SECONDS)
+        self._incoming = Streams(INCOMING_STREAMS, STREAM_SECONDS, held)
+        self._outgoing = Streams(OUTGOING_STREAMS, STREAM_SECONDS)
 
     def OpenRun(self, request: buffer_pb2.OpenRunRequest, context: Any) -> buffer_pb2.OpenRunResponse:
         writer, next_step = self.buffer.open_run(_short("run_id", request.run_id), request.last_committed_step)
@@ -55,7 +55,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         key = dataset = ""
         templates: list[bytes] = []
         size, limit = 0, self.buffer.settings.max_prompts_mb << 20
-        with self._intake.open(context) as taken:
+        with self._incoming.open(context) as taken:
             for number, request in enumerate(requests):
                 if number == 0:
                     key, dataset = _short("key", request.key), _short("dataset", request.dataset)
@@ -108,21 +108,21 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReturnGroup(
         self, requests: Iterator[buffer_pb2.ReturnGroupRequest], context: Any
     ) -> buffer_pb2.ReturnGroupResponse:
-        with self._intake.open(context) as taken:
+        with self._incoming.open(context) as taken:
             self.buffer.give_back(*self._handed_in(requests, taken))
         return buffer_pb2.ReturnGroupResponse()
 
     def CompleteGroup(
         self, requests: Iterator[buffer_pb2.CompleteGroupRequest], context: Any
     ) -> buffer_pb2.CompleteGroupResponse:
-        with self._intake.open(context) as taken:
+        with self._incoming.open(context) as taken:
             duplicate = self.buffer.complete(*self._handed_in(requests, taken))
         return buffer_pb2.CompleteGroupResponse(duplicate=duplicate)
 
     def _handed_in(
         self, requests: Iterator[Any], taken: Callable[[int], None]
     ) -> tuple[WriterId, str, list[sample_pb2.Sample]]:
-        """(writer, token, samples) of a stream whose last message commits. Raises InvalidField for any other."""
+        """Reads (writer, token, samples) of a stream whose last message commits. Raises InvalidField for any other."""
         writer, token, committed = WriterId("", 0), "", False
         samples: list[sample_pb2.Sample] = []
         size, limit = 0, self.buffer.settings.max_group_mb << 20
@@ -171,7 +171,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         return buffer_pb2.GetPlanResponse(plan_json=plan)
 
     def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[buffer_pb2.ReadStepResponse]:
-        with self._streams.open(context):
+        with self._outgoing.open(context):
             for chunk in self.buffer.read_step(request.step, request.positions, request.blob_store):
                 yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
 
@@ -188,8 +188,8 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReadGroups(
         self, request: buffer_pb2.ReadGroupsRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadGroupsResponse]:
-        with self._streams.open(context):
-            for group in self._asked_for(request):
+        with self._outgoing.open(context):
+            for group in self._requested_groups(request):
                 group, samples = self.buffer.samples(group)
                 yield buffer_pb2.ReadGroupsResponse(
                     group=group_message(group, samples),
@@ -201,8 +201,8 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ListGroups(
         self, request: buffer_pb2.ListGroupsRequest, context: Any
     ) -> Iterator[buffer_pb2.ListGroupsResponse]:
-        with self._streams.open(context):
-            for group in self._asked_for(request):
+        with self._outgoing.open(context):
+            for group in self._requested_groups(request):
                 yield buffer_pb2.ListGroupsResponse(
                     group_index=group.group_index,
                     dataset=group.dataset,
@@ -215,7 +215,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
                     reason=group.reject_reason or "",
                 )
 
-    def _asked_for(self, request: Any) -> Iterator[Group]:
+    def _requested_groups(self, request: Any) -> Iterator[Group]:
         for number in request.states:
             if number not in STATE_OF_NUMBER:
                 raise InvalidField("states", number, "GroupState values other than UNSPECIFIED")
@@ -232,12 +232,12 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def ReadEvaluationSet(
         self, request: buffer_pb2.ReadEvaluationSetRequest, context: Any
     ) -> Iterator[buffer_pb2.ReadEvaluationSetResponse]:
-        with self._streams.open(context):
+        with self._outgoing.open(context):
             for group in self.buffer.evaluation.read(request.name):
                 yield buffer_pb2.ReadEvaluationSetResponse(group=group)
 
     def ReadPlace(self, request: buffer_pb2.ReadPlaceRequest, context: Any) -> Iterator[buffer_pb2.ReadPlaceResponse]:
-        with self._streams.open(context):
+        with self._outgoing.open(context):
             for part in self.buffer.place(request.step):
                 yield buffer_pb2.ReadPlaceResponse(part=part)
 
@@ -273,7 +273,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
 def _short(field: str, text: str) -> str:
     """Limits a name or a reason, which is stored and shown in lists and statistics."""
     if len(text) > LONGEST_TEXT:
-        raise InvalidField(field, f"{len(text)} characters", f"at most {LONGEST_TEXT} characters")
+        raise InvalidField(field, counted(len(text), "character"), f"at most {LONGEST_TEXT} characters")
     return text
 
 

@@ -123,7 +123,7 @@ class BufferSettings(GroupSettings, PromptSettings):
                 )
 
     def evaluation_sets(self) -> dict[str, str]:
-        """Path by name, in the order given; a file alone is named after itself.
+        """Returns paths by name, in the order given; a file alone is named after itself.
 
         Raises InvalidSetting for a name without a path or a name given twice.
         """

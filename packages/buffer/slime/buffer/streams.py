@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from slime.types.errors import Busy
+from slime.types.errors import Busy, counted
 
 
 class Cancellable(Protocol):
@@ -31,14 +31,14 @@ class Streams:
 
     @contextmanager
     def open(self, call: Cancellable) -> Iterator[Callable[[int], None]]:
-        """Around a stream; what it gives is called with the bytes of each message. Raises Busy, as that does."""
+        """Surrounds a stream; what it gives is called with the bytes of each message. Raises Busy, as that does."""
         with self._lock:
             if len(self._open) >= self.max_streams:
                 raise Busy(
-                    f"{len(self._open)} streams are open already: call again later",
+                    f"{counted(len(self._open), 'stream is', 'streams are')} open already: call again later",
                     field="stream",
                     value=len(self._open),
-                    expected=f"fewer than {self.max_streams} streams at a time",
+                    expected=f"fewer than {counted(self.max_streams, 'stream')} at a time",
                 )
             self._open[id(call)] = (time.monotonic() + self.max_seconds, call)
             if self._watcher is None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from slime.types.errors import Busy, InvalidField, Unavailable
+from slime.types.errors import Busy, InvalidField, Unavailable, counted
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Waits:
         caller: Caller,
         seconds_to_change: Callable[[], float | None] = lambda: None,
     ) -> T | None:
-        """The first result of `attempt` that is not None, tried again when `topic` is woken, for up to `seconds`.
+        """Returns a result of `attempt` other than None, tried again when `topic` is woken, for up to `seconds`.
 
         seconds_to_change: until something changes that wakes nobody; None for never.
         Raises Busy where `capacity` calls wait already, and Unavailable once `close` was called.
@@ -106,7 +106,7 @@ class Waits:
         with self._lock:
             if self._count >= self.capacity:
                 raise Busy(
-                    f"{self._count} calls are waiting already: call again later",
+                    f"{counted(self._count, 'call is', 'calls are')} waiting already: call again later",
                     field="wait_seconds",
                     value=self._count,
                     expected=f"fewer than {self.capacity} calls that wait",

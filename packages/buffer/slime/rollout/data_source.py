@@ -28,7 +28,7 @@ from slime.buffer.filters import FLAG, pop_first
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting, MissingFile, WrongState
+from slime.types.errors import InvalidField, InvalidSetting, MissingFile, WrongState, counted
 from slime.types.vision import IMAGE
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
@@ -39,7 +39,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """`num_samples` groups."""
+        """Returns `num_samples` groups."""
 
     @abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
@@ -53,7 +53,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Returns the number of prompts."""
 
 
 class RolloutDataSource(DataSource):
@@ -77,7 +77,7 @@ class RolloutDataSource(DataSource):
 
     def __init__(self, *dataset_and_args: Any) -> None:
         if len(dataset_and_args) not in (1, 2):
-            raise TypeError(f"expected (args) or (dataset, args), got {len(dataset_and_args)} arguments")
+            raise TypeError(f"expected (args) or (dataset, args), got {counted(len(dataset_and_args), 'argument')}")
         self.args = dataset_and_args[-1]
         self.flat = len(dataset_and_args) == 2
         self.dataset: Any = dataset_and_args[0] if self.flat else None

@@ -21,7 +21,7 @@ from slime.converters.settings import (
     TorchDistToHfSettings,
     VerifySettings,
 )
-from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted
 from slime.types.settings import Parser, add_flags, build, wrong_command
 
 USAGE = """usage: slime-convert COMMAND ...
@@ -40,7 +40,7 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -> int:
-    """Exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C.
+    """Returns the exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C.
 
     training: whose flags `to-hf` accepts beside its own and Megatron's; those of the installed packages by default.
     """
@@ -125,7 +125,7 @@ def _refuse(words: list[str], settings: type, also: Iterable[str] = ()) -> None:
             raise InvalidSetting(
                 f"{flag} belongs to training and has no effect here", field=flag, expected="flags of the model"
             )
-        if flag.startswith("--"):
+        if flag.startswith(("-", "–", "—")):
             raise UnknownFlag.unknown("option", flag, known)
         raise InvalidSetting(f"unexpected argument {words[0]!r}", value=words[0])
 
@@ -232,11 +232,11 @@ def _verify(argv: list[str]) -> int:
             print(difference)
     if count:
         print(
-            f"{count} tensors differ"
+            counted(count, "tensor differs", "tensors differ")
             + (f", the first {settings.max_shown} shown" if count > settings.max_shown else "")
         )
         return 1
-    print(f"equal: {len(open_two(paths['a'], paths['b'])[0].tensors)} tensors")
+    print(f"equal: {counted(len(open_two(paths['a'], paths['b'])[0].tensors), 'tensor')}")
     return 0
 
 

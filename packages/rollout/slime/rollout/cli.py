@@ -22,7 +22,7 @@ USAGE = """usage: slime-rollout {serve,generate} [flags]
   serve      Lease prompts from a buffer, generate and score samples, and complete their groups there.
   generate   Generate and score samples for the prompts of a jsonl file, without a buffer.
 
-slime-rollout COMMAND --help lists the flags."""
+`slime-rollout COMMAND --help` lists the flags."""
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.recordings.rollouts import path_of, read_rollout
 from slime.rollout.sglang_rollout import generate_rollout as generate_with_engines
 from slime.types import Sample
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, counted
 
 FLAG = "--load-forge-rollout-data"
 
@@ -21,7 +21,7 @@ FLAG = "--load-forge-rollout-data"
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The contract of `--rollout-function-path`; an evaluation is made by the engines.
+    """Fulfils the contract of `--rollout-function-path`; an evaluation is made by the engines.
 
     Raises MissingFile or InvalidFile for a recording that is not there, has too few groups, or groups of another size.
     """
@@ -31,7 +31,7 @@ def generate_rollout(
     recorded = read_rollout(path, flag=FLAG, group_size=args.n_samples_per_prompt).groups
     wanted = args.rollout_batch_size
     if len(recorded) < wanted:
-        raise _wrong(path, f"{len(recorded)} groups", f"at least --rollout-batch-size {wanted}")
+        raise _wrong(path, counted(len(recorded), "group"), f"at least --rollout-batch-size {wanted}")
     leased: list[list[Sample]] = []
     while len(leased) < wanted:
         leased += data_source.get_samples(wanted - len(leased))
@@ -45,7 +45,7 @@ def _stand_in(recorded: Sequence[Sample], leased: Sequence[Sample], path: Any) -
     for position, sample in enumerate(recorded):
         rollouts.setdefault(position if sample.index is None else sample.index, []).append(sample)
     if len(rollouts) != len(leased):
-        raise _wrong(path, f"a group of {len(rollouts)} rollouts", f"--n-samples-per-prompt {len(leased)}")
+        raise _wrong(path, f"a group of {counted(len(rollouts), 'rollout')}", f"--n-samples-per-prompt {len(leased)}")
     for place, samples in zip(leased, rollouts.values(), strict=True):
         for sample in samples:
             sample.group_index, sample.index = place.group_index, place.index

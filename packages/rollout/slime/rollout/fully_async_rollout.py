@@ -16,6 +16,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The contract of `--rollout-function-path`. Called by itself, for an evaluation or by code of the user, it does
-    what the default rollout does: one call, one iteration."""
+    """Generates one iteration, as the default rollout does, where an evaluation or code of the user calls it.
+
+    The contract is that of `--rollout-function-path`.
+    """
     return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.rewards.remote import ask
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, counted
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
@@ -46,11 +46,11 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 
 
 def response_log_probs(answer: Any, tokens: Sequence[int], response_length: int) -> list[float]:
-    """Log-probs of the last `response_length` of `tokens` in an engine's answer. Raises InvalidField."""
+    """Returns log-probs of the last `response_length` of `tokens` in an engine's answer. Raises InvalidField."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(entries, list) or [entry[1] for entry in entries] != list(tokens):
-        got = f"{len(entries)} entries" if isinstance(entries, list) else None
+        got = counted(len(entries), "entry") if isinstance(entries, list) else None
         raise InvalidField(
             "meta_info.input_token_logprobs", got,
             f"(log-prob, token) of each of the {len(tokens)} tokens that --rm-url was sent, as SGLang answers",

@@ -300,7 +300,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return client
 
     def _check_writer(self, writer: buffer_pb2.Writer) -> bool:
-        """True where it took over from another. Raises StaleWriter for any but the current one of the buffer."""
+        """Returns whether it took over from another. Raises StaleWriter for any but the current one of the buffer."""
         if not writer.run_id:
             return False
         identity = (writer.run_id, writer.incarnation)

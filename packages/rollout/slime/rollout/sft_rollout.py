@@ -25,7 +25,7 @@ FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The contract of `--rollout-function-path`; an evaluation is made by the engines.
+    """Fulfils the contract of `--rollout-function-path`; an evaluation is made by the engines.
 
     Raises InvalidSetting for several samples per prompt, InvalidField for a prompt that is no conversation.
     """

@@ -18,8 +18,10 @@ SubmittedGroups.generate_group = staticmethod(generate_and_rm_group)
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The contract of `--rollout-function-path`: `args.rollout_batch_size` scored groups from `data_source`, or, for an
-    evaluation, the results of its sets. Blocks; what it runs is asynchronous."""
+    """Generates `args.rollout_batch_size` scored groups from `data_source`, or the results of an evaluation's sets.
+
+    The contract is that of `--rollout-function-path`. Blocks; what it runs is asynchronous.
+    """
     loop = state_of(args).loop
     if evaluation:
         return loop.run(eval_rollout(args, rollout_id, data_source))

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
-    """The contract of `--rollout-function-path`; never returns. Raises DeadlineExceeded once its call is over."""
+    """Sleeps, under the contract of `--rollout-function-path`; raises DeadlineExceeded once its call is over."""
     call = CALL.get()
     log.info("rollout %s sleeps until the run is stopped", rollout_id)
     (threading.Event() if call is None else call.cancelled).wait()

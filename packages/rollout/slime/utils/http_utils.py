@@ -14,7 +14,7 @@ import numpy as np
 
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.generate.seeds import SEEDS
-from slime.types.errors import Unavailable
+from slime.types.errors import Unavailable, counted
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
 __all__ = [
@@ -52,7 +52,7 @@ async def post(
     headers: dict[str, str] | None = None,
     action: str = "post",
 ) -> Any:
-    """The answer: its JSON, whatever its content type says, or its text where it is none. Tries again after a second
+    """Returns the answer's JSON, whatever its content type, or its text where it is none. Tries again after a second
     where the server fails or does not answer; raises Unavailable, with what the server said last, after the last try.
     Calls to the engines of a run carry their API key.
     """
@@ -76,7 +76,7 @@ async def post(
         if attempt + 1 < max_retries:
             log.warning("%s: try %d of %d: %s", url, attempt + 1, max_retries, last)
             await asyncio.sleep(1)
-    raise Unavailable(f"{url}: no answer in {max_retries} tries: {last}", field="url", value=url)
+    raise Unavailable(f"{url}: no answer in {counted(max_retries, 'try')}: {last}", field="url", value=url)
 
 
 async def _session() -> aiohttp.ClientSession:

@@ -68,7 +68,7 @@ class MultiTurnLossMaskGenerator:
         return [self.tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
 
     def _turn(self, message: Message, position: int, tools: list[Any] | None) -> list[int]:
-        """Tokens that a message adds, without the default system message but at the beginning."""
+        """Returns the tokens that a message adds, without the default system message but at the beginning."""
         if self.tokenizer_type == "qwen3":
             before = self._render([PROBE], tools)
             turn = self._render([PROBE, message], tools)[len(before) :]

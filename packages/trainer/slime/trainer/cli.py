@@ -20,7 +20,10 @@ from slime.types.settings import parse, setting, wrong_command
 
 USAGE = """\
 usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...
-see slime-trainer serve --help"""
+
+  serve   Train on the steps of a buffer and push the weights to the engines: one process for each rank.
+
+`slime-trainer serve --help` lists the flags."""
 
 
 def _environment_int(name: str, default: int) -> int:

@@ -30,7 +30,7 @@ from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.sender import WeightSender
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
 from slime.types.clients.trainer import TrainedStep
-from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState
+from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState, counted
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
 
@@ -96,8 +96,8 @@ class Trainer:
             raise InvalidSetting.conflict(
                 f"--ref-update-interval {interval}",
                 f"--load {self.settings.load}",
-                f"that checkpoint was written after {done} iterations, without the reference model of iteration "
-                f"{done - done % interval}; resume from one after a multiple of {interval} (--save-interval)",
+                f"that checkpoint was written after {counted(done, 'iteration')}, without the reference model of "
+                f"iteration {done - done % interval}; resume from one after a multiple of {interval} (--save-interval)",
             )
         self.backend.keep(REFERENCE)
 
@@ -168,7 +168,7 @@ class Trainer:
         self._acknowledged = True
 
     def _plan(self, step: int, num_groups: int) -> tuple[dict[str, Any], ReadSamples]:
-        """The plan of the step, and a function that reads its samples."""
+        """Returns the plan of the step, and a function that reads its samples."""
         wait, samples = self.settings.step_wait_seconds, list[Sample]()
 
         def store() -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Trainer:
 
 
 def pick_device(rank: int) -> torch.device:
-    """The accelerator of this rank on its host, or the CPU if it has none."""
+    """Returns the accelerator of this rank on its host, or the CPU if it has none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

@@ -82,6 +82,17 @@ def _shorten(value: object, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Spells a number of things: `1 node`, `2 passes`, `0 entries`; `plural` where a verb changes, too."""
+    return f"{count} {noun if count == 1 else plural or _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:] not in ("ay", "ey", "oy"):
+        return noun[:-1] + "ies"
+    return noun + ("es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that is most similar to `name`, the first one of equals; None if none is similar.
 

@@ -36,7 +36,7 @@ def check_readable(path: str | Path, flag: str) -> None:
 
 
 def no_directory(path: str | Path, flag: str, expected: str = "a Hugging Face model directory") -> MissingFile:
-    """The error for a directory that is not there. It tells how to get what may be the name of a model on the Hub."""
+    """Makes the error for a missing directory, which tells how to get what may be the name of a model on the Hub."""
     return MissingFile(
         f"{flag}: no such directory {path}{hub_hint(path, flag)}", field=flag, value=str(path), expected=expected
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime.types.errors import PluginError, nearest
+from slime.types.errors import PluginError, counted, nearest
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.setting_values import flag_name
 
@@ -138,7 +138,7 @@ def _function_of_file(module: ModuleType, path: str, flag: str, names: Sequence[
         raise _error(
             path,
             flag,
-            f"the file defines {len(callables)} public functions ({listing}); name one: {path}:NAME",
+            f"the file defines {counted(len(callables), 'public function')} ({listing}); name one: {path}:NAME",
             f"{path}:NAME",
         )
     return callables[0]

@@ -140,7 +140,8 @@ class Parser(argparse.ArgumentParser):
         self.spelled = {}
         namespace, unknown = self.parse_known_args(argv)
         for word in unknown:
-            if word.startswith("--"):
+            # A single dash, or the long ones that word processors make of two.
+            if word.startswith(("-", "–", "—")) and not self._negative_number_matcher.match(word):
                 name = word.split("=", 1)[0]
                 raise UnknownFlag.unknown("option", name, self.flag_names(), refused=self.refused_flags())
         if unknown:
@@ -201,7 +202,7 @@ def negated(flag: str) -> str:
 
 
 def spelled(settings: Any, name: str) -> str:
-    """A setting as a user types it, with its value: `--save-interval 5`; of a switch the flag alone."""
+    """Spells a setting as a user types it, with its value: `--save-interval 5`; of a switch the flag alone."""
     field = next(f for f in dataclasses.fields(settings) if f.name == name)
     value, flag = getattr(settings, name), flag_names(field)[0]
     if value is None or isinstance(value, bool):

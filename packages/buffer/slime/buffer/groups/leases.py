@@ -73,7 +73,7 @@ class Leases:
     def lease(
         self, max_groups: int, ttl_seconds: float, worker: str, pace: TrainerPace | None = None, next_step: int = 0
     ) -> list[Leased]:
-        """Up to `max_groups` groups: those that wait, lowest index first, then new ones of the dataset. May be empty.
+        """Leases up to `max_groups` groups: those that wait, lowest index first, then new ones. May be empty.
 
         pace: no more than can be trained on in time from `next_step` on; a group that was returned with tokens too old
         for that starts over. Inside a transaction.
@@ -172,7 +172,7 @@ class Leases:
         return lost
 
     def complete(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> bool:
-        """True where this token had completed its group before. Raises LeaseLost, InvalidField or OutOfSpace."""
+        """Returns whether this token had completed its group before. Raises LeaseLost, InvalidField or OutOfSpace."""
         return self._hand_in(token, messages, authorise, "complete")
 
     def give_back(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> None:
@@ -221,7 +221,7 @@ class Leases:
         return group is None
 
     def reject(self, token: str, reason: str) -> str | None:
-        """The payload that may be deleted once the transaction is over. Inside a transaction. Raises LeaseLost."""
+        """Returns the payload to delete once the transaction is over. Inside a transaction. Raises LeaseLost."""
         group = self._leased(token, "reject")
         if group is None:
             return None
@@ -261,6 +261,6 @@ class Leases:
         self.store.update_groups(leased, state=State.READY, **NO_LEASE)
 
     def seconds_to_expiry(self) -> float | None:
-        """Until the next lease expires; None where none runs."""
+        """Returns the seconds until the next lease expires; None where none runs."""
         next_expiry = self.store.next_expiry()
         return None if next_expiry is None else max(0.0, next_expiry - self.clock())

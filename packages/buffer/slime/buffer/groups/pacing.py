@@ -66,7 +66,7 @@ class Deadlines:
 
 
 def unsealed_groups(store: Store, newest: int) -> list[Unsealed]:
-    """Groups that are leased or complete. newest: the version of those that have none, or one that never was."""
+    """Returns leased and completed groups. newest: the version of those that have none, or one that never was."""
     return [
         Unsealed(index, state, newest if version is None else min(version, newest))
         for index, state, version in store.weight_versions([State.LEASED, State.COMPLETED])

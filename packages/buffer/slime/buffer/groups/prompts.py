@@ -47,7 +47,7 @@ class Prompts:
     def add(
         self, templates: Sequence[bytes], *, key: str, dataset: str, evaluation_rows: int = 0
     ) -> tuple[int, int, bool]:
-        """(added, index of the first, duplicate). A set other than "train" is an evaluation set; indexes are its own.
+        """Returns (added, first index, duplicate). A set other than "train" is an evaluation set; indexes are its own.
 
         templates: prompts as `encode_prompt` makes them. evaluation_rows: how many prompts of that set come from its
         file. Raises InvalidField without prompts, and for a key that other prompts were added under.
@@ -82,7 +82,7 @@ class Prompts:
         return self.insert([encode_prompt(prompt) for prompt in prompts])
 
     def insert(self, templates: Sequence[bytes], state: State = State.READY) -> list[Group]:
-        """New groups with the next numbers. Inside a transaction."""
+        """Adds groups with the next numbers. Inside a transaction."""
         first_group = self.store.get("next_group_index", 0)
         first_sample = self.store.get("next_sample_index", 0)
         groups = [

@@ -107,7 +107,7 @@ class Quarantine:
         return found
 
     def problem(self, group: Group) -> DataLoss | None:
-        """Why the samples of a group cannot be read, if so."""
+        """Returns why the samples of a group cannot be read, if so."""
         if group.payload is None:
             return None
         try:

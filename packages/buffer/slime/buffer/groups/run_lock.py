@@ -20,7 +20,7 @@ class RunLock:
         self.store = store
 
     def raise_incarnation(self, run_id: str) -> WriterId:
-        """The writer of a new incarnation. Inside a transaction. Raises WrongState where another run lives here."""
+        """Makes the writer of a new incarnation, in a transaction. Raises WrongState where another run lives here."""
         if not run_id:
             raise InvalidField("run_id", run_id, "a name")
         known = self.store.get("run_id")

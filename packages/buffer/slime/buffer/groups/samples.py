@@ -32,7 +32,7 @@ def expand(template: bytes, group_index: int, indexes: Iterable[int]) -> list[sa
 
 
 def encoded_samples(group: Group, payloads: Payloads, positions: Sequence[int]) -> list[bytes]:
-    """The encoded samples at `positions` of a group that has a payload. Raises DataLoss where they are damaged."""
+    """Returns encoded samples at `positions` of a group that has a payload. Raises DataLoss where they are damaged."""
     assert group.payload is not None
     offsets = [0, *accumulate(group.sizes)]
     parts = payloads.read(group.payload, [(offsets[position], group.sizes[position]) for position in positions])

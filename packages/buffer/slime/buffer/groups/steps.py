@@ -235,7 +235,7 @@ class Steps:
         return self.commit(last_committed_step)
 
     def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
-        """Encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.
+        """Returns encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.
 
         Raises what `places` raises, at the call.
         """
@@ -280,7 +280,7 @@ class Steps:
 
 
 def chunks(places: Sequence[StepSample], max_bytes: int) -> Iterator[list[StepSample]]:
-    """In order, in lists of about `max_bytes` of samples; a larger sample is a list of its own."""
+    """Yields samples in order, in lists of about `max_bytes`; a larger sample is a list of its own."""
     chunk: list[StepSample] = []
     size = 0
     for place in places:

@@ -10,7 +10,7 @@ import numpy as np
 from slime.buffer.store.base import Group
 from slime.types import Sample
 from slime.types.codec import sample_from_proto
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.sample.validate import (
     is_untrainable,
     reward_is_finite,
@@ -122,5 +122,7 @@ def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:
     for index, ids in rollouts.items():
         if len(ids) > 1 and (None in ids or len(set(ids)) > 1):
             raise InvalidField(
-                "rollout_id", ids, f"one id shared by the {len(ids)} samples of index {index}: they are one trajectory"
+                "rollout_id",
+                ids,
+                f"one id shared by the {counted(len(ids), 'sample')} of index {index}: they are one trajectory",
             )

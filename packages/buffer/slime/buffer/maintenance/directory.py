@@ -41,7 +41,7 @@ def check(directory: Path) -> list[str]:
 
 
 def repair(directory: Path) -> tuple[int, int]:
-    """(payloads moved to lost+found, groups that were damaged): moves what no group names, and takes groups that cannot
+    """Returns (payloads moved to lost+found, damaged groups): moves what no group names, and takes groups that cannot
     be read out of the run. Raises InvalidFile for a database that is gone or damaged."""
     with _opened(directory) as (store, payloads, quarantine):
         aside = set_strays_aside(store, payloads, also_newer=True)

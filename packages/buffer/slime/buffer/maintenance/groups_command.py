@@ -15,7 +15,7 @@ from slime.buffer.store.base import State
 from slime.types import Sample
 from slime.types.addresses import check_address
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidField, MissingFile, Unauthenticated
+from slime.types.errors import InvalidField, MissingFile, Unauthenticated, counted
 from slime.types.rpc import RpcSettings
 from slime.types.sample.validate import validate_finished
 from slime.types.settings import Parser, wrong_command
@@ -50,7 +50,7 @@ def main(words: Sequence[str], prog: str) -> int:
                 _show(client, index)
         else:
             steps = client.drop_groups(options["index"], options["reason"], quarantine=action == "quarantine")
-            print(f"{action}: {len(set(options['index']))} groups")
+            print(f"{action}: {counted(len(set(options['index'])), 'group')}")
             if steps:
                 print(f"to be sealed and planned again: steps {', '.join(map(str, steps))}")
     return 0
@@ -67,7 +67,9 @@ def _parser(action: str, prog: str) -> Parser:
         about += " " + SEALED_AGAIN
     parser = Parser(prog=prog, description=about)
     if action != "list":
-        parser.add_argument("index", type=int, nargs="+", help="Index of a group, as `groups list` shows it")
+        parser.add_argument(
+            "index", type=int, nargs="+", metavar="INDEX", help="Index of a group, as `groups list` shows it"
+        )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--address", metavar="HOST:PORT", help="Address of a buffer that is served")
     where.add_argument("--buffer-dir", metavar="DIR", help="Directory of a buffer that is not served")
@@ -85,7 +87,9 @@ def _parser(action: str, prog: str) -> Parser:
             choices=[str(s) for s in State],
             help="State of the groups to list (default: all); may be repeated",
         )
-        parser.add_argument("--limit", type=int, default=0, help="Largest number of groups to list; 0 for all")
+        parser.add_argument(
+            "--limit", type=int, default=0, metavar="N", help="Largest number of groups to list; 0 for all"
+        )
         parser.add_argument("--json", action="store_true", help="Print one JSON object per line")
     elif action != "show":
         parser.add_argument("--reason", default="dropped by an operator", help="Reason to keep with the groups")

@@ -11,7 +11,7 @@ import logging
 
 from slime.buffer.store.blobs import FilePayloads, group_of
 from slime.buffer.store.sqlite import SqliteStore
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, counted
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def set_strays_aside(store: SqliteStore, payloads: FilePayloads, *, also_newer: 
     strays, newer = find_strays(store, payloads)
     if newer and not also_newer:
         raise InvalidFile(
-            f"{store.path} is older than the {len(newer)} payloads beside it that it does not know, such as "
+            f"{store.path} is older than the {counted(len(newer), 'payload')} beside it that it does not know, such as "
             f"{min(newer)}: it was copied without its -wal file, or a power cut took its end. Restore the whole "
             "database, or give these samples up by slime-buffer repair",
             field="buffer_dir",
@@ -42,5 +42,6 @@ def set_strays_aside(store: SqliteStore, payloads: FilePayloads, *, also_newer: 
     for name in strays | newer:
         payloads.set_aside(name)
     if strays or newer:
-        log.warning("%d payloads that no group names were moved to %s", len(strays | newer), payloads.lost_and_found)
+        unnamed = counted(len(strays | newer), "payload")
+        log.warning("moved %s that no group names to %s", unnamed, payloads.lost_and_found)
     return len(strays | newer)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, SlimeError
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, SlimeError, counted
 from slime.types.vision import IMAGE
 
 PLACEHOLDER = "<image>"
@@ -74,7 +74,7 @@ def with_images(
     ]
     count = sum(_is_image(item) for message in rendered for item in _parts(message))
     if count != len(images):
-        raise refuse(f"{len(images)} images", f"{count}, one for each {PLACEHOLDER} of the prompt")
+        raise refuse(counted(len(images), "image"), f"{count}, one for each {PLACEHOLDER} of the prompt")
     return (rendered, images) if images else (prompt, [])
 
 

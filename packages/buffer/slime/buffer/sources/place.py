@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def place_lines(store: Store, prompts: Prompts, payloads: Payloads, step: int) -> Iterator[bytes]:
-    """The lines of the file, from one moment: what changes while they are read is not in them."""
+    """Returns the lines of the file, from one moment: what changes while they are read is not in them."""
     with store.transaction():
         cursor = prompts.cursor
         header = {

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
 
 # Characters of a CSV cell: the library's own limit of 131,072 is less than some prompts.
 MOST_CHARACTERS = 1 << 30
@@ -109,7 +109,7 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             line = rows.line_num + 1
             for cells in rows:
                 if cells and len(cells) != len(names):
-                    raise InvalidFile.must_be(f"{path}, line {line}", f"{len(names)} cells", got=len(cells))
+                    raise InvalidFile.must_be(f"{path}, line {line}", counted(len(names), "cell"), got=len(cells))
                 if cells:
                     yield f"line {line}", dict(zip(names, cells, strict=True))
                 line = rows.line_num + 1

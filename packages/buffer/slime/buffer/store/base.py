@@ -88,7 +88,7 @@ class Store(ABC):
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
-        """All or nothing; raises OutOfSpace where the disk is full. Not to be nested."""
+        """Makes the writes inside it all or nothing; raises OutOfSpace where the disk is full. Not to be nested."""
 
     @abstractmethod
     def get(self, name: str, default: Any = None) -> Any:
@@ -96,7 +96,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, name: str, value: Any) -> None:
-        """A JSON value other than None. Inside a transaction, as every write is."""
+        """Stores a JSON value other than None. Inside a transaction, as every write is."""
 
     @abstractmethod
     def insert_groups(self, groups: Sequence[Group]) -> None: ...
@@ -114,7 +114,7 @@ class Store(ABC):
         limit: int = -1,
         in_no_step: bool = False,
     ) -> list[Group]:
-        """By ascending group index; a negative limit is none."""
+        """Returns groups by ascending index; a negative limit is none."""
 
     @abstractmethod
     def group_of_token(self, token: str) -> Group | None:
@@ -154,7 +154,7 @@ class Store(ABC):
 
     @abstractmethod
     def steps(self, *, after: int | None = None, upto: int | None = None) -> list[Step]:
-        """By ascending number, with after < step <= upto."""
+        """Returns steps by ascending number, with after < step <= upto."""
 
     @abstractmethod
     def insert_step(self, step: Step) -> None: ...
@@ -207,7 +207,7 @@ class Payloads(ABC):
 
     @abstractmethod
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (offset, length). Raises DataLoss where the payload is gone, unreadable or too short."""
+        """Reads each (offset, length). Raises DataLoss where the payload is gone, unreadable or too short."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:

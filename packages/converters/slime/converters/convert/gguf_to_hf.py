@@ -16,7 +16,7 @@ from slime.converters.files.finished import SPARE_BYTES, WRITER
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors, write
 from slime.converters.settings import DTYPES
 from slime.types.directories import whole_directory
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, SlimeError
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, SlimeError, counted
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,7 @@ def _write_model(source: Path, target: Path, metadata: dict[str, Any], dtype: st
     progress("reading and dequantising the weights")
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=skeleton)["tensors"]
     _check_tensors(source, skeleton, tensors)
-    progress(f"writing {len(tensors)} tensors as {dtype}")
+    progress(f"writing {counted(len(tensors), 'tensor')} as {dtype}")
     with disk_errors(target):
         config.save_pretrained(target)
         GenerationConfig(**ids).save_pretrained(target)
@@ -159,7 +159,9 @@ def _check_tensors(source: Path, skeleton: torch.nn.Module, tensors: dict[str, t
         tensors.pop("lm_head.weight", None)
     missing = sorted(expected.keys() - tensors.keys() - tied)
     if missing:
-        raise _invalid(source, f"{len(missing)} weights of the model are not in the file: {', '.join(missing[:5])}")
+        raise _invalid(
+            source, f"the file lacks {counted(len(missing), 'weight')} of the model: {', '.join(missing[:5])}"
+        )
     for name, tensor in tensors.items():
         if name in expected and tuple(tensor.shape) != expected[name]:
             raise _invalid(source, f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")

@@ -18,7 +18,7 @@ from slime.converters.files.safetensors_dir import SHARD_BYTES
 from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.types.directories import whole_directory
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, counted
 
 Progress = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def convert(
                 progress(f"{target} is complete: kept")
             else:
                 _write(source, config, origin, target, mark, vocab_size, dtype, max_shard_bytes)
-                progress(f"wrote {target}: {len(source.tensors)} tensors")
+                progress(f"wrote {target}: {counted(len(source.tensors), 'tensor')}")
 
         ranks.on_first(write)
     source.close()

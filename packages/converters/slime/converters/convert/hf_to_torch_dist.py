@@ -32,7 +32,7 @@ from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
 from slime.types.directories import check_replaceable, whole_directory
-from slime.types.errors import InvalidSetting, MissingFile, SlimeError
+from slime.types.errors import InvalidSetting, MissingFile, SlimeError, counted
 from slime.types.files import no_directory, write_whole
 
 # A chunk is small because loading a part of one reads all of it.
@@ -196,7 +196,7 @@ def _write(
             )
 
         partial = Path(ranks.on_first(begin))
-        progress(f"{len(parameters)} parameters, {total / 2**30:.2f} GiB, to {target}")
+        progress(f"{counted(len(parameters), 'parameter')}, {total / 2**30:.2f} GiB, to {target}")
         names = {number: dtypes[layout.place(p.name).key] for number, p in enumerate(parameters)}
 
         def make_job(number: int, share: tuple[int, ...]) -> ImportJob:

@@ -22,7 +22,7 @@ from slime.converters.files.hf_writer import HfFiles, HfTensor
 from slime.converters.files.rectangles import Stored, open_file, pieces, read
 from slime.converters.files.safetensors_dir import write
 from slime.converters.torch_dist.reader import TorchDist
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, counted
 
 # Directory inside `hf` of a checkpoint.
 OTHERS = "others"
@@ -124,7 +124,8 @@ class Leftovers:
             found = sorted(untrained & source.tensors.keys())
             self._taken.append((source, found))
             if found:
-                self.notes.append(f"{len(found)} tensors that the checkpoint does not have are those of {origin}")
+                count = counted(len(found), "tensor")
+                self.notes.append(f"taken from {origin}, as the checkpoint does not have them: {count}")
             untrained -= set(found)
         if untrained:
             self.notes.append(

@@ -29,7 +29,7 @@ from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.converters.torch_dist.directory import METADATA
 from slime.converters.torch_dist.reader import Parameters, TorchDist
 from slime.types.directories import whole_directory
-from slime.types.errors import InvalidFile, MissingFile, NotFound
+from slime.types.errors import InvalidFile, MissingFile, NotFound, counted
 
 # Keys of the model in a checkpoint; others belong to the optimizer or to the run.
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
@@ -160,7 +160,9 @@ def read_export(
         used.update(found.keys(parameter))
     if missing:
         raise InvalidFile(
-            f"{len(missing)} parameters are missing: {'; '.join(missing[:10])}", field="tensors", value=missing[0]
+            f"{counted(len(missing), 'parameter is', 'parameters are')} missing: {'; '.join(missing[:10])}",
+            field="tensors",
+            value=missing[0],
         )
     left = sorted(
         key
@@ -169,8 +171,8 @@ def read_export(
     )
     if left:
         raise InvalidFile(
-            f"{checkpoint.directory}: {len(left)} tensors that the model of {origin / 'config.json'} has no place for: "
-            + ", ".join(left[:10]),
+            f"{checkpoint.directory}: the model of {origin / 'config.json'} has no place for "
+            f"{counted(len(left), 'tensor')}: {', '.join(left[:10])}",
             field="tensors",
             value=left[0],
             expected="the config.json of this model",
@@ -209,7 +211,8 @@ def _write(
             return str(partial)
 
         partial = Path(ranks.on_first(begin))
-        progress(f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, in {len(files)} files, to {target}")
+        size = f"{counted(len(tensors), 'tensor')}, {total / 2**30:.2f} GiB"
+        progress(f"{size}, in {counted(len(files), 'file')}, to {target}")
 
         def make_job(number: int, share: tuple[int, ...]) -> ExportJob:
             return ExportJob(export, files, str(partial), share)

@@ -142,7 +142,7 @@ def _index(start: list[int], size: list[int]) -> Index:
 def copy(
     name: str, hf_name: str, shape: Shape, *, split: int | None = None, stacks: int = 1, padded: bool = False
 ) -> Parameter:
-    """The Hugging Face tensor as it is; stacks: the equal parts that lie one above the other in it already."""
+    """Takes the Hugging Face tensor as it is; stacks: the equal parts that lie one above the other in it already."""
     zero = (0,) * len(shape)
     block = Block(hf_name, shape, zero, zero, shape)
     return Parameter(name, shape, (block,), split=split, stacks=stacks, padded=padded)
@@ -156,7 +156,7 @@ def stack(name: str, hf_names: tuple[str, ...], shape: Shape) -> Parameter:
 
 
 def swapped(name: str, hf_name: str, shape: Shape, *, split: int | None = None) -> Parameter:
-    """The Hugging Face matrix with the left half of its columns behind the right half."""
+    """Takes the Hugging Face matrix with the left half of its columns behind the right half."""
     rows, columns = shape
     left, right, size = (0, 0), (0, columns // 2), (rows, columns // 2)
     blocks = (Block(hf_name, shape, right, left, size), Block(hf_name, shape, left, right, size))
@@ -166,7 +166,7 @@ def swapped(name: str, hf_name: str, shape: Shape, *, split: int | None = None) 
 def qkv(
     name: str, hf_names: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, columns: int | None
 ) -> Parameter:
-    """Queries, keys and values by query group: the queries of group 0, its key, its value, then those of group 1.
+    """Takes queries, keys and values by query group: the queries of group 0, its key, its value, then those of group 1.
 
     heads: query heads; groups: key and value heads; columns: None for biases.
     """

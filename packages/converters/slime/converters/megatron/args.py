@@ -19,7 +19,7 @@ from slime.converters.megatron.flags import (
     row_of,
     why_refused,
 )
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting, NotAvailable, counted
 from slime.types.settings import Parser, add_flags, build
 
 Config = Mapping[str, Any]
@@ -159,8 +159,9 @@ def check_model_args(values: Mapping[str, Any], config: Config, *, source: str =
     lines = contradictions(values, find_family(config).arguments(config), config)
     if lines:
         text = "\n".join(f"  {line}" for line in lines)
+        number = counted(len(lines), "of the model's flags differs", "of the model's flags differ")
         raise InvalidSetting(
-            f"{len(lines)} of the model's flags differ from {source}:\n{text}",
+            f"{number} from {source}:\n{text}",
             field=lines[0].split()[0],
             expected="flags that describe the checkpoint",
         )

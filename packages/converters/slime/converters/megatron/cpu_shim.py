@@ -133,8 +133,8 @@ def current_device() -> None:
 
 
 def streams() -> None:
-    """The all-to-all of MoE layers, the overlap of communication and the offloaded optimizer make streams of their own,
-    without regard to the device."""
+    """Replaces streams, which the all-to-all of MoE layers, the overlap of communication and the offloaded optimizer
+    make without regard to the device."""
     _replace(
         torch.cuda,
         Stream=NoStream,
@@ -152,8 +152,11 @@ def synchronize() -> None:
 
 
 def random_numbers() -> None:
-    """The tracker keeps one state of the CUDA generator for each kind of region, and seeds through torch.cuda, which
-    does nothing without CUDA: here the device's generator is the CPU's."""
+    """Makes the CPU's generator the device's.
+
+    Megatron's tracker keeps a state of the CUDA generator for each kind of region, and seeds through torch.cuda, which
+    does nothing without CUDA.
+    """
     from megatron.core.tensor_parallel import random
 
     def get(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

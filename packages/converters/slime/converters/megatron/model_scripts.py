@@ -29,7 +29,7 @@ WIDTH = 3
 
 
 def model_names() -> list[str]:
-    """The names that --model-type takes, those of a family by size."""
+    """Returns the names that --model-type takes, those of a family by size."""
     names = (file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json"))
     return sorted(names, key=lambda name: [_number_or_text(part) for part in re.split(r"(\d+(?:\.\d+)?)", name)])
 
@@ -43,7 +43,7 @@ def _directory() -> Any:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The config of a known model; case does not matter. Raises InvalidSetting naming the nearest name."""
+    """Returns the config of a known model; case does not matter. Raises InvalidSetting naming the nearest name."""
     names = {known.lower(): known for known in model_names()}
     known = names.get(name.lower().removesuffix(".sh"))
     if known is None:
@@ -54,7 +54,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def model_flags(config: Config) -> list[str]:
-    """The command line, MODEL_ARGS, of a model: what its family says of it, its tokenizer and its precision."""
+    """Returns the command line, MODEL_ARGS, of a model: what its family says of it, its tokenizer and its precision."""
     from slime.converters.families import find_family
 
     args = find_family(config).arguments(config)

@@ -15,7 +15,7 @@ HF_DIR = "hf"
 
 
 def iteration_directory(path: Path) -> Path:
-    """The directory of tensors that `path` stands for: itself, or the one that its tracker file names.
+    """Returns the directory of tensors that `path` stands for: itself, or the one that its tracker file names.
 
     Raises MissingFile or InvalidFile.
     """

@@ -8,8 +8,8 @@ before a linear layer goes by that layer's name, as Transformer Engine fuses the
     decoder.layers.7.input_layernorm.weight      decoder.layers.self_attention.linear_qkv.layer_norm_weight [7]
     ...mlp.experts.local_experts.3.linear_fc1.weight       ...mlp.experts.experts.linear_fc1.weight [layer, 3]
 
-With multi-latent attention the layers of megatron-core's local spec do not do so, and those of Transformer Engine's do
-so elsewhere. A tensor therefore has one key that is ours and may have others.
+With multi-latent attention, norms keep their own names in megatron-core's local spec, and Transformer Engine's fuses
+those of q and kv with the up projections instead. A tensor therefore has one key that is ours and may have others.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def other_keys(key: str, *, latent: bool) -> list[str]:
 
 
 def singletons(name: str) -> tuple[str, ...]:
-    """Keys of a checkpoint saved with `singleton_local_shards`: nothing stacked, gate and up projection apart.
+    """Returns keys of a checkpoint saved with `singleton_local_shards`: nothing stacked, gate and up projection apart.
 
     One key, or two whose tensors lie one above the other.
     """
@@ -130,7 +130,7 @@ def singletons(name: str) -> tuple[str, ...]:
 
 
 def extra_states(shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Keys of the objects that Megatron looks for beside a model's tensors, whatever its layers are made of.
+    """Yields the keys of the objects that Megatron looks for beside a model's tensors, whatever its layers are made of.
 
     shapes: of the model's tensors by key; others are passed over.
     """

@@ -128,7 +128,7 @@ class TorchDist:
         return InvalidFile(f"{path}: {what}", field="path", value=str(path), expected="a whole torch_dist checkpoint")
 
     def common(self) -> dict[str, Any]:
-        """The values that are the same on every rank: `iteration`, `args` (an argparse.Namespace) and more.
+        """Returns the values that are the same on every rank: `iteration`, `args` (an argparse.Namespace) and more.
 
         Objects of Megatron's classes are StandIns. {} without `common.pt`.
         """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slime.types.blobs import BlobReader, BlobWriter
-from slime.types.errors import DeadlineExceeded, SlimeError, Unavailable
+from slime.types.errors import DeadlineExceeded, SlimeError, Unavailable, counted
 
 
 class KeptWriter(BlobWriter):
@@ -54,12 +54,14 @@ class KeeperReader(BlobReader):
 
     def late(self, wanted: Sequence[bytes]) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"{len(wanted)} blobs of the buffer did not come through {self.where} within {self.timeout_seconds:g} s",
+            f"{counted(len(wanted), 'blob')} of the buffer did not come through {self.where} within "
+            f"{self.timeout_seconds:g} s",
             field="reference",
         )
 
     def gone(self, wanted: Sequence[bytes], why: str) -> Unavailable:
-        return Unavailable(f"{len(wanted)} blobs of the buffer are gone from {self.where}: {why}", field="reference")
+        blobs = counted(len(wanted), "blob of the buffer is", "blobs of the buffer are")
+        return Unavailable(f"{blobs} gone from {self.where}: {why}", field="reference")
 
 
 def first_line(error: Exception) -> str:

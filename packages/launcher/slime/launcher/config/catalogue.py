@@ -108,7 +108,7 @@ def _short_help(parser: argparse.ArgumentParser) -> str:
 
 
 def build_parser(flags: dict[str, Flag]) -> Parser:
-    """A parser with one group for each package and one for what several share; Megatron's flags are not described."""
+    """Makes a parser with a group for each package, and one for what several share; Megatron's flags are left out."""
     parser = Parser(
         prog="slime train",
         description="Train a language model by reinforcement learning: prompts in, weights out.",
@@ -148,7 +148,7 @@ def training_parser() -> Parser:
 
 
 def type_name(hint: Any) -> str:
-    """An annotation as a user reads it; `X | None` is X."""
+    """Spells an annotation as a user reads it; `X | None` is X."""
     arguments = [a for a in typing.get_args(hint) if a is not type(None)]
     origin = typing.get_origin(hint)
     if origin in (list, dict):

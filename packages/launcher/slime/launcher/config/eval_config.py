@@ -72,7 +72,7 @@ def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _named(name: str, entry: Any) -> Any:
-    """An entry of a mapping by name: settings with a path, or a path alone."""
+    """Returns an entry of a mapping by name: settings with a path, or a path alone."""
     if isinstance(entry, str):
         return {"name": name, "path": entry}
     return {"name": name, **entry} if isinstance(entry, Mapping) else entry

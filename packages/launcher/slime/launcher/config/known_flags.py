@@ -82,7 +82,7 @@ LORA = "LoRA is not implemented: every weight is trained"
 
 
 def why_not(name: str) -> str | None:
-    """The reason why a known flag (`name` without dashes in front) is not available; None for an unknown one.
+    """Returns the reason why a known flag (`name` without dashes in front) is not available; None for an unknown one.
 
     Holds only for flags that no package declares.
     """
@@ -143,7 +143,7 @@ def page() -> str:
 
 
 def _sglang(taken: set[str]) -> list[str]:
-    """The section of SGLang's flags: those that cannot be given, but names that are flags of ours (`taken`)."""
+    """Returns the section of SGLang's flags: those that cannot be given, but names that are flags of ours (`taken`)."""
     lines = [
         "", "## SGLang", "",
         "`--sglang-NAME [VALUE]` gives `--NAME [VALUE]` to every engine, for any flag of the installed SGLang:",
@@ -163,7 +163,7 @@ def _sglang(taken: set[str]) -> list[str]:
 
 
 def _megatron() -> list[str]:
-    """The section of Megatron's flags, as those of Megatron-LM v0.16."""
+    """Returns the section of Megatron's flags, as those of Megatron-LM v0.16."""
     rows = [row for row in committed() if row.taken]
     lines = [
         "", "## Megatron", "",

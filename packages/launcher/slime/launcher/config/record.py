@@ -49,7 +49,7 @@ def settings_text(config: RunConfig) -> str:
 
 
 def _keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as keys of a --config file: those of a family of flags one by one."""
+    """Returns settings as keys of a --config file: those of a family of flags one by one."""
     keys = {name: value for name, value in values.items() if value is not None}
     for family in FAMILIES:
         for name, value in (keys.pop(family.setting, None) or {}).items():

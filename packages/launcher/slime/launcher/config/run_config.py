@@ -110,7 +110,7 @@ class RunConfig:
 
 
 def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, str] | None = None) -> RunConfig:
-    """The configuration of a run from its flags.
+    """Makes the configuration of a run from its flags.
 
     check: also look for its files and load its plug-ins.
     environment: variables that may be settings; those of this process where it is None.
@@ -160,7 +160,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
 
 @functools.cache
 def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
-    """Every flag by the name of its setting, the parser, and the flags that may be given."""
+    """Returns every flag by the name of its setting, the parser, and the flags that may be given."""
     flags = declared()
     parser = training_parser()
     declared_names = set(build_parser(flags).flag_names())

@@ -47,8 +47,8 @@ class LoopSettings:
     )
     fully_async: bool = setting(
         False,
-        "Generate without end while the trainer trains, and give the engines new weights under running requests, which "
-        "go on with their tokens; for `slime train-async`",
+        "Generate without pause while the trainer trains; running requests continue with new weights (for `slime "
+        "train-async`)",
     )
     max_staleness: int | None = setting(
         None,
@@ -177,7 +177,7 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     )
     rollout_data_transport: str = setting(
         "grpc",
-        "Way of large tensors of samples (routed experts, multimodal inputs) to the trainer: inside the "
+        "Transport of samples' large tensors (routed experts, multimodal inputs) to the trainer: inside the "
         "buffer's gRPC messages, through Ray's object store, or by NIXL (RDMA, TCP) from the buffer's memory",
         choices=("grpc", "object-store", "nixl"),
     )
@@ -196,8 +196,8 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     )
     log_samples: int = setting(
         2,
-        "Groups per step of which up to 4 samples each are written to samples/ in --output-dir, for `slime show`; 0 "
-        "writes none, also of evaluations",
+        "Groups per iteration of which up to 4 samples each are written to samples/ in --output-dir, for `slime show`; "
+        "0 writes none, also of evaluations",
         minimum=0,
     )
     watch: bool = setting(

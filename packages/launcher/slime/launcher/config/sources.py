@@ -15,7 +15,7 @@ from slime.launcher.config.catalogue import FAMILIES, Flag
 from slime.launcher.config.known_flags import ELSEWHERE, why_not
 from slime.types.config_files import read_config
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable, UnknownFlag
-from slime.types.setting_values import flag_name
+from slime.types.setting_values import check, flag_name
 from slime.types.settings import Parser, flag_names, merge
 
 PREFIX = "SLIME_"
@@ -113,7 +113,7 @@ class Sources:
             if flag is None:
                 found = self._other(key, value, source, other if keep_unknown else None)
             elif not _turns_off(key, flag):
-                found = {flag.name: value}
+                found = {flag.name: _checked(flag, value, source)}
             elif not isinstance(value, bool):
                 raise InvalidSetting.must_be(f"{source}: {key}", "true or false", got=value)
             else:
@@ -181,6 +181,16 @@ def _own_keys(flag: Flag) -> list[str]:
 def _key(name: str) -> str:
     """Spells the key of a flag: `--lease-seconds` -> `lease_seconds`."""
     return name.removeprefix("--").replace("-", "_")
+
+
+def _checked(flag: Flag, value: Any, source: str) -> Any:
+    """Returns `value`; raises the error of its setting with the name of the file."""
+    if value is not None:
+        try:
+            check(flag.field, flag.hint, value)
+        except ConfigError as error:
+            raise error.at(source) from None
+    return value
 
 
 def _turns_off(key: str, flag: Flag) -> bool:

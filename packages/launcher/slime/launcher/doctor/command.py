@@ -65,10 +65,10 @@ def parser(command: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     own.add_argument(
-        "--json", action="store_true", help="one JSON object: {ok, findings: [{check, status, what, todo}]}"
+        "--json", action="store_true", help="Print one JSON object: {ok, findings: [{check, status, what, todo}]}"
     )
     own.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of each check (default: 60)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="Deadline of each check (default: 60)"
     )
     return own
 

@@ -17,7 +17,7 @@ from slime.launcher.hub.names import dataset_name
 from slime.rollout import sft_rollout
 from slime.rollout.generate.prompts import TOKENIZER_FILES, has_chat_template
 from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.types.errors import ConfigError, SlimeError
+from slime.types.errors import ConfigError, SlimeError, counted
 from slime.types.files import check_readable
 from slime.types.vision import IMAGE
 
@@ -107,12 +107,12 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
         return
     if unlabelled:
         yield warn(
-            f"{flag} {path}: {unlabelled} of {count} labels are null",
+            f"{flag} {path}: {unlabelled} of {counted(count, 'label is', 'labels are')} null",
             "rewards that compare with labels will fail",
         )
     more = "" if whole else "the first "
     label = "" if columns.label is None else f" and {columns.label!r}"
-    yield ok(f"{flag} {path}: {more}{count} rows read, each with {columns.input!r}{label}")
+    yield ok(f"{flag} {path}: {more}{counted(count, 'row')} read, each with {columns.input!r}{label}")
 
 
 def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:

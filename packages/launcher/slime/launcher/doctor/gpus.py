@@ -9,6 +9,7 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes
 from slime.rollout.engines.registry import needs_gpu
+from slime.types.errors import counted
 
 # Share of a GPU's memory that others may hold without a warning.
 TAKEN = 0.05
@@ -69,7 +70,7 @@ def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Findin
     except ConfigError as error:
         yield fail(str(error), "change the flags, or use a machine with what they ask for")
         return
-    yield ok(f"{plan.placement.trainer_ranks} trainer rank(s) and the engines fit the number of GPUs")
+    yield ok(f"{counted(plan.placement.trainer_ranks, 'trainer rank')} and the engines fit the number of GPUs")
     for phase, (needed, there) in plan.phases().items():
         text = f"{phase} takes about {needed / GIB:.1f} of {there / GIB:.1f} GiB of a GPU"
         if needed > there:

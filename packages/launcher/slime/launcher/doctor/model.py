@@ -13,7 +13,7 @@ from slime.launcher.config.check_run import TOKENIZER_FILES
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import model_name
 from slime.launcher.plan.trainer_memory import GIB
-from slime.types.errors import ConfigError, NotAvailable
+from slime.types.errors import ConfigError, NotAvailable, counted
 from slime.types.files import hub_hint
 from slime.types.setting_values import flag_name
 
@@ -111,7 +111,7 @@ def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | N
         return
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        yield fail(f"{flag}: {len(missing)} of {len(files)} shards missing: {_some(missing)}", AGAIN)
+        yield fail(f"{flag}: {len(missing)} of {counted(len(files), 'shard')} missing: {_some(missing)}", AGAIN)
     for file in files:
         if file.is_file():
             yield from _file(flag, file, tensors)
@@ -121,7 +121,8 @@ def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | N
         yield fail(f"{flag}: the index names what its files do not hold: {_some(lost)}", AGAIN)
     elif not missing:
         size = sum(tensor.num_bytes for tensor in tensors.values())
-        yield ok(f"{flag}: {len(files)} safetensors file(s), {len(tensors)} tensors, {size / GIB:.2f} GiB")
+        shards = counted(len(files), "safetensors file")
+        yield ok(f"{flag}: {shards}, {counted(len(tensors), 'tensor')}, {size / GIB:.2f} GiB")
 
 
 def _file(flag: str, file: Path, tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
@@ -146,7 +147,8 @@ def _complete(flag: str, config: dict[str, Any], tensors: dict[str, TensorInfo])
     shapes = {block.name: block.shape for parameter in parameters for block in parameter.blocks}
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        yield fail(f"{flag}: {len(missing)} tensors of the model are missing: {_some(missing)}", AGAIN)
+        number = counted(len(missing), "tensor of the model is", "tensors of the model are")
+        yield fail(f"{flag}: {number} missing: {_some(missing)}", AGAIN)
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
         for name, shape in shapes.items() if name in tensors and tensors[name].shape != tuple(shape)

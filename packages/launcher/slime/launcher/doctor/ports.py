@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.platform import probes
+from slime.types.errors import counted
 
 # Buffer, rollout, torch's rendezvous, an engine and its parts; and one for each rank.
 SERVICES = 12
@@ -22,7 +23,7 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
     count = probes.free_ports(needed)
     if count < needed:
         yield fail(
-            f"the system gives out {max(count, 0)} ports of {needed} on 127.0.0.1",
+            f"the system gives out {max(count, 0)} of {counted(needed, 'port')} on 127.0.0.1",
             "end what holds them, or widen net.ipv4.ip_local_port_range",
         )
     else:

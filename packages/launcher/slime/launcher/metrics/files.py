@@ -77,7 +77,7 @@ def _line(step: int, metrics: Metrics) -> str:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """The lines without the last one where the process, or the machine, died while it wrote that."""
+    """Returns the lines without the last one where the process, or the machine, died while it wrote that."""
     lines = text.splitlines()
     try:
         json.loads(lines[-1] if lines else "{}")

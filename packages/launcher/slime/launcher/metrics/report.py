@@ -21,6 +21,7 @@ from slime.launcher.metrics.sinks.base import Sink
 from slime.launcher.run_directory.state import RunState
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
+from slime.types.errors import counted
 from slime.types.files import write_whole
 
 COLUMNS = (
@@ -111,7 +112,8 @@ class Report:
             self._state.phase("started", num_steps=self._num_steps)
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
-        self._print(f"{size}, {self._num_steps} steps{resumed}; files in {self.output_dir}, tokens in its access/")
+        steps = counted(self._num_steps, "step") + resumed
+        self._print(f"{size}, {steps}; files in {self.output_dir}, tokens in its access/")
         # A run that only evaluates appends to the metrics of the earlier run.
         written_from = first_step if self._num_steps > 0 else None
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, counted
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
     if request.total <= total:
         return
     hint = "; --colocate lets both share" if request.engines and request.nodes * request.ranks <= total else ""
-    place = f"the node has {total}" if len(gpus) == 1 else f"the {len(gpus)} nodes have {total}"
+    place = f"the node has {total}" if len(gpus) == 1 else f"the {counted(len(gpus), 'node')} have {total}"
     raise InvalidSetting(
         f"{request}, but {place}{hint}",
         field="--actor-num-gpus-per-node", value=request.ranks, expected=f"at most {total} together",
@@ -164,8 +164,3 @@ def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> 
             "--rollout-num-gpus-per-engine", f"a divisor of --actor-num-gpus-per-node {ranks}{several}",
             got=per_engine, reason="--colocate shares every GPU",
         )  # fmt: skip
-
-
-def counted(count: int, noun: str) -> str:
-    """Spells a number of things: `1 node`, `2 passes`."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")

@@ -21,7 +21,6 @@ from slime.launcher.placement.nodes import (
     check_shared,
     check_sum,
     choose_nodes,
-    counted,
     divide_embedded,
     does_not_fit,
     parts_of_engines,
@@ -29,7 +28,7 @@ from slime.launcher.placement.nodes import (
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu_for
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, counted
 
 # Trainer and engine share the cores: OpenMP threads that spin while they wait slow both down tenfold.
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -78,12 +77,12 @@ class Placement:
         return {"num_cpus": 0, "num_gpus": 0 if self.shares_gpus else share.gpus}
 
     def engine_hosts(self) -> dict[str, EngineShare]:
-        """The services that start engines; none where the rollout service does."""
+        """Returns the services that start engines; none where the rollout service does."""
         several = len(self.engines) > 1
         return {f"engines-{number}": share for number, share in enumerate(self.engines)} if several else {}
 
     def nodes(self) -> dict[str, int]:
-        """The node of each service."""
+        """Returns the node of each service."""
         each = self.trainer_ranks // len(self.trainer_nodes)
         trainers = {f"trainer-{rank}": self.trainer_nodes[rank // each] for rank in range(self.trainer_ranks)}
         hosts = {name: share.node for name, share in self.engine_hosts().items()}
@@ -190,7 +189,7 @@ def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str,
 
 
 def trainer_environment(launcher: LauncherSettings, gpus: bool) -> dict[str, str]:
-    """Environment variables of a trainer's process, over those that it inherits."""
+    """Returns the environment variables of a trainer's process, over those that it inherits."""
     variables = {} if gpus else dict(SHARED_CORES)
     if gpus and launcher.train_backend == "megatron" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         # Megatron's overlap of communication and computation relies on the order of one hardware queue.

@@ -30,7 +30,7 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """The living nodes of the connected cluster: this process's first, the others by address."""
+    """Returns the living nodes of the connected cluster: this process's first, the others by address."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -95,7 +95,7 @@ def _on_node(node: Node) -> Any:
 def _hold_gpus(
     placement: Placement, nodes: Sequence[Node], timeout_seconds: float, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The scheduling strategy of each service that has GPUs, all of them held at once or none."""
+    """Returns the scheduling strategy of each service that has GPUs, all of them held at once or none."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -8,9 +8,9 @@ from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.check_loop import staleness_bound
 from slime.launcher.config.presets import PRESETS
 from slime.launcher.config.run_config import RunConfig
-from slime.launcher.placement.nodes import counted
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan
 from slime.launcher.plan.trainer_memory import GIB, byte_size, checkpoint_bytes, peak
+from slime.types.errors import counted
 
 
 def dry_run(config: RunConfig, *, asynchronous: bool = False) -> tuple[str, bool]:

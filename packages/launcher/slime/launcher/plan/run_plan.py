@@ -10,7 +10,7 @@ from slime.converters.megatron.args import model_args, read_model_config
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
 from slime.launcher.config.run_config import RunConfig
-from slime.launcher.placement.nodes import EngineShare, counted
+from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement
 from slime.launcher.plan.batches import Batches, batches, longest_sample, pass_tokens
 from slime.launcher.plan.engine_memory import EngineMemory, engine_memory
@@ -18,7 +18,7 @@ from slime.launcher.plan.parameter_counts import Held, of_directory, of_stages
 from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, Shape, trainer_memory
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import choose_engine
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, counted
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Plan:
         return {gpu: ", ".join(found) for gpu, found in names.items()}
 
     def _first_gpu(self, share: EngineShare) -> int:
-        """The number, on their node, of the engines' first GPU."""
+        """Returns the number, on their node, of the engines' first GPU."""
         placement = self.placement
         if placement.shares_gpus or share.node not in placement.trainer_nodes:
             return 0

@@ -259,7 +259,7 @@ def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bo
 
 
 def _in_flight(sizes: Sizes, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at once: 1F1B, with virtual stages in parts of one."""
+    """Returns how many micro-batches' activations a stage keeps at once: 1F1B, with virtual stages in parts of one."""
     ahead = sizes.pipeline - stage
     if sizes.virtual == 1:
         return ahead
@@ -283,7 +283,7 @@ def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, 
 
 
 def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> float:
-    """Bytes of a token in the cache of one GPU of an engine; latent attention keeps it whole on each."""
+    """Returns the bytes of a token in the cache of one GPU of an engine; latent attention keeps it whole on each."""
     shape = Shape.of(config)
     if config.get("kv_lora_rank"):
         return shape.layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
@@ -292,7 +292,7 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
 
 
 def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, str]:
-    """Bytes of one checkpoint on disk, and their formula."""
+    """Returns the bytes of one checkpoint on disk, and their formula."""
     if settings.train_backend == "megatron":
         weights, states = (2, 12) if settings.bf16 else (4, 8)
     else:

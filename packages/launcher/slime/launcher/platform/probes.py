@@ -42,7 +42,7 @@ class _Memory(ctypes.Structure):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that this process may use, by NVIDIA's driver; none where there is no driver."""
+    """Returns the GPUs that this process may use, by NVIDIA's driver; none where there is no driver."""
     names = visible_gpus()
     if not names:
         return []
@@ -86,7 +86,7 @@ def python_version() -> str:
 
 
 def package_version(distribution: str) -> str | None:
-    """Version of an installed distribution, None where it is not installed."""
+    """Returns the version of an installed distribution, None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -106,12 +106,12 @@ def writable(directory: Path) -> bool:
 
 
 def shared_memory() -> int | None:
-    """Bytes free in /dev/shm, None where there is none."""
+    """Returns the bytes free in /dev/shm, None where there is none."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
 
 
 def memory_available() -> int:
-    """Bytes of the machine's memory that a new program can have, within the limit of its container."""
+    """Returns the bytes of the machine's memory that a new program can have, within the limit of its container."""
     free = psutil.virtual_memory().available
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     return free if limit is None or used is None else min(free, max(0, limit - used))

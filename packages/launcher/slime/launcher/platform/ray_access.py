@@ -37,7 +37,7 @@ def loopback_variables() -> dict[str, str]:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory for Ray to keep its sockets, ports and logs in, which ends with the context.
+    """Makes a directory for Ray to keep its sockets, ports and logs in, which ends with the context.
 
     Ray opens what it makes to every user of the machine, who could put other sockets and files in place: here nobody
     else gets as far as that. Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.

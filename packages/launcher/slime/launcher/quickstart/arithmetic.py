@@ -12,7 +12,7 @@ DRAWS = 6000  # reasoning-gym draws with replacement: this many draws contain ea
 
 
 def expressions() -> dict[str, dict]:
-    """Every two-term expression over one-digit numbers ("7 + 6", "3 - 8"), with its reasoning-gym entry."""
+    """Returns every two-term expression over one-digit numbers ("7 + 6", "3 - 8"), with its reasoning-gym entry."""
     import reasoning_gym
 
     drawn = reasoning_gym.create_dataset(

@@ -78,7 +78,7 @@ class ServiceActor:
         return visible_gpus()
 
     def public_key(self) -> bytes:
-        """The public key for which the launcher seals the run's token."""
+        """Returns the public key for which the launcher seals the run's token."""
         return self._identity.public_key
 
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:

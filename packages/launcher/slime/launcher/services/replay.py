@@ -10,7 +10,7 @@ from slime.rollout.metrics import rollout_metrics
 from slime.rollout.recordings.rollouts import head_and_tail, path_of, read_rollout
 from slime.types import SampleGroup
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, counted
 
 FLAG = "--load-debug-rollout-data"
 LEASE_SECONDS = 600.0
@@ -62,7 +62,7 @@ class Replay:
         found = len({s.index for s in group.samples})
         if found != len(leased.samples) or None in {s.index for s in group.samples}:
             raise InvalidFile(
-                f"{FLAG}: {path}: a group of other than {len(leased.samples)} responses; expected "
+                f"{FLAG}: {path}: a group without {counted(len(leased.samples), 'response')}; expected "
                 f"--n-samples-per-prompt to be what it was recorded with",
                 field="--n-samples-per-prompt",
                 value=len(leased.samples),

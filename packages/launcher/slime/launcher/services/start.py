@@ -26,7 +26,7 @@ from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, counted
 from slime.types.rpc import RpcSettings
 
 # An engine on several nodes takes ports behind its meeting point, one for each replica of attention too.
@@ -171,7 +171,7 @@ class _Start:
         if prompts < groups:
             raise InvalidSetting.requires(
                 f"--num-epoch {epochs}",
-                f"at least --rollout-batch-size {groups} prompts",
+                f"at least {counted(groups, 'prompt')} (--rollout-batch-size)",
                 f"--prompt-data has {prompts}",
             )
         self.config.launcher.num_rollout = config.flat["num_rollout"] = epochs * (prompts // groups)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from slime.types.errors import DataLoss, WrongState
+from slime.types.errors import DataLoss, WrongState, counted
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class UntrainedSteps:
             required = sum(making.groups_of(step) for step in self._generated if step >= first)
             lacking = required - making.groups_at_hand()
             if lacking > 0:
-                log.warning("generating %d groups in place of damaged ones", lacking)
+                log.warning("generating %s in place of damaged ones", counted(lacking, "group"))
                 making.generate_more(first, lacking)
             for step in sorted(step for step in self._sealed if step >= first):
                 making.seal_again(step)

@@ -63,7 +63,7 @@ class Answers:
         return self._calls[name](query)
 
     def overview(self, query: Query) -> list[dict[str, Any]]:
-        """State, progress and scores of every run, and what failed."""
+        """Returns state, progress and scores of every run, and what failed."""
         return [self._summary(number, run) for number, run in enumerate(self.runs)]
 
     def _summary(self, number: int, run: RunFiles) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Answers:
         }  # fmt: skip
 
     def curves(self, query: Query) -> dict[str, Any]:
-        """All metrics by step; with `after`, only of later steps, unless a curve would have too many points."""
+        """Returns all metrics by step; with `after`, only of later steps, unless a curve would have too many points."""
         run = self._run(query)
         edition, rows = run.edition_and_steps()
         # The last step that a page knows lies between two where they were averaged.
@@ -98,7 +98,7 @@ class Answers:
         }  # fmt: skip
 
     def settings(self, query: Query) -> list[dict[str, Any]]:
-        """Every setting with its value in each run; `told` where one of them was given it."""
+        """Returns every setting with its value in each run; `told` where one of them was given it."""
         names = sorted({name for run in self.runs for name in run.settings})
         rows = []
         for name in names:
@@ -111,7 +111,7 @@ class Answers:
         return rows
 
     def steps(self, query: Query) -> dict[str, Any]:
-        """The steps and evaluations that have samples, as ranges [first, last]."""
+        """Returns the steps and evaluations that have samples, as ranges [first, last]."""
         files = self._run(query).kept()
         return {
             "train": ranges([file.step for file in files if not file.evaluation]),
@@ -119,7 +119,7 @@ class Answers:
         }
 
     def samples(self, query: Query) -> dict[str, Any]:
-        """A page of the samples of a step: short texts, rewards, findings."""
+        """Returns a page of the samples of a step: short texts, rewards, findings."""
         file = self._file(query)
         start, count = _number(query, "start", 0), min(_number(query, "count", PAGE), MOST_PAGE)
         rows = read_rows(file.path, LIGHT, start=start, stop=start + count)
@@ -132,7 +132,7 @@ class Answers:
         }  # fmt: skip
 
     def sample(self, query: Query) -> dict[str, Any]:
-        """One sample with every token."""
+        """Returns one sample with every token."""
         number, file, at = _number(query, "run", 0), self._file(query), _number(query, "row", 0)
         rows = read_rows(file.path, start=at, stop=at + 1)
         if not rows:
@@ -158,7 +158,7 @@ class Answers:
         }  # fmt: skip
 
     def checks(self, query: Query) -> dict[str, Any]:
-        """The checks and what they found so far; every call checks further files for a moment."""
+        """Returns the checks and what they found so far; every call checks further files for a moment."""
         number, run = _number(query, "run", 0), self._run(query)
         files = run.kept()
         done = self._checked[number]
@@ -204,7 +204,7 @@ class Answers:
         return {"before": first.step, "after": last.step, "eval": first.evaluation, "pairs": pairs}
 
     def _check(self, number: int, file: KeptFile) -> list[SampleFinding]:
-        """The findings of a file, which a resumed run may write again."""
+        """Returns the findings of a file, which a resumed run may write again."""
         done = self._checked[number]
         try:
             modified = file.path.stat().st_mtime
@@ -220,7 +220,7 @@ class Answers:
         return done[file.path][1]
 
     def _page_findings(self, number: int, file: KeptFile, start: int, stop: int) -> list[SampleFinding]:
-        """The findings of some rows: of a large file that is not checked yet, from these rows alone."""
+        """Returns the findings of some rows: of a large file that is not checked yet, from these rows alone."""
         if file.path in self._checked[number] or count_rows(file.path) <= ROW_GROUP:
             return self._check(number, file)
         found = self._findings(self.runs[number], read_rows(file.path, COLUMNS, start=start, stop=stop))
@@ -249,7 +249,7 @@ class Answers:
 
 
 def spread(files: Sequence[KeptFile]) -> list[KeptFile]:
-    """All files, those at both ends first, then in the middle of gaps: what is missing at any time is evenly spread."""
+    """Orders files: both ends first, then the middle of gaps, so that those still missing are spread evenly."""
     order: list[int] = []
     stride = 1 << max(0, len(files) - 1).bit_length()
     seen: set[int] = set()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.types.errors import counted
 
 Row = dict[str, Any]
 # Natural-log units: far beyond what precisions differ by, mean over a response.
@@ -78,7 +79,9 @@ def mask(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
         trained, generated = np.asarray(values, bool), _generated(row)
         if len(trained) != row["response_length"]:
             yield SampleFinding(
-                "mask", number, f"the mask has {len(trained)} entries, the response {len(generated)} tokens"
+                "mask",
+                number,
+                f"the mask has {counted(len(trained), 'entry')}, the response {counted(len(generated), 'token')}",
             )
             continue
         foreign, missed = np.flatnonzero(trained & ~generated), np.flatnonzero(generated & ~trained)
@@ -159,7 +162,7 @@ def numbers(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
     for number, row in enumerate(rows):
         if len(row["tokens"] or ()) < (row["response_length"] or 0):
             yield SampleFinding(
-                "numbers", number, f"{len(row['tokens'])} tokens, of which {row['response_length']} respond"
+                "numbers", number, f"{counted(len(row['tokens']), 'token')}, of which {row['response_length']} respond"
             )
         engine = np.asarray(row["engine_log_probs"] or (), np.float64)
         wrong = np.flatnonzero(engine > 1e-3)
@@ -199,7 +202,7 @@ def _generated(row: Row) -> np.ndarray:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The mean distance where both are known; NaN where none is."""
+    """Returns the mean distance where both are known; NaN where none is."""
     known = np.isfinite(a) & np.isfinite(b)
     return float(np.abs(a - b)[known].mean()) if known.any() else float("nan")
 
@@ -207,4 +210,4 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 def _places(places: np.ndarray) -> str:
     if len(places) == 1:
         return f"response token {places[0]}"
-    return f"{len(places)} response tokens ({places[0]} to {places[-1]})"
+    return f"{counted(len(places), 'response token')} ({places[0]} to {places[-1]})"

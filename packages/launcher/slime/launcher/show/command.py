@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """Exit code: 0 done, 2 wrong arguments."""
+    """Returns the exit code: 0 done, 2 wrong arguments."""
     try:
         options = parser(command).parse_strict(argv)
         if command == "runs":
@@ -62,7 +62,7 @@ def parser(command: str) -> Parser:
         reader.add_argument("--html", metavar="FILE", help="Write the page into a file that needs no server, and exit")
         reader.add_argument("--text", action="store_true", help="Print the run in the terminal, and exit")
         reader.add_argument(
-            "--step", type=int, metavar="N", help="With --text: step whose samples are printed (default: the last)"
+            "--step", type=int, metavar="N", help="With --text: iteration whose samples are printed (default: the last)"
         )
         reader.add_argument(
             "--port", type=int, default=0, metavar="N", help="Port on the loopback (default: a free one)"
@@ -182,5 +182,5 @@ def _console() -> Console:
 
 
 def _has_display() -> bool:
-    """Without one, a browser of the terminal would take it over."""
+    """Tells whether there is a display: without one, a browser of the terminal would take it over."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

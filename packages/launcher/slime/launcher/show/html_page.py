@@ -118,12 +118,12 @@ def embed(answers: Answers) -> dict[str, Any]:
 
 
 def request(name: str, query: Mapping[str, object]) -> str:
-    """The key of an answer in a file; `requestKey` in page/data.js makes the same."""
+    """Returns the key of an answer in a file; `requestKey` in page/data.js makes the same."""
     return f"{name}?" + "&".join(f"{key}={query[key]}" for key in sorted(query))
 
 
 def _choice(files: list[KeptFile], flagged: set[tuple[int, bool]]) -> set[KeptFile]:
-    """Some files, evenly spread, those with findings first."""
+    """Returns some files, evenly spread, those with findings first."""
     chosen: set[KeptFile] = set()
     for evaluation, limit in ((False, FILE_STEPS), (True, FILE_EVALUATIONS)):
         of_kind = [file for file in files if file.evaluation == evaluation]

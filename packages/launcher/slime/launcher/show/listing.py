@@ -22,7 +22,7 @@ COLOURS = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yell
 
 
 def described(run: RunFiles) -> dict[str, Any]:
-    """One run as `slime runs --json` prints it."""
+    """Describes one run as `slime runs --json` prints it."""
     state, steps = run.state, run.steps()
     started = run.started()
     return {

@@ -69,11 +69,11 @@ class RunFiles:
     def __init__(self, path: Path, name: str | None = None) -> None:
         """Raises InvalidSetting where `path` holds no run."""
         if not is_run(path):
-            found = f"has none of {', '.join(MARKS)}" if path.is_dir() else "is no directory"
+            found = f"it has none of {', '.join(MARKS)}" if path.is_dir() else "there is no such directory"
             if path.is_dir() and find_runs(path):
                 found += f"; slime runs {path} lists the runs below it"
             raise InvalidSetting(
-                f"{path}: not the directory of a run: it {found}", field="RUN", value=str(path), expected="a run"
+                f"{path}: not the directory of a run: {found}", field="RUN", value=str(path), expected="a run"
             )
         self.path = path
         # A name that is not UTF-8 could be neither printed nor put into the page.
@@ -192,7 +192,7 @@ class RunFiles:
         return found
 
     def reward(self) -> float | None:
-        """The mean reward of the last steps."""
+        """Returns the mean reward of the last steps."""
         values = [value for row in self.steps()[-LAST:] if (value := finite(row.get(REWARD))) is not None]
         return sum(values) / len(values) if values else None
 
@@ -206,7 +206,7 @@ class RunFiles:
         return started
 
     def failures(self) -> list[dict[str, Any]]:
-        """The last lines with an error in the log of each service, and what follows them."""
+        """Returns the last lines with an error in the log of each service, and what follows them."""
         found = []
         for path in sorted((self.path / "logs").glob("*.log")):
             # A pipe would wait for its writer.

@@ -46,7 +46,7 @@ class PageServer(ThreadingHTTPServer):
         self._word_once: str | None = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that leaves in the middle of an answer is nothing to print on the terminal of the run."""
+        """Passes over a browser that leaves in the middle of an answer: nothing to print on the terminal of the run."""
         log.debug("a request failed", exc_info=True)
 
     @property

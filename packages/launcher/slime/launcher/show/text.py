@@ -76,7 +76,7 @@ def _samples(answers: Answers, number: int, step: int | None) -> Iterator[str]:
 
 
 def sparkline(values: list[float]) -> str:
-    """Up to `WIDTH` blocks, each the mean of neighbouring values, between the lowest and the highest."""
+    """Draws up to `WIDTH` blocks, each the mean of neighbouring values, between the lowest and the highest."""
     width = min(WIDTH, len(values))
     parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     means = [sum(part) / len(part) for part in parts]

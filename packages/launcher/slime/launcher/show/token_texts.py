@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """Reads the tokenizer when it is first needed; without one, `of` returns None."""
+    """Reads the tokenizer when it is first needed; a file that cannot be read is warned of once."""
 
     def __init__(self, directories: list[Path]) -> None:
         """directories: where it may be, the first that has one wins."""
@@ -24,12 +27,15 @@ class TokenTexts:
 
                 try:
                     return Tokenizer.from_file(str(directory / FILE))
-                except Exception:
-                    # The library raises plain Exceptions for files of other versions.
-                    continue
+                except Exception as error:
+                    # The library has no class for a file that is damaged, or of another version.
+                    if type(error) is not Exception:
+                        raise
+                    log.warning("%s cannot be read: %s", directory / FILE, error)
         return None
 
     def of(self, tokens: list[int]) -> list[str] | None:
+        """Returns the text of each token, or None where no directory has a tokenizer."""
         if self._tokenizer is None:
             return None
         return [self._text(token) for token in tokens]

@@ -47,7 +47,7 @@ COMMANDS = {"train.py": "train", "train_async.py": "train-async"}
 
 
 def repo_base_dir() -> Path:
-    """The checkout that this file is part of; of an installed package the current directory."""
+    """Returns the checkout that this file is part of; of an installed package the current directory."""
     for directory in Path(__file__).resolve().parents:
         if (directory / "scripts" / "models").is_dir():
             return directory

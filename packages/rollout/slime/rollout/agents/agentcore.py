@@ -84,7 +84,7 @@ class AgentCore:
         return parse_result(body, f"agent {arn}")
 
     async def _stop(self, session_id: str) -> None:
-        """A session that stays only costs money until AWS ends it: that it could not be ended fails nothing."""
+        """Ends the session, and fails nothing where it cannot: one that stays costs money until AWS ends it."""
         loop = asyncio.get_running_loop()
         try:
             await asyncio.wait_for(

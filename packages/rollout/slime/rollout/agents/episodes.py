@@ -50,8 +50,11 @@ class Episodes:
             await self._transport.close()
 
     async def run(self, origin: Sample, sampling_params: JSON) -> list[Sample]:
-        """The samples of an episode of `origin`, with their reward; one FAILED sample where the agent fails, does not
-        answer in `acr_timeout` seconds, asks the model nothing, or gives no reward. Raises ConfigError."""
+        """Runs an episode of `origin`. Returns its samples with their reward, or one FAILED sample.
+
+        An episode fails where the agent fails, does not answer in `acr_timeout` seconds, asks the model nothing or
+        gives no reward. Raises ConfigError.
+        """
         async with self._places:
             session_id = str(uuid.uuid4())
             if origin.index is None and origin.rollout_id is None:

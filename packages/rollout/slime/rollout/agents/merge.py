@@ -20,7 +20,7 @@ from slime.types import Sample
 def merge_turns(
     turns: Sequence[Turn], origin: Sample, decode: Callable[[list[int]], str], args: Any = None
 ) -> list[Sample]:
-    """The samples of an episode, in order, without rewards. decode: token ids to text, for what lies between answers.
+    """Returns an episode's samples in order, without rewards. decode: token ids to text, for what lies between answers.
 
     They share a `rollout_id`: that of `origin`, the sample that the episode is of, or its index. One is TRUNCATED
     exactly where its last turn ended by length. Raises InvalidField where the engine's answers do not fit together.

@@ -54,7 +54,7 @@ class S3Results:
         self._threads: Executor = ThreadPoolExecutor(settings.max_pool_connections, "agent-results")
 
     async def wait(self, bucket: str, key: str, check: Callable[[], Awaitable[None]] | None = None) -> JSON:
-        """The result, when it is there: looked for at once, after 0.5 s, then 1.5 times as long each time, up to 30 s.
+        """Waits for the result: looks at once, after 0.5 s, then after 1.5 times as long each time, up to 30 s.
 
         check: awaited whenever it is not there yet; may raise. Raises Unavailable where it cannot be read: the bucket
         is missing, or access is denied.

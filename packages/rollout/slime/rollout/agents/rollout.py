@@ -40,8 +40,9 @@ _SHARED: WeakKeyDictionary[RolloutState, _SharedEpisodes] = WeakKeyDictionary()
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The contract of `--rollout-function-path`: `args.rollout_batch_size` groups of episodes from `data_source`, or,
-    for an evaluation, the results of its sets. Settings: see `AgentSettings`. Blocks.
+    """Generates `args.rollout_batch_size` groups of episodes of `data_source`, or the results of evaluation sets.
+
+    The contract is that of `--rollout-function-path`. Settings: see `AgentSettings`. Blocks.
 
     Raises ConfigError and its kin for settings that cannot work, EngineError where an engine dies; an episode that
     fails becomes a FAILED sample.
@@ -114,7 +115,7 @@ async def _all(work: Sequence[Any]) -> list[Any]:
 
 
 def _verdict(state: RolloutState, args: Any, group: list[list[Sample]]) -> str | None:
-    """Why the dynamic filter drops a group; it sees the episodes that did not fail."""
+    """Returns why the dynamic filter drops a group; it sees the episodes that did not fail."""
     judge = state.plugins.dynamic_filter
     scored = [episode for episode in group if not _failed(episode)]
     if judge is None or not scored:

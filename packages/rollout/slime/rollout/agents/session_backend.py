@@ -103,7 +103,7 @@ class SessionBackend:
         self._session.turns.append(turn)
 
     def _started(self, work: Any) -> asyncio.Task[Generated]:
-        """Every request of a session runs in a task that closing the session ends."""
+        """Runs a request of a session in a task that closing the session ends."""
         task = asyncio.ensure_future(work)
         self._session.running.add(task)
         task.add_done_callback(self._session.running.discard)

@@ -71,7 +71,7 @@ class AgentSettings:
 
     @classmethod
     def from_args(cls, args: Any) -> AgentSettings:
-        """Each from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN, ACR_S3_BUCKET, the
+        """Takes each from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN, ACR_S3_BUCKET, the
         others by their names in capitals), else its default. Raises InvalidSetting."""
         values = {}
         for field in dataclasses.fields(cls):

@@ -76,7 +76,7 @@ def parse_result(body: bytes, where: str) -> JSON:
 
 
 def is_pending(result: Mapping[str, Any]) -> bool:
-    """True for an answer that says only that the agent has started and will leave its result in S3."""
+    """Returns True for an answer that says only that the agent has started and will leave its result in S3."""
     return result.get("status") == "processing"
 
 

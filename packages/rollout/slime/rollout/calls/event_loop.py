@@ -23,7 +23,7 @@ class LoopThread:
         self.loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Runs to the end from another thread. Cancelled with the rollout call that it belongs to."""
+        """Runs a coroutine from another thread, and waits. It is cancelled with the rollout call that it belongs to."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("a rollout function was called on the rollout loop; await its async form instead")

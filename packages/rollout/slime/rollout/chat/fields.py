@@ -47,7 +47,7 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:
-    """The value of a limit; None where there is none. Raises InvalidField."""
+    """Returns the value of a limit; None where there is none. Raises InvalidField."""
     value = body.get(name)
     if value is None:
         return None
@@ -79,12 +79,12 @@ def model_name(body: Mapping[str, Any]) -> str:
 
 
 def renamed(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The sampling parameters of a body under SGLang's names. names: protocol's name -> SGLang's."""
+    """Returns the sampling parameters of a body under SGLang's names. names: protocol's name -> SGLang's."""
     return {ours: body[name] for name, ours in names.items() if body.get(name) is not None}
 
 
 def text_of(content: Any, field: str, kinds: Collection[str] = ("text",)) -> str:
-    """The text of a content: a text, or a list of parts of these kinds. Raises InvalidField."""
+    """Returns the text of a content: a text, or a list of parts of these kinds. Raises InvalidField."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]

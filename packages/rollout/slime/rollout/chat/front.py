@@ -163,7 +163,7 @@ def status_of(error: SlimeError) -> int:
 
 
 def refusal(path: str, error: SlimeError) -> web.Response | None:
-    """The answer to a request that is refused, in the form of its protocol; None where no protocol has this path."""
+    """Words a refusal in the form of the request's protocol; None where no protocol has this path."""
     protocol: base.Protocol | None = Messages() if path.endswith(COUNT_TOKENS) else None
     for each in PROTOCOLS:
         if path.endswith(each.path):

@@ -33,7 +33,7 @@ Piece: TypeAlias = Reasoning | Content | ToolCall
 
 
 def message_of(pieces: Sequence[Piece]) -> JSON:
-    """The assistant's message in the form of OpenAI's chat protocol."""
+    """Returns the assistant's message in the form of OpenAI's chat protocol."""
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = [

@@ -73,7 +73,7 @@ def check_arguments(tokenizer: Any, given: Any, field: str = "chat_template_kwar
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
-    """The text of a conversation with the start of an answer behind it. messages: as `chat_messages.clean` gives them.
+    """Renders a conversation with the start of an answer behind it. messages: as `chat_messages.clean` gives them.
 
     arguments: of the template, trusted. Raises InvalidField where the template does not take them.
     """

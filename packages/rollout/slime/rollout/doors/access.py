@@ -19,6 +19,10 @@ from slime.types.rpc.token_files import is_loopback
 JSON = "application/json"
 BYTES = "application/octet-stream"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_NO_PICKLES = (
+    "the body must be safetensors (application/octet-stream): SGLang's JSON form carries pickles, "
+    "and unpickling runs whatever code the sender put in"
+)
 
 
 class Refused(InvalidField):
@@ -93,12 +97,6 @@ class Access:
             raise Refused(415, "Content-Type", content_type, wanted, why)
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise Refused(415, "Content-Encoding", request.headers["Content-Encoding"], "none")
-
-
-_NO_PICKLES = (
-    "the body must be safetensors (application/octet-stream): SGLang's JSON form carries pickles, "
-    "and unpickling runs whatever code the sender put in"
-)
 
 
 def check_exposure(host: str, api_key: str | None, flag: str, key_flag: str) -> None:

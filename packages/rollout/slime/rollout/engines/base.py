@@ -32,7 +32,7 @@ class RunningEngine(Protocol):
 
 
 class RemoteEngine:
-    """An engine that was running before us and stays when we go."""
+    """An engine that somebody else has started and will end."""
 
     def __init__(self, name: str, url: str, kind: str = "sglang", api_key: str | None = None) -> None:
         self.name = name

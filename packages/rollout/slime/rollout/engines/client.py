@@ -40,8 +40,9 @@ class EngineClient(EngineHTTP):
         on_output: Callable[[JSON], None] | None = None,
         **extra: Any,
     ) -> Any:
-        """One response for one prompt, a list of them for a list of prompts. on_output: gets the response to one prompt
-        while it grows, with all tokens so far.
+        """Generates one response for one prompt, a list for a list of prompts.
+
+        on_output: gets the response to one prompt while it grows, with all tokens so far.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
         "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the

@@ -31,7 +31,7 @@ _parse = _fast_parser()
 
 
 def parsed(body: bytes) -> Any:
-    """The JSON of `body`. Raises ValueError."""
+    """Returns the JSON of `body`. Raises ValueError."""
     try:
         return _parse(body)
     except ValueError:
@@ -70,7 +70,7 @@ class EngineHTTP:
         return await self.call("POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds)
 
     async def call(self, method: str, path: str, *, timeout_seconds: float | None = None, **request: Any) -> Any:
-        """The answer's JSON; {"message": text} where it is none: SGLang answers some calls with text, or with nothing.
+        """Returns the answer's JSON, or {"message": text}: SGLang answers some calls with text, or with nothing.
 
         request: what aiohttp takes.
         """
@@ -103,8 +103,10 @@ class EngineHTTP:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float,
     ) -> Any:
-        """The last of the server-sent events that a POST is answered with. on_event: gets each, but of several that
-        arrive together only the last: it says all that the ones before it said."""
+        """Returns the last of the server-sent events that a POST is answered with.
+
+        on_event: gets each, but of several that arrive together only the last: it says all that those before it said.
+        """
         last: Any = None
         with self._explained("POST", path, timeout_seconds):
             timeout = aiohttp.ClientTimeout(total=timeout_seconds)

@@ -29,7 +29,7 @@ def read_key(path: str, flag: str) -> str:
 
 
 def take_key(path: str | None, flag: str) -> str | None:
-    """The key of this process: from the file, else from the environment, where nothing else finds it afterwards."""
+    """Takes the key of this process from its file, else out of the environment, where nothing else finds it then."""
     from_environment = os.environ.pop(VARIABLE, None)
     return read_key(path, flag) if path is not None else from_environment or None
 

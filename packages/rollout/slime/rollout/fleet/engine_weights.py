@@ -63,7 +63,7 @@ class EngineWeights:
         """Raises InvalidField naming an engine that holds another version; then nothing serves. Raises WrongState while
         memory is released.
 
-        Committing again is the same as once."""
+        Idempotent."""
         async with self._lock:
             if self.pending is None and self.version == version and self.stopped is None:
                 return
@@ -100,8 +100,8 @@ class EngineWeights:
             await self._stop(f"weight update {version} was aborted: {reason or 'no reason given'}")
 
     async def offload(self, parts: Collection[str]) -> None:
-        """Stops serving and releases these parts of the engines' GPU memory (none named: all). Again is the same as
-        once.
+        """Stops serving and releases these parts of the engines' GPU memory (all where none is named).
+        Idempotent.
 
         Raises WrongState while a weight update is open, or where an engine was started without its memory saver;
         DeadlineExceeded as `begin`.

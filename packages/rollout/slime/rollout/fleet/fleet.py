@@ -21,7 +21,7 @@ from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Router, Withdrawn
-from slime.types.errors import DeadlineExceeded, EngineError, SlimeError
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Fleet:
         member: Member | None = None,
         on_output: OnOutput | None = None,
     ) -> list[dict[str, Any]]:
-        """One request of several sequences to one engine; answers in SGLang's format, in order.
+        """Sends one request of several sequences to one engine; returns answers in SGLang's format, in order.
 
         images: data URIs, in each sequence a placeholder token for each of its own. on_output: called on the fleet's
         loop with the answer to a single sequence while it grows.
@@ -244,7 +244,7 @@ class Fleet:
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
             count = len(outputs) if isinstance(outputs, list) else 1
             raise EngineError(
-                f"engine {chosen.name} answered {count} sequences to a request of {len(input_ids)}",
+                f"engine {chosen.name} answered {counted(count, 'sequence')} to a request of {len(input_ids)}",
                 field=chosen.name,
                 value=count,
             )

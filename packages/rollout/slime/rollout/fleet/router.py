@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from slime.types.errors import DeadlineExceeded, SlimeError, WrongState
+from slime.types.errors import DeadlineExceeded, SlimeError, WrongState, counted
 
 
 class Routable(Protocol):
@@ -65,7 +65,7 @@ class Router(Generic[E]):
         engine: E | None = None,
         keys: Collection[str] = (),
     ) -> AsyncIterator[E]:
-        """An engine for a request of so many samples, held until the block ends.
+        """Holds an engine for a request of so many samples until the block ends.
 
         keys: what `withdraw` knows the request by. Raises the error given to `fail` as soon as it is known, Withdrawn,
         and WrongState where the gate refuses.
@@ -157,7 +157,7 @@ class Router(Generic[E]):
                 await asyncio.wait_for(idle, timeout)
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"{self.in_flight} samples are still being generated after {timeout:g} s",
+                    f"{counted(self.in_flight, 'sample is', 'samples are')} still being generated after {timeout:g} s",
                     field="in_flight",
                     value=self.in_flight,
                     expected="0",
@@ -166,7 +166,7 @@ class Router(Generic[E]):
             raise self._error
 
     async def fail(self, error: SlimeError) -> None:
-        """Every request that waits, and every later one, raises `error`."""
+        """Makes every request that waits, and every later one, raise `error`."""
         self._error = error
         self._dismiss(list(self._waiters), error)
         self._tell_idle()

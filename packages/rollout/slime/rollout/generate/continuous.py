@@ -50,7 +50,7 @@ class ContinuousCall:
             self.source = self.call = None
 
     def moved(self, weight_version: int) -> None:
-        """The engines have new weights. What is generated from now on is, for hooks, of the iteration that follows."""
+        """Notes that the engines have new weights: what is generated now is, for hooks, of the next iteration."""
         source, call = self.source, self.call
         if source is not None:
             source.moved()

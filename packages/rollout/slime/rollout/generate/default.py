@@ -169,7 +169,7 @@ class RolloutIteration:
         return None
 
     async def _prompt_length(self, sample: Sample) -> int:
-        """In tokens. Raises InvalidField, or DeadlineExceeded for a chat template that does not end."""
+        """Counts its tokens. Raises InvalidField, or DeadlineExceeded for a chat template that does not end."""
         tokens = sample.array("tokens")
         if len(tokens):
             return len(tokens) - sample.response_length

@@ -27,7 +27,7 @@ REQUEST_SAMPLES = 128
 
 
 async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource) -> RolloutFnEvalOutput:
-    """All sets of `data_source`. Two evaluations of the same weights draw the same samples: seeds depend on
+    """Evaluates all sets of `data_source`. Two evaluations of the same weights draw the same samples: seeds depend on
     the position in the set alone."""
     state = state_of(args)
     return await state.fleet.guard(_evaluate(state, data_source))

@@ -68,7 +68,7 @@ def needs_single_calls(state: RolloutState, samples: Sequence[Sample]) -> bool:
 async def generate_batch(
     state: RolloutState, samples: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> None:
-    """One request for all; several engines each get a run of them, of fixed size."""
+    """Sends one request for all; several engines each get a run of them, of fixed size."""
 
     def make() -> list[Request | None]:
         return [make_request(state, sample, sampling_params, evaluation=evaluation) for sample in samples]

@@ -110,7 +110,7 @@ def context_length(hf_checkpoint: str) -> int | None:
 
 
 def reads_images(hf_checkpoint: str) -> bool:
-    """True for a model of a family whose images are supported."""
+    """Returns True for a model of a family whose images are supported."""
     path = Path(hf_checkpoint) / "config.json"
     return path.is_file() and vision_of(json.loads(path.read_text())) is not None
 

@@ -40,7 +40,7 @@ class Request:
 def make_request(
     state: RolloutState, sample: Sample, sampling_params: dict[str, Any], *, evaluation: bool = False
 ) -> Request | None:
-    """The request for what is left of a sample's response, or None where nothing is: finished samples stay as they are,
+    """Returns the request for the rest of a sample's response, None where nothing is left: finished samples stay,
     one whose token budget is spent becomes TRUNCATED.
 
     Raises InvalidField for a prompt that does not fit the context.
@@ -185,12 +185,12 @@ def _join_texts(state: RolloutState, request: Request) -> None:
 
 
 def _check_prompt(request: Request, output: dict[str, Any]) -> None:
-    """Log-probs of a prompt that the engine tokenised otherwise are not those of the sample."""
+    """Refuses an answer to a prompt that the engine tokenised otherwise: its log-probs are not the sample's."""
     wanted, counted = request.num_prompt_tokens, (output.get("meta_info") or {}).get("prompt_tokens")
     if wanted is not None and counted not in (wanted, None, 0):
         raise EngineError(
-            f"an engine made {counted} tokens of a prompt with {len(request.images)} images, of which the processor of "
-            f"--hf-checkpoint makes {wanted}: it has another processor, or other settings of it",
+            f"an engine made {counted} tokens of a prompt with images ({len(request.images)}), of which the processor "
+            f"of --hf-checkpoint makes {wanted}: it has another processor, or other settings of it",
             field="prompt_tokens", value=counted, expected=str(wanted),
         )  # fmt: skip
 
@@ -232,7 +232,7 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default generation of one sample; what `--custom-generate-function-path` replaces."""
+    """Generates one sample, as is the default; what `--custom-generate-function-path` replaces."""
     state = state_of(args)
     await state.prompts.prepare([sample])
     if sample.multimodal_inputs:

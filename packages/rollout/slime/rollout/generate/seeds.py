@@ -59,7 +59,7 @@ SEEDS: ContextVar[Seeds | None] = ContextVar("slime_sampling_seeds", default=Non
 
 @contextmanager
 def seeds_of(args: Any, index: int | None) -> Iterator[None]:
-    """Around a function of the user that generates."""
+    """Surrounds a function of the user that generates."""
     token = SEEDS.set(Seeds(args, index))
     try:
         yield

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from slime.types import Sample, SampleGroup
 from slime.types.codec import group_from_proto, group_to_proto
 from slime.types.directories import path_errors
-from slime.types.errors import InvalidField, InvalidFile, InvalidSetting
+from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, counted
 from slime.types.files import check_readable, whole_file
 from slime.v1 import sample_pb2
 
@@ -113,7 +113,7 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
                 header = json.loads(_read_part(file))
                 groups = [_group(_read_part(file)) for _ in range(header["groups"])]
                 if file.read(1):
-                    raise ValueError(f"holds more than the {len(groups)} groups that it begins with")
+                    raise ValueError(f"holds more than the {counted(len(groups), 'group')} that it begins with")
                 return RecordedRollout(header["rollout_id"], groups)
         from slime.rollout.recordings.torch_files import read_torch
 

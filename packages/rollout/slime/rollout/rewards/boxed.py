@@ -24,7 +24,7 @@ def score_boxed(function: RewardFunction) -> RewardFunction:
 
 
 def last_boxed(text: str) -> str | None:
-    """The text between the braces of the last \\boxed or \\fbox; None where there is none or it is not closed."""
+    """Finds the text between the braces of the last \\boxed or \\fbox; None where there is none or it is not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None

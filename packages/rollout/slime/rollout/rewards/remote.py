@@ -10,7 +10,7 @@ import aiohttp
 
 from slime.rollout.engines.keys import engine_headers
 from slime.types import Sample
-from slime.types.errors import InvalidSetting, Unavailable
+from slime.types.errors import InvalidSetting, Unavailable, counted
 
 TRIES = 10
 TIMEOUT_SECONDS = 120.0
@@ -37,4 +37,5 @@ async def ask(url: str, payload: dict[str, Any], max_retries: int = TRIES) -> An
                 last = error
                 if attempt + 1 < max_retries:
                     await asyncio.sleep(min(2**attempt, 30) + random.random())
-    raise Unavailable(f"--rm-url {url}: no answer in {max_retries} tries: {last!r}", field="--rm-url", value=url)
+    tries = counted(max_retries, "try")
+    raise Unavailable(f"--rm-url {url}: no answer in {tries}: {last!r}", field="--rm-url", value=url)

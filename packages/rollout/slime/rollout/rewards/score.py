@@ -12,7 +12,7 @@ from typing import Any
 from slime.rollout.plugins import maybe_await
 from slime.rollout.rewards.registry import reward_function
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.plugins import load_plugin
 
 # The function of a file that scores several samples, where the file has one for a single sample as well.
@@ -45,8 +45,8 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
     name = args.custom_rm_path or args.rm_type or "reward"
     rewards = await batched_async_rm(args, samples)
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
-        got = f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else repr(rewards)[:80]
-        expected = f"a list of {len(samples)} rewards, one for each sample"
+        got = counted(len(rewards), "reward") if isinstance(rewards, (list, tuple)) else repr(rewards)[:80]
+        expected = f"a list of {counted(len(samples), 'reward')}, one for each sample"
         raise InvalidField("reward", got, expected, f"{name} returned {got}, expected {expected}")
     for sample, reward in zip(samples, rewards, strict=True):
         _set(args, sample, reward, name, evaluation)
@@ -89,7 +89,7 @@ def _shorten(args: Any, sample: Sample, key: str | None) -> None:
 
 
 def scores_by_group(args: Any, evaluation: bool) -> bool:
-    """True where the samples of a group are scored in one call: with `--group-rm`, and in evaluation where the user's
+    """Tells whether a group's samples are scored in one call: with `--group-rm`, and in evaluation where the user's
     function is one for several samples alone."""
     if not args.group_rm or not evaluation:
         return bool(args.group_rm)
@@ -136,5 +136,5 @@ def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
 
 @functools.cache
 def _reward_at(path: str, names: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """The function at `path`, loaded and checked once; `load_plugin` says what `names` are for."""
+    """Loads the function at `path`, and checks it once; `load_plugin` says what `names` are for."""
     return load_plugin(path, flag="--custom-rm-path", names=names)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeAlias
 from slime.rollout.calls.call import CALL
 from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample, SampleGroup
-from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, WrongState
+from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, WrongState, counted
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class LeasedDataSource:
         left = self.leased_groups()
         if len(unnamed) > len(left):
             raise InvalidField(
-                "samples", len(groups), f"at most the {len(groups) - len(unnamed) + len(left)} groups that were leased"
+                "samples", len(groups), f"at most {len(groups) - len(unnamed) + len(left)}, as were leased"
             )
         for group, index in zip(unnamed, left, strict=False):
             self._complete_as(index, group)
@@ -229,7 +229,7 @@ class LeasedDataSource:
                 # The lease has expired and another worker has the group.
                 continue
             except SlimeError as error:
-                log.warning("%d leases are left to expire: %s", len(tokens), error)
+                log.warning("%s left to expire: %s", counted(len(tokens), "lease is", "leases are"), error)
                 return
 
     def find(self, group: Sequence[Sample]) -> int | None:
@@ -250,7 +250,7 @@ class LeasedDataSource:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Around a call to the buffer: `close` waits for it, and none starts afterwards."""
+        """Surrounds a call to the buffer: `close` waits for it, and none starts afterwards."""
         with self._lock:
             if self._closed.is_set():
                 raise ended()
@@ -264,7 +264,7 @@ class LeasedDataSource:
 
     @contextmanager
     def _ending(self, index: int) -> Iterator[_Lease]:
-        """Around a call that ends a lease; where it fails, the lease stays, and `close` gives it back."""
+        """Surrounds a call that ends a lease; where it fails, the lease stays, and `close` gives it back."""
         with self._calling():
             lease = self._leases[index]
             yield lease

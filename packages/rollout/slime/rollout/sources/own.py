@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from slime.rollout.sources.leased import BufferCalls, LeasedDataSource
 from slime.types import Sample
-from slime.types.errors import PluginError, SlimeError
+from slime.types.errors import PluginError, SlimeError, counted
 from slime.types.plugins import load_plugin
 
 FLAG = "--data-source-path"
@@ -70,7 +70,7 @@ class OwnSource:
         return cls(source, path, own_args)
 
     def begin(self, rollout_id: int) -> None:
-        """Before the first rollout of this process: has the class load what it saved after the one before."""
+        """Called before the first rollout of this process: has the class load what it saved after the one before."""
         with self.lock:
             if not self._loaded and rollout_id > 0:
                 self.source.load(rollout_id - 1)
@@ -94,8 +94,8 @@ class OwnSource:
                 fill_labels(groups)
             groups = [[copy.deepcopy(sample) for _ in range(group_size)] for sample in groups]
         if not isinstance(groups, list) or len(groups) > count:
-            got = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
-            raise self._wrong(got, f"a list of at most {count} groups")
+            got = counted(len(groups), "group") if isinstance(groups, list) else type(groups).__name__
+            raise self._wrong(got, f"a list of at most {counted(count, 'group')}")
         for group in groups:
             if not isinstance(group, list) or not all(isinstance(sample, Sample) for sample in group):
                 raise self._wrong(f"a {type(group).__name__} in it", "groups: lists of Samples")
@@ -139,7 +139,7 @@ class OwnLeases(LeasedDataSource):
         return True
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Groups that wait in the buffer, then new ones. Raises DeadlineExceeded where the class has none in time."""
+        """Takes groups that wait in the buffer, then new ones. Raises DeadlineExceeded where none come in time."""
         with self.own.lock:
             missing = num_samples - self.buffer.stats().groups.get("ready", 0)
             groups = self.own.take(missing, self.group_size) if missing > 0 else []

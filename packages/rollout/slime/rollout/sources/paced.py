@@ -28,7 +28,7 @@ class PacedSource(LeasedDataSource):
         self._changed = threading.Event()
 
     def moved(self) -> None:
-        """To be called when the engines have new weights: more may be leased then."""
+        """Notes that the engines have new weights: more may be leased then."""
         self._changed.set()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slime.trainer.algorithms.aggregation import sample_weights, weighted_sum
+from slime.types.errors import counted
 
 __all__ = ["all_gather_with_cp", "get_sum_of_sample_mean", "slice_log_prob_with_cp"]
 
@@ -42,5 +43,5 @@ def get_sum_of_sample_mean(
 
 def _whole(values: Tensor, response_length: int) -> Tensor:
     if len(values) != response_length:
-        raise ValueError(f"got {len(values)} values of a response of {response_length} tokens")
+        raise ValueError(f"got {counted(len(values), 'value')} of a response of {counted(response_length, 'token')}")
     return values

@@ -26,7 +26,7 @@ def vanilla_tis_function(
     loss_masks: list[Tensor],
     **kwargs: Any,
 ) -> Answer:
-    """Truncated importance sampling, as --use-tis does it: the ratio, clamped to [--tis-clip-low, --tis-clip]."""
+    """Applies truncated importance sampling, as --use-tis: the ratio, clamped to [--tis-clip-low, --tis-clip]."""
     return _weighted("token_truncate", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -39,7 +39,7 @@ def icepop_function(
     loss_masks: list[Tensor],
     **kwargs: Any,
 ) -> Answer:
-    """IcePop, as --tis-mode token_mask: the ratio within [--tis-clip-low, --tis-clip], else 0."""
+    """Applies IcePop, as --tis-mode token_mask: the ratio within [--tis-clip-low, --tis-clip], else 0."""
     return _weighted("token_mask", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 

@@ -91,7 +91,7 @@ def _row_maxima(scaled: Tensor, shard: VocabularyShard) -> Tensor:
 
 
 def replicated_sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over `group` of values from which every rank then computes the same.
+    """Returns the sum over `group` of values from which every rank then computes the same.
 
     Each rank's gradient is already that of the whole, so it passes backwards unchanged.
     """

@@ -51,7 +51,7 @@ def normalize_rewards(
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; exact for equal values, for which fsum(n * r) / n need not be r."""
+    """Returns the mean; exact for equal values, for which fsum(n * r) / n need not be r."""
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 

@@ -123,11 +123,11 @@ class Backend(abc.ABC):
         """
 
     def memory_stays(self, stays: bool) -> None:
-        """From now on the memory of `device_tensors` stays where it is between steps, or moves."""
+        """Says that from now on the memory of `device_tensors` stays where it is between steps, or moves."""
         return None
 
     def begin_update(self, step: int, update: int) -> None:
-        """Before the forward passes of update number `update` of step `step`."""
+        """Called before the forward passes of update number `update` of step `step`."""
         return None
 
     @abc.abstractmethod
@@ -154,7 +154,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
-        """Every weight once, whole, by its Hugging Face name, one at a time; a tied one by its first name.
+        """Yields every weight once, whole, by its Hugging Face name, one at a time; a tied one by its first name.
 
         On the device of the model. Floating-point ones in `dtype`, which is also what travels between ranks; without it
         in float32 or the type the model keeps them in. Unless `everywhere`, ranks other than the first may get an empty
@@ -166,14 +166,14 @@ class Backend(abc.ABC):
         return (WEIGHTS,)
 
     def weights_stay(self, dtype: torch.dtype) -> bool:
-        """True if `named_weights(dtype=dtype, everywhere=True)` gives parts of memory that stays until the next update,
-        not copies."""
+        """Tells whether `named_weights(dtype=dtype, everywhere=True)` gives parts of memory that stays until the next
+        update, not copies."""
         return False
 
     def untrained_weights(self) -> list[str]:
-        """Names of tensors that a checkpoint of the model may have and this one does not: layers that do not train."""
+        """Names tensors that a checkpoint of the model may have and this one does not: layers that do not train."""
         return []
 
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
-        """Number of elements of every weight, in the order of `named_weights`."""
+        """Returns the number of elements of every weight, in the order of `named_weights`."""

@@ -116,7 +116,7 @@ def _refuse_dropped(settings: TrainerSettings, explicit: Mapping[str, Any]) -> N
 def _check_groups(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting for routers that choose groups of experts by another rule than the models were made with.
 
-    Those add up a group's two best experts; megatron-core as many as each group that is chosen has of the chosen ones.
+    Those rank a group by the sum of its 2 best experts, megatron-core by that of its best topk / group_topk.
     """
     groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
     if not groups or not chosen or chosen >= groups:
@@ -132,7 +132,7 @@ def _check_groups(args: Mapping[str, Any]) -> None:
 
 
 def _recomputed(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Every layer, one at a time, where `args` do not say more about it."""
+    """Returns `args` with every layer recomputed, one at a time, where they do not say more about it."""
     granularity = args.get("recompute_granularity")
     if granularity not in (None, "full"):
         raise InvalidSetting.conflict(
@@ -145,7 +145,7 @@ def _recomputed(args: Mapping[str, Any]) -> dict[str, Any]:
 def open_checkpoints(
     settings: TrainerSettings, backend: Backend, ranks: Ranks, source: Path, critic: FsdpCritic | None = None
 ) -> Checkpoints:
-    """The checkpoints of `backend` and of the critic. source: directory of the config and the tokenizer."""
+    """Opens the checkpoints of `backend` and of the critic. source: directory of the config and the tokenizer."""
     if settings.train_backend == "fsdp":
         from slime.trainer.backends.fsdp.backend import FsdpBackend
 

@@ -76,7 +76,7 @@ _fused = _Fused()
 
 
 def fuse(compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From now on each of them is one kernel, which reads and writes a quarter; the operator itself is not compiled."""
+    """Makes each of them one kernel, which reads and writes a quarter; the operator itself is not compiled."""
     _fused.merge, _fused.add = compiled(merge), compiled(add)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slime.trainer.batching.runs import Runs
-from slime.types.errors import InvalidField, NotAvailable
+from slime.types.errors import InvalidField, NotAvailable, counted
 from slime.types.sample import Sample
 from slime.types.vision import Vision
 
@@ -138,7 +138,7 @@ def check_teacher(sample: Sample) -> None:
     if found is None or len(found) != sample.response_length:
         raise InvalidField(
             "teacher_log_probs", None if found is None else len(found),
-            f"{sample.response_length} log-probs of the teacher, for --opd-type sglang, as --custom-rm-path "
+            f"{counted(sample.response_length, 'log-prob')} of the teacher, for --opd-type sglang, as --custom-rm-path "
             f"slime.rollout.on_policy_distillation.reward_func sets them (sample {sample.index})",
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ from slime.trainer.algorithms.estimators import find_estimator
 from slime.trainer.algorithms.rewards import normalize_rewards
 from slime.trainer.batching.schedule import Lengths, MicroBatch, schedule
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.sample.summary import SampleSummary
 
 FORMAT = 1
@@ -143,14 +143,15 @@ class Planner:
         if not keys or not size or len(keys) < size:
             raise InvalidSetting(
                 f"--global-batch-size {self.settings.global_batch_size}, --num-steps-per-rollout "
-                f"{self.settings.num_steps_per_rollout}: the {len(keys)} trajectories of the iteration fill no update",
+                f"{self.settings.num_steps_per_rollout}: the {counted(len(keys), 'trajectory')} of the "
+                "iteration cannot fill an update",
                 field="--global-batch-size", value=size, expected=f"at most {len(keys)}",
             )  # fmt: skip
         updates = [keys[i : i + size] for i in range(0, len(keys) - size + 1, size)]
         return updates[: self.settings.num_steps_per_rollout]
 
     def _adds_nothing(self, reward: float, mask_sum: int) -> bool:
-        """True if every term of a sample's loss has a gradient of exactly zero, whatever the policy is."""
+        """Returns True if every term of a sample's loss has a gradient of exactly zero, whatever the policy is."""
         s = self.settings
         if (
             self.feeds_all
@@ -173,7 +174,7 @@ def _rollout_key(summary: SampleSummary, position: int) -> tuple[str, int]:
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
-    """Tokens of the plan's samples as rows have them, by what a plan can know: who shares a prompt may turn out not to.
+    """Returns the tokens of the plan's samples in rows, as far as a plan knows: prompts may turn out not to be shared.
 
     Plans that an earlier version stored know no groups.
     """

@@ -82,7 +82,7 @@ class Runs:
         return dataclasses.replace(apart, shared=shared)
 
     def prompts(self) -> list[range]:
-        """For each run the tokens that it sees besides itself. Reads the limits, which waits for a GPU."""
+        """Counts, for each run, the tokens that it sees besides itself. Reads the limits, which waits for a GPU."""
         lengths = self.q_lengths or self.q_limits.diff().tolist()
         if self.shared is None:
             return [range(0)] * len(lengths)
@@ -96,7 +96,7 @@ class Runs:
 
 
 def bound(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 

@@ -8,6 +8,8 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from slime.types.errors import counted
+
 # Positions of one forward pass; empty where a rank only keeps the others company in collective calls.
 MicroBatch = list[int]
 Cost = Callable[[int], float]
@@ -98,7 +100,7 @@ def schedule(
 def regroup(
     shares: Sequence[Sequence[MicroBatch]], lengths: Lengths, max_tokens: int, multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """The positions that each replica has in `shares`, in other micro-batches of up to `max_tokens`.
+    """Returns the positions that each replica has in `shares`, in other micro-batches of up to `max_tokens`.
 
     Every replica gets the same number of them, a multiple of `multiple`.
     """
@@ -229,7 +231,7 @@ def partition(costs: Sequence[float], parts: int, *, equal_size: bool = False) -
     Deterministic: ties go to lower indexes. Lists are sorted, and ordered by their first index; empty ones last.
     """
     if equal_size and len(costs) % parts:
-        raise ValueError(f"{len(costs)} items cannot be cut into {parts} lists of equal size")
+        raise ValueError(f"{counted(len(costs), 'item')} cannot be cut into {parts} lists of equal size")
     # A state is `parts` sets with their sums, largest first; the two states of largest spread merge against each other.
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     order = sorted(range(len(costs)), key=lambda i: (costs[i], i))

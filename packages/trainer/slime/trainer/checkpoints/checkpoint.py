@@ -127,7 +127,7 @@ def read_state(path: str) -> TrainerState:
 
 
 def _state_file(path: Path) -> Path:
-    """In the newest of the checkpoints in `path`, where it holds several as Megatron keeps them."""
+    """Finds it in the newest of the checkpoints in `path`, where it holds several as Megatron keeps them."""
     tracker = path / TRACKER
     number = tracker.read_text().strip() if tracker.is_file() else ""
     return (path / f"iter_{int(number):07d}" if number.isdigit() else path) / STATE_FILE
@@ -224,7 +224,7 @@ def write_model(
     source: Path,
     untrained: Iterable[str] = (),
 ) -> int:
-    """A Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights. Raises as
+    """Writes a Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights. Raises as
     `save_checkpoint` does.
 
     untrained: names of tensors that, where `source` has them, are its own.
@@ -250,7 +250,7 @@ def _of_source(source: Path, names: list[str]) -> Weights:
 
 
 def config_dtype(source: Path) -> torch.dtype:
-    """The type in which the weights of a Hugging Face directory are meant to be stored; float32 where it names none."""
+    """Returns the type in which weights of a Hugging Face directory are to be stored; float32 where it names none."""
     config = json.loads((source / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return getattr(torch, name)

@@ -55,7 +55,7 @@ def directory_below(args: Any, chosen: str | None, name: str) -> Path:
 
 
 def unused(directory: Path, stem: str, suffix: str) -> Path:
-    """A path for a new file: files of earlier starts and other runs stay."""
+    """Returns a path for a new file: files of earlier starts and other runs stay."""
     path, number = directory / (stem + suffix), 1
     while os.path.lexists(path):
         number += 1

@@ -53,7 +53,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def add(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over ranks, in its own dtype, on its own device."""
+        """Returns the sum of a tensor over ranks, in its own dtype, on its own device."""
         if self.control is None:
             return values
         total = values.detach().cpu().clone()
@@ -61,7 +61,7 @@ class Ranks:
         return total.to(values.device)
 
     def add_numbers(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sum of each number in float64, in the order of ranks; a rank may lack keys that others have."""
+        """Adds up each number in float64, in the order of ranks; a rank may lack keys that others have."""
         totals: dict[str, float] = {}
         for numbers in self.gather(dict(values)):
             for name, value in numbers.items():
@@ -69,7 +69,7 @@ class Ranks:
         return totals
 
     def gather(self, value: Any) -> list[Any]:
-        """A JSON value of every rank, in their order."""
+        """Returns a JSON value of every rank, in their order."""
         if self.control is None:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -82,7 +82,7 @@ class Ranks:
         return [json.loads(text[: int(size)].numpy().tobytes()) for size, text in zip(sizes, texts, strict=True)]
 
     def together(self, work: Callable[[], T]) -> T:
-        """`work()` on this rank, unless it failed on any: then every rank raises, the others naming the failed one.
+        """Returns `work()` of this rank, unless it failed on any: then every rank raises and names the failed one.
 
         A DataLoss of one rank is one on all. For work without collective calls inside, before the ranks start such
         calls.
@@ -105,11 +105,11 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], Any]) -> Any:
-        """The JSON value of `work()` on rank 0, on every rank; all fail if it fails."""
+        """Returns the JSON value of `work()` of rank 0 on every rank; all fail if it fails."""
         return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]
 
     def on_first(self, work: Callable[[], T], *streams: Iterator[Any]) -> T | None:
-        """`work()` on rank 0, fed by collective `streams` that the other ranks run along with; all fail if it fails."""
+        """Runs `work()` on rank 0, fed by collective `streams` that other ranks run, too; all fail if it fails."""
 
         def run() -> T | None:
             try:

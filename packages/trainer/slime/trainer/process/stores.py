@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def listening_store(host: str, port: int, timeout: datetime.timedelta, *, members: int | None = None) -> dist.TCPStore:
-    """The store of rank 0, at `host`, an address of this machine; port 0 takes a free one.
+    """Opens the store of rank 0 at `host`, an address of this machine; port 0 takes a free one.
 
     A host name is not bound to, for it may be that of a service in front of this machine: then all addresses are.
     members: number of ranks to wait for; None waits for none.
@@ -29,7 +29,7 @@ def listening_store(host: str, port: int, timeout: datetime.timedelta, *, member
 
 
 def meeting_store(address: str, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store where the ranks of a trainer meet: "host:port", where rank 0 listens, or "file:///path". Blocks."""
+    """Opens the store where a trainer's ranks meet: "host:port", where rank 0 listens, or "file:///path". Blocks."""
     url = urlsplit(address if "://" in address else f"tcp://{address}")
     if url.scheme == "file":
         store: dist.Store = dist.FileStore(url.path, world_size)

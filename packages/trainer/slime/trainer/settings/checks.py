@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.trainer.algorithms.estimators import constant_ratio, estimators_that, find_estimator
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting, NotAvailable, counted
 from slime.types.setting_values import flag_name
 from slime.types.settings import spelled
 
@@ -214,7 +214,7 @@ def _check_losses(s: TrainerSettings) -> None:
 
 
 def compares_rewards(settings: TrainerSettings) -> bool:
-    """True if only differences between the rewards of a group can be learned from; a plug-in may do something else."""
+    """Tells whether only differences between a group's rewards can be learned from; a plug-in may do otherwise."""
     plug_ins = (
         settings.custom_reward_post_process_path, settings.custom_advantage_function_path,
         settings.custom_convert_samples_to_train_data_path, settings.rollout_data_postprocess_path,
@@ -279,14 +279,14 @@ def _check_batch_sizes(s: TrainerSettings) -> None:
     if s.rollout_batch_size is None:
         return
     count = s.rollout_batch_size * s.n_samples_per_prompt
-    trajectories = f"{count} trajectories (--rollout-batch-size x --n-samples-per-prompt)"
+    trajectories = f"{counted(count, 'trajectory')} (--rollout-batch-size x --n-samples-per-prompt)"
     updates = s.num_steps_per_rollout
     if updates and updates > count:
         raise InvalidSetting.must_be(
             flag_name("num_steps_per_rollout"), f"at most {count}", got=updates, reason=f"there are {trajectories}"
         )
     if s.global_batch_size and updates and s.global_batch_size != count // updates:
-        reason = f"{trajectories} in {updates} updates make {count // updates} each"
+        reason = f"{trajectories} in {counted(updates, 'update')} make {count // updates} each"
         _conflict(s, "global_batch_size", "num_steps_per_rollout", reason)
     if s.global_batch_size and s.global_batch_size > count:
         raise InvalidSetting.must_be(

@@ -116,7 +116,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     critic_load: str | None = setting(
         None,
         "Model, or critic/ of a checkpoint, that the critic starts from (default: --hf-checkpoint); a checkpoint of "
-        f"--load that has a critic comes before it. For {estimators_that(lambda row: row.critic)}",
+        f"--load that has a critic wins over it ({estimators_that(lambda row: row.critic)})",
         metavar="DIR",
     )
     critic_lr: float | None = setting(None, "Peak learning rate of the critic (default: --lr)", above=0)
@@ -157,10 +157,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
         off_help="Subtract the mean of the group and do not divide by its standard deviation (Dr. GRPO)",
     )
     normalize_advantages: bool = setting(False, "Whiten advantages over all tokens of an iteration")
-    gamma: float = setting(
-        1.0, f"Discount factor of {estimators_that(lambda row: row.discounts)}", minimum=0, maximum=1
-    )
-    lambd: float = setting(1.0, f"GAE's lambda, of {estimators_that(lambda row: row.critic)}", minimum=0, maximum=1)
+    gamma: float = setting(1.0, f"Discount factor ({estimators_that(lambda row: row.discounts)})", minimum=0, maximum=1)
+    lambd: float = setting(1.0, f"Lambda of GAE ({estimators_that(lambda row: row.critic)})", minimum=0, maximum=1)
     eps_clip: float = setting(0.2, "Lower clip width of the ratio", minimum=0)
     eps_clip_high: float | None = setting(None, "Upper clip width of the ratio (default: --eps-clip)", minimum=0)
     eps_clip_c: float | None = setting(None, "Dual-clip constant (default: no dual clip)", above=1)
@@ -191,8 +189,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     opd_kl_coef: float = setting(1.0, "Weight of the teacher in the advantages of --use-opd", minimum=0)
     opd_teacher_load: str | None = setting(
         None,
-        "Hugging Face directory of the teacher, with the policy's vocabulary; with megatron also a torch_dist "
-        "checkpoint, and of the policy's architecture",
+        "Hugging Face directory of the teacher, with the policy's vocabulary; megatron also takes a torch_dist "
+        "checkpoint, and requires the policy's architecture",
         metavar="DIR",
     )
     use_rollout_entropy: bool = setting(
@@ -210,8 +208,8 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
     calculate_per_token_loss: bool = setting(False, "Average the loss over tokens, not over trajectories")
     loss_divisor: float | None = setting(
         None,
-        "Divide the sum over a trajectory's tokens by this number, not by how many they are, so that no length counts "
-        "less (Dr. GRPO: that of --rollout-max-response-len)",
+        "Divide the sum over a trajectory's tokens by this number in place of their count, so that tokens of long "
+        "responses weigh no less (Dr. GRPO: the value of --rollout-max-response-len)",
         above=0,
     )
     use_rollout_logprobs: bool = setting(False, "Use the engine's log-probs as those of the old policy")
@@ -403,7 +401,7 @@ class TrainerSettings(PolicySettings, GroupSettings, TrainingSettings, ModeSetti
 
 
 def flat_args(settings: TrainerSettings, extra: dict[str, Any] | None = None) -> Any:
-    """The `args` namespace that plug-ins receive: every setting by its name, and the names that the launcher adds."""
+    """Makes the `args` namespace that plug-ins receive: every setting by its name, and names that the launcher adds."""
     import argparse
 
     return argparse.Namespace(**{**(extra or {}), **dataclasses.asdict(settings)})

@@ -60,7 +60,7 @@ class CustomLoss:
         samples: Sequence[Sample],
         denominator: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one row, and its metrics. Raises PluginError for an answer of another form."""
+        """Returns the loss of one row, and its metrics. Raises PluginError for an answer of another form."""
         assert self._function is not None
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ _SPARE = 0.1
 
 
 def gpu_memory() -> tuple[int, int, int]:
-    """Bytes of this process's GPU: free, in all, and held by torch in this process."""
+    """Returns the bytes of this process's GPU: free, in all, and held by torch in this process."""
     return *torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
 
 
@@ -91,7 +91,7 @@ class DeviceMemory:
             self._room = free + held - _SPARE * total
 
     def _fits(self) -> bool:
-        """True if what the trainer holds between steps may stay where it is."""
+        """Returns True if what the trainer holds between steps may stay where it is."""
         if self._room is None or self._away:
             return False
         held = self._memory()[2]

@@ -91,7 +91,7 @@ class Loss:
         denominator: float,
         sums: Sums,
     ) -> Tensor:
-        """The loss of one row, its metrics added to `sums`.
+        """Returns the loss of one row, and adds its metrics to `sums`.
 
         samples: of the row. denominator: trajectories of the update, or its tokens with per-token loss; for functions
         of the user.
@@ -106,7 +106,7 @@ class Loss:
         return self._policy_loss(batch, outputs, targets, denominator, sums)
 
     def metrics(self, totals: dict[str, float], skipped_weight: float) -> dict[str, float]:
-        """The metrics of one update from the sums of all its rows.
+        """Returns the metrics of one update from the sums of all its rows.
 
         skipped_weight: weight of the tokens that took no forward pass. Metrics that need them are left out even where
         they are fed, so no number depends on which samples are skipped.

@@ -40,14 +40,14 @@ class OldPolicies:
             self._drop(oldest)
 
     def find(self, version: str) -> str | None:
-        """The name for `Backend.scores` of the weights of `version`; None if they are not kept (any more)."""
+        """Returns the name for `Backend.scores` of the weights of `version`; None if they are not kept (any more)."""
         number = _number(version)
         if number is not None and number == self._current:
             return POLICY
         return _name(number) if number in self._kept and number is not None else None
 
     def trained(self, versions: Iterable[str]) -> None:
-        """The backend's weights have changed. versions: of the tokens trained on; older ones will not come again."""
+        """Notes that the weights changed. versions: of the tokens trained on; older ones will not come again."""
         self._current = None
         numbers = [number for number in map(_number, versions) if number is not None]
         for version in [v for v in self._kept if numbers and v < min(numbers)]:
@@ -79,5 +79,5 @@ def token_versions(sample: Sample) -> np.ndarray:
 
 
 def trained_versions(samples: Iterable[Sample]) -> set[str]:
-    """Weight versions of the tokens whose loss mask is 1."""
+    """Returns the weight versions of the tokens whose loss mask is 1."""
     return {str(version) for sample in samples for version in token_versions(sample)[loss_mask(sample) > 0]}

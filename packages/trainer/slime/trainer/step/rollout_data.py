@@ -25,7 +25,7 @@ OF_BATCH = {"loss_masks": "mask", "rollout_log_probs": "rollout_log_probs"}
 
 
 def as_lists(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
-    """A micro-batch as a dictionary; None in place of a list that was not computed."""
+    """Returns a micro-batch as a dictionary; None in place of a list that was not computed."""
 
     def split(values: Tensor | None) -> list[Tensor] | None:
         return None if values is None or len(values) != len(batch.mask) else list(values.clone().split(batch.lengths))
@@ -78,7 +78,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
 
 
 def _without_gaps(lists: list[list[Any] | None], places: list[tuple[Work, int]]) -> list[Any]:
-    """The entries of all micro-batches; NaN for each token where one has none."""
+    """Returns the entries of all micro-batches; NaN for each token where one has none."""
     found: list[Any] = []
     for values, (work, i) in zip(lists, places, strict=True):
         batch = work.batches[i]

@@ -39,7 +39,7 @@ class ReplicaReader:
                     self._source = next(rank for rank in members if places[rank][1])
 
     def read(self, read: ReadSamples, positions: Sequence[int]) -> list[Sample]:
-        """The samples at `positions`, the same on every rank of a replica. An error on one rank is one on all."""
+        """Reads the samples at `positions`, the same on every rank of a replica. An error on one rank is one on all."""
 
         def fetch() -> list[Sample]:
             if not positions or self._source != self._ranks.rank:
@@ -51,7 +51,7 @@ class ReplicaReader:
 
 
 def share(samples: list[Sample], rank: int, source: int, group: dist.ProcessGroup) -> list[Sample]:
-    """The samples of rank `source`, on every rank of `group`, a group on the CPU."""
+    """Returns the samples of rank `source`, on every rank of `group`, a group on the CPU."""
     encoded = [encode_sample(sample) for sample in samples] if rank == source else []
     count = torch.tensor([len(encoded)])
     dist.broadcast(count, source, group=group)

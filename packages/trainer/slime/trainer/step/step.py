@@ -108,7 +108,7 @@ class TrainStep:
         return metrics
 
     def _read(self, plan: dict[str, Any], read: ReadSamples) -> list[Work]:
-        """This replica's share of every update, packed."""
+        """Reads this replica's share of every update, packed."""
         backend = self.backend
         lengths = lengths_of(plan, share_prompts=backend.can_share_prompts)
         shares, scored = self._assign(plan, lengths)
@@ -125,7 +125,7 @@ class TrainStep:
         return self.ranks.together(lambda: self._pack(plan, shares, scored, samples))
 
     def _assign(self, plan: dict[str, Any], lengths: Lengths) -> tuple[list[list[MicroBatch]], list[list[MicroBatch]]]:
-        """This replica's micro-batches of every update, and those of passes that only score, where they are others."""
+        """Assigns this replica's micro-batches of every update, and those of passes that only score, if they differ."""
         backend, limit = self.backend, self.settings.log_probs_max_tokens_per_gpu
         shares, scored = [], []
         for number in range(len(plan["updates"])):
@@ -223,7 +223,7 @@ class TrainStep:
 
 
 def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates that have it: one without samples to train has no entropy, for one."""
+    """Averages each metric over the updates that have it: one without samples to train has no entropy, for one."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

@@ -171,7 +171,7 @@ class Preparation:
         }
 
     def _old_log_probs(self, work: Work, names: dict[str, str], policy: list[Tensor | None]) -> list[Tensor | None]:
-        """Each token's log-prob by the weights that generated it. policy: log-probs by the weights that train now."""
+        """Returns log-probs by the weights that generated each token. policy: by the weights that train now."""
         old = [None if batch is None else torch.zeros_like(batch.mask) for batch in work.batches]
         for name in sorted(set(names.values())):
             found = policy
@@ -189,7 +189,7 @@ class Preparation:
         return old
 
     def old_versions(self, updates: list[Work]) -> list[str]:
-        """Weight versions of the trained tokens of all ranks."""
+        """Returns the weight versions of the trained tokens of all ranks."""
         local_versions = sorted(trained_versions(sample for work in updates for sample in work.samples.values()))
         return sorted({version for of_rank in self.ranks.gather(local_versions) for version in of_rank})
 
@@ -256,7 +256,7 @@ class Preparation:
             targets.advantages = part
 
     def _add(self, values: Tensor) -> Tensor:
-        """The sum over replicas, on every rank."""
+        """Returns the sum over replicas, on every rank."""
         return self.ranks.add(values if self.backend.leads_replica else torch.zeros_like(values))
 
 

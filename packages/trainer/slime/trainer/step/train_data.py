@@ -4,7 +4,7 @@
 
 --custom-convert-samples-to-train-data-path: fn(args, samples) -> dict of lists of one length
     tokens                ids of prompt and response
-    response_lengths      number of response tokens, the last of each
+    response_lengths      number of response tokens, at the end of `tokens`
     rewards               training rewards; they are not normalised again
     loss_masks            a number for each response token
     raw_reward            for metrics; default: `rewards`
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from slime.trainer.batching.packing import loss_mask
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.sample import Sample, SampleStatus
 from slime.types.sample.summary import SampleSummary
 
@@ -69,11 +69,11 @@ def converted(data: Any, sources: Sequence[Sample]) -> Converted:
         raise InvalidField("train data", type(data).__name__, "a dictionary of lists")
     for name in REQUIRED:
         if data.get(name) is None:
-            raise InvalidField(f"train data[{name!r}]", None, "a list, an entry a sample")
+            raise InvalidField(f"train data[{name!r}]", None, "a list with one entry per sample")
     number = len(data["tokens"])
     for name in (*REQUIRED, *OPTIONAL):
         if data.get(name) is not None and len(data[name]) != number:
-            raise InvalidField(f"train data[{name!r}]", len(data[name]), f"{number} entries, as tokens has")
+            raise InvalidField(f"train data[{name!r}]", len(data[name]), f"{number}, the number of entries of tokens")
     by_index = {sample.index: sample for sample in sources if sample.index is not None}
     samples = [_sample(data, i, by_index) for i in range(number)]
     rewards = [_number("rewards", value) for value in data["rewards"]]
@@ -131,13 +131,13 @@ def _number(name: str, value: Any) -> float:
 
 def processed_rewards(answer: Any, count: int) -> tuple[list[float], list[float]]:
     """Reads the `answer` for `count` samples. Raises InvalidField naming the flag, the sample and the value."""
-    expected = f"{count} raw and {count} training rewards"
+    expected = f"{count} raw and {counted(count, 'training reward')}"
     if (
         not isinstance(answer, (list, tuple))
         or len(answer) != 2
         or not all(hasattr(part, "__len__") for part in answer)
     ):
-        got = f"{len(answer)} items" if isinstance(answer, (list, tuple)) else type(answer).__name__
+        got = counted(len(answer), "item") if isinstance(answer, (list, tuple)) else type(answer).__name__
         raise InvalidField(PROCESS_FLAG, got, expected)
     if {len(part) for part in answer} != {count}:
         raise InvalidField(PROCESS_FLAG, " and ".join(str(len(part)) for part in answer), expected)

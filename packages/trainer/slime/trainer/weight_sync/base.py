@@ -74,14 +74,14 @@ def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor
 
 
 def describe(number: int, bucket: Mapping[str, Tensor], version: int) -> str:
-    """A bucket as errors name it."""
+    """Names a bucket for errors."""
     names = list(bucket)
     content = f"{names[0]} to {names[-1]}" if names else "empty"
     return f"bucket {number} ({content}) of weight version {version}"
 
 
 def flatten(bucket: dict[str, Tensor]) -> Tensor:
-    """The bytes of all tensors, one after the other, as uint8 on their device; empties the bucket."""
+    """Returns the bytes of all tensors, one after the other, as uint8 on their device; empties the bucket."""
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in bucket.values()])
     bucket.clear()
     return flat

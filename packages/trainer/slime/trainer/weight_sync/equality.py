@@ -17,7 +17,7 @@ from typing import Any
 from slime.trainer.weight_sync.base import Weights
 from slime.trainer.weight_sync.requests import EngineRequests
 from slime.types.clients import Engine
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, counted
 
 Checksums = dict[tuple[str, str], str]
 CHECKER = "/weights_checker"
@@ -63,7 +63,7 @@ class EqualityCheck:
 
 
 def _checksums(engine: Engine, answer: Any) -> Checksums:
-    """By (tensor, place among the ranks of the engine)."""
+    """Reads checksums by (tensor, place among the ranks of the engine)."""
     try:
         return {
             (name, "/".join(f"{part} {rank['parallelism_info'][f'{part}_rank']}" for part in ("tp", "pp", "dp"))): value
@@ -82,10 +82,11 @@ def _compare(engine: Engine, version: int, sent: Checksums, read: Checksums) -> 
     different = [key for key in sorted(sent.keys() | read.keys()) if sent.get(key) != read.get(key)]
     if different or not sent:
         (name, place), more = different[0] if different else ("(none)", "any rank"), max(0, len(different) - 1)
+        others = counted(more, "other tensor differs", "other tensors differ")
         raise EngineError(
             f"engine {engine.name}, weight version {version}: tensor {name} ({place}) is not what was sent: checksum "
             f"{sent.get((name, place))} after the update, {read.get((name, place))} of the same weights from disk"
-            + (f"; {more} other tensors differ: {', '.join(key[0] for key in different[1:6])}" if more else ""),
+            + (f"; {others}: {', '.join(key[0] for key in different[1:6])}" if more else ""),
             field=name,
             value=sent.get((name, place)),
             expected=read.get((name, place)) or "a checksum",

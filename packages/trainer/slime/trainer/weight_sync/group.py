@@ -84,7 +84,7 @@ def set_nccl_environment() -> None:
 
 
 def own_address(engines: Sequence[Engine]) -> str:
-    """The address of this host that the engines reach; the loopback if all of them are on this host."""
+    """Returns the address of this host that the engines reach; the loopback if all of them are on this host."""
     for engine in engines:
         host = urlsplit(engine.url).hostname or "127.0.0.1"
         try:

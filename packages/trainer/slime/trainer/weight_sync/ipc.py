@@ -112,7 +112,7 @@ class IpcTransport(WeightTransport):
 
 
 def _shares(engines: Sequence[Engine], world_size: int) -> Iterator[tuple[Engine, range]]:
-    """Each engine with the trainer's ranks on whose GPUs it runs."""
+    """Yields each engine with the trainer's ranks on whose GPUs it runs."""
     needed = sum(engine.tp_size for engine in engines)
     if needed > world_size:
         raise InvalidSetting.conflict(
@@ -127,18 +127,18 @@ def _shares(engines: Sequence[Engine], world_size: int) -> Iterator[tuple[Engine
 
 
 def _layout(bucket: Mapping[str, Tensor]) -> list[types.SimpleNamespace]:
-    """The place to which `flatten` copies each tensor."""
+    """Returns the place to which `flatten` copies each tensor."""
     ends = itertools.accumulate(tensor.nbytes for tensor in bucket.values())
     return [_place(name, tensor, end - tensor.nbytes) for (name, tensor), end in zip(bucket.items(), ends, strict=True)]
 
 
 def _places(piece: Mapping[str, Tensor], memory: Tensor) -> list[types.SimpleNamespace]:
-    """The place at which each tensor lies in `memory`."""
+    """Returns the place at which each tensor lies in `memory`."""
     return [_place(name, tensor, tensor.data_ptr() - memory.data_ptr()) for name, tensor in piece.items()]
 
 
 def _place(name: str, tensor: Tensor, start: int) -> types.SimpleNamespace:
-    """In bytes, as attributes of SGLang's FlattenedTensorMetadata."""
+    """Returns the place in bytes, as attributes of SGLang's FlattenedTensorMetadata."""
     return types.SimpleNamespace(
         name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + tensor.nbytes,
         numel=tensor.nbytes,
@@ -157,7 +157,7 @@ def _pieces(weights: Weights) -> tuple[list[dict[str, Tensor]], Weights]:
 
 
 def _memory(piece: Mapping[str, Tensor]) -> Tensor:
-    """All the memory that the tensors of `piece` are parts of, as bytes.
+    """Returns all the memory that the tensors of `piece` are parts of, as bytes.
 
     A storage of its own over it: torch never forgets that it has shared a storage with another process.
     """

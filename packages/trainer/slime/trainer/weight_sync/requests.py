@@ -32,7 +32,7 @@ class EngineRequests:
             answer.result()
 
     def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
-        """The future answer, a JSON value. It may be left alone: its thread does not keep the process alive."""
+        """Returns the request's future JSON answer. It may be left alone: its thread does not outlive the process."""
         data = json.dumps(body).encode()
         return in_background(lambda: self._post(engine, path, data, JSON, what))
 
@@ -66,7 +66,7 @@ class EngineRequests:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """`work()` on a thread of its own that does not keep the process alive."""
+    """Runs `work()` on a thread of its own that does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -100,7 +100,7 @@ class WeightSender:
 
 
 def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
-    """The value of --update-weight-transport; for `auto` the best one that all engines take, else NotAvailable."""
+    """Returns the transport to use: for `auto` the best that all engines take. Raises NotAvailable."""
     if settings.update_weight_transport != "auto":
         return settings.update_weight_transport
     shares_gpus = settings.colocate and not settings.rollout_external_engine_addrs

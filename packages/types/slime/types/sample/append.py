@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.sample import arrays
 from slime.types.sample.fields import RowCount
 from slime.types.sample.parts import TokenSpan
@@ -91,7 +91,7 @@ def _log_probs(sample: Sample, log_probs: Any, count: int, trainable: bool) -> n
         return np.zeros(count, np.float32) if count else None
     if log_probs is None:
         if count:
-            raise InvalidField("log_probs", None, f"{count} log-probs for as many trainable tokens")
+            raise InvalidField("log_probs", None, f"{counted(count, 'log-prob')} for as many trainable tokens")
         return None
     new = arrays.convert("log_probs", log_probs, np.float32)
     if len(new) != count:
@@ -119,7 +119,7 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
         )
     if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
         raise InvalidField(
-            "meta_info." + _NUCLEUS_OFFSETS[0], offsets.tolist(), f"{count + 1} offsets from 0 to {len(ids)}"
+            "meta_info." + _NUCLEUS_OFFSETS[0], offsets.tolist(), f"{counted(count + 1, 'offset')} from 0 to {len(ids)}"
         )
     old_ids = sample.array("rollout_top_p_token_ids")
     if old_offsets is None or old_ids is None:

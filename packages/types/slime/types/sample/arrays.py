@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 
 
 def convert(field: str, value: Any, dtype: Any, ndim: int | None = 1) -> np.ndarray:
@@ -27,8 +27,8 @@ def convert(field: str, value: Any, dtype: Any, ndim: int | None = 1) -> np.ndar
         raise InvalidField(
             field,
             array.shape,
-            f"{ndim} dimension(s)",
-            f"{field}: got shape {array.shape}, expected {ndim} dimension(s)",
+            counted(ndim, "dimension"),
+            f"{field}: got shape {array.shape}, expected {counted(ndim, 'dimension')}",
         )
     if array.dtype != target:
         array = _cast(field, array, target)

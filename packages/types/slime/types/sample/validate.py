@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.sample.fields import RowCount
 from slime.types.sample.status import SampleStatus
 
@@ -166,7 +166,7 @@ def _check_reward(reward: Any) -> None:
 def _check_array(name: str, array: np.ndarray, declared: ArrayField, length: int, response_length: int) -> None:
     """Checks an array against the declaration of its field."""
     if array.ndim != declared.ndim:
-        raise InvalidField(name, array.shape, f"{declared.ndim} dimensions")
+        raise InvalidField(name, array.shape, counted(declared.ndim, "dimension"))
     rows = declared.expected_rows(length, response_length)
     if rows is not None and len(array) != rows:
         reasons = {
@@ -202,7 +202,7 @@ def check_log_probs(field: str, log_probs: np.ndarray) -> None:
 def _no_response(sample: Sample) -> str:
     got = "no tokens" if not len(sample.array("tokens")) else "no response tokens"
     if sample.response:
-        got += f" for a response of {len(sample.response)} characters"
+        got += f" for a response of {counted(len(sample.response), 'character')}"
     return f"response_length: got {got}, expected at least 1 response token; set remove_sample for a sample without"
 
 

@@ -83,7 +83,7 @@ def dump(rows: Iterable[FlagRow]) -> str:
 
 
 def load(text: str) -> list[FlagRow]:
-    """The rows of a flags.tsv. Raises InvalidFile naming the line."""
+    """Returns the rows of a flags.tsv. Raises InvalidFile naming the line."""
     lines = csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
     rows = []
     for number, line in enumerate(lines, start=2):

@@ -15,7 +15,7 @@ from slime.types.errors import InvalidSetting
 
 @functools.cache
 def table() -> tuple[FlagRow, ...]:
-    """All rows: those of flags.tsv, with the names and defaults of the Megatron-LM that is on the path, if one is.
+    """Returns the rows of flags.tsv, with the names and defaults of the Megatron-LM on the path, if there is one.
 
     The environment variable SLIME_MEGATRON_FLAGS=own keeps to flags.tsv.
     """
@@ -25,7 +25,7 @@ def table() -> tuple[FlagRow, ...]:
 
 @functools.cache
 def by_dest() -> dict[str, FlagRow]:
-    """The rows of flags that are taken or declared elsewhere, by attribute."""
+    """Returns the rows of flags that are taken or declared elsewhere, by attribute."""
     return {row.dest: row for row in table() if row.status != "refused"}
 
 
@@ -37,7 +37,7 @@ def _refusals() -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
 
 
 def why_refused(flag: str) -> str | None:
-    """The reason why `flag` (with dashes) is refused; None for one that is not."""
+    """Returns the reason why `flag` (with dashes) is refused; None for one that is not."""
     if any(flag in row.flags for row in by_dest().values()):
         return None
     names, prefixes = _refusals()
@@ -50,7 +50,7 @@ def defaults() -> dict[str, Any]:
 
 
 def config_fields(args: Mapping[str, Any], config: str) -> dict[str, Any]:
-    """The keyword arguments of `config` (one of CONFIGS) that `args`, attributes of Megatron's flags, set.
+    """Returns the keyword arguments of `config` (one of CONFIGS) that `args`, attributes of Megatron's flags, set.
 
     A missing attribute sets nothing. Types and enumerations of torch and megatron-core are imported for those that
     need them: `exp_avg_dtype="bf16"` gives torch.bfloat16, `attention_backend="flash"` gives AttnBackend.flash.
@@ -113,7 +113,7 @@ def _evaluate(node: ast.AST) -> Any:
 
 
 def pattern_text(value: int | list[int]) -> str:
-    """The shortest text that `pattern` reads as `value`."""
+    """Returns the shortest text that `pattern` reads as `value`."""
     if isinstance(value, int):
         return str(value)
     runs: list[list[int]] = []

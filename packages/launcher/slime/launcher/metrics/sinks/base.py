@@ -87,6 +87,6 @@ class Guarded(Sink):
 
 
 def described(error: Exception) -> str:
-    """An error of a tracker's package on one line, without secrets."""
+    """Words an error of a tracker's package on one line, without secrets."""
     lines = without_secrets(str(error)).split("\n")
     return f"{type(error).__name__}: {lines[0][:500]}" if lines[0] else type(error).__name__

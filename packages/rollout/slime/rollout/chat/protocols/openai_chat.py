@@ -242,7 +242,7 @@ def _common(body: JSON) -> JSON:
 
 
 def offered(tools: Any, choice: Any) -> list[JSON] | None:
-    """The tools that a model may call: those of the request, unless `tool_choice` says that it calls none.
+    """Returns the tools that a model may call: those of the request, unless `tool_choice` forbids them.
 
     Raises InvalidField.
     """

@@ -46,7 +46,7 @@ class Thinking:
 
 
 def load_object(text: str) -> JSON | None:
-    """The JSON object that `text` is; None where it is none."""
+    """Returns the JSON object that `text` is; None where it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -59,8 +59,10 @@ def dump(value: Any) -> str:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value of an argument that was written without quotes. schema: of the parameter; without a type, what is no
-    JSON is a text."""
+    """Reads the value of an argument that was written without quotes.
+
+    schema: of the parameter; without a type, what is no JSON is a text.
+    """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text

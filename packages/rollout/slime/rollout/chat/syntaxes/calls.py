@@ -24,7 +24,7 @@ def _json(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
 
 
 def _llama(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """One object, or several with a semicolon between them."""
+    """Reads one object, or several with a semicolon between them."""
     whole = _json(block, schemas)
     if whole:
         return whole

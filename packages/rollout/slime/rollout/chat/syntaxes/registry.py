@@ -55,7 +55,7 @@ class AnswerSyntax:
         return HARMONY in (self.tool_calls, self.reasoning) or (syntax is not None and syntax.special)
 
     def parser(self, tools: Sequence[Any] | None, prompt_end: str) -> AnswerParser:
-        """The parser of one answer. tools: of the request; without them there are no calls. prompt_end: the last
+        """Makes the parser of one answer. tools: of the request; without them there are no calls. prompt_end: the last
         characters of the prompt."""
         if HARMONY in (self.tool_calls, self.reasoning):
             return HarmonyParser()

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 for wrong flags, files or a port in use."""
+    """Returns exit code 2 for wrong flags, files or a port in use."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     announce_fd: int | None = None
     try:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A socket that is bound and does not listen: nobody is given its port, and with SO_REUSEADDR a server may take it.
+    """Binds a socket that does not listen: nobody is given its port, and with SO_REUSEADDR a server may take it.
 
     SGLang binds its port only after the model is loaded, minutes after one would have been found free.
     """
@@ -87,7 +87,7 @@ def key_file(api_key: str | None) -> Iterator[list[str]]:
 
 
 def serves(server: subprocess.Popen[bytes], host: str, port: int, api_key: str | None = None) -> bool:
-    """True once it has made a token, False when it has ended. How long that may take is the parent's to say."""
+    """Returns True once it has made a token, False when it has ended. How long that may take is the parent's to say."""
     while server.poll() is None:
         if makes_a_token(host, port, api_key):
             return True

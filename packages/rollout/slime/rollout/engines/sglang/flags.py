@@ -29,7 +29,7 @@ class SGLangFlags:
     setting = "sglang_args"
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """One flag for each of the server's; nothing of them shows in --help."""
+        """Adds a flag for each of the server's; nothing of them shows in --help."""
         known = {name for action in parser._actions for name in action.option_strings}
         flags = server_flags().by_name
         for name, flag in flags.items():

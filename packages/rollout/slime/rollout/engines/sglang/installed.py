@@ -31,7 +31,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def server_flags() -> ServerFlags:
-    """The flags of the installed SGLang; where there is none, of the version whose table comes with this package.
+    """Returns the flags of the installed SGLang, or else those of the version whose table comes with this package.
 
     Raises InvalidFile where the installed one cannot be read.
     """

@@ -104,7 +104,7 @@ def all_gpus(visible: Sequence[str], per_engine: int, node: EngineNode) -> list[
 
 
 def divide_gpus(visible: Sequence[str], wanted: int | None, per_engine: int) -> list[list[str]]:
-    """The GPUs of each engine, in order. wanted: how many in all; None takes as many of the visible as fill engines.
+    """Returns the GPUs of each engine, in order. wanted: number in all; None: as many of the visible as fill engines.
 
     Raises InvalidSetting where there are too few.
     """

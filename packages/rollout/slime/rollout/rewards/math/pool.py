@@ -24,7 +24,7 @@ from typing import Any
 from slime.rollout.children.environment import child_environment
 from slime.rollout.children.pipes import read_json_line
 from slime.types import Sample
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class _GivenUp:
                 return
             count, self._count, self._next = self._count, 0, time.monotonic() + SECONDS_BETWEEN_WARNINGS
         logger.warning(
-            "--rm-type math: %d answer(s) could not be compared in %g s or in the memory allowed; their reward is 0. "
+            "--rm-type math: %s could not be compared in %g s or in the memory allowed, which makes a reward of 0. "
             "The last ends with %r",
-            count, SLOW_SECONDS, response[-80:],
+            counted(count, "answer"), SLOW_SECONDS, response[-80:],
         )  # fmt: skip
 
 

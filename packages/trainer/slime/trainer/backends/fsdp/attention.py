@@ -17,7 +17,7 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
 def use_packed_attention(decoder: Any, *, flag: str) -> None:
-    """The decoder's layers call `packed_attention`; its forward takes `runs`, and makes no mask.
+    """Makes the decoder's layers call `packed_attention`; its forward takes `runs`, and makes no mask.
 
     Raises NotAvailable, naming `flag`, for a model that calls no attention functions.
     """

@@ -119,7 +119,7 @@ class FsdpBackend(Backend):
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
-        """The model that trains, and the flag that names where it comes from."""
+        """Loads the model that trains; returns it and the flag that names where it comes from."""
         flag = "--load" if weights else "--hf-checkpoint"
         return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
 
@@ -140,7 +140,7 @@ class FsdpBackend(Backend):
         return replay
 
     def _load_compared(self, path: str, flag: str) -> nn.Module:
-        """A model that scores the policy's rows and does not train."""
+        """Loads a model that scores the policy's rows and does not train."""
         model = loading.load_model(path, flag=flag)
         loading.check_vocabulary(model.config, self.vocab_size, flag, path)
         # Rows are laid out once for all models.
@@ -216,7 +216,7 @@ class FsdpBackend(Backend):
         return self._fused(logits, targets, self.settings.rollout_temperature)
 
     def _idle(self, model: nn.Module) -> Tensor:
-        """A forward pass over one token, times zero: the other ranks' collective calls need this rank."""
+        """Runs a forward pass over one token, times zero: the other ranks' collective calls need this rank."""
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         return model(input_ids=token, runs=Runs.apart([1], self.device), use_cache=False).logits.sum() * 0.0
 
@@ -266,7 +266,7 @@ class FsdpBackend(Backend):
         return self._compiler is not None and not self._compiler.failed
 
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, [J]."""
+        """Returns log-probs and entropies, [J]."""
         assert self._fused is not None and self._rows is not None
         if not torch.is_grad_enabled() and StaticRows.takes(batch):
             return self._rows.scores(model, batch)

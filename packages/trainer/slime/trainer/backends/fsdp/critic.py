@@ -55,7 +55,7 @@ class FsdpCritic(FsdpBackend):
 
 
 def load_critic(path: str, *, flag: str) -> nn.Module:
-    """A language model with a head [1, hidden]: that of a critic's directory, zeros for any other model.
+    """Loads a language model with a head [1, hidden]: that of a critic's directory, zeros for any other model.
 
     With zeros every value is 0 until the first update. Raises as `load_model` does.
     """

@@ -77,7 +77,7 @@ class MasterWeights:
         return name in self._places
 
     def of(self, name: str) -> Tensor:
-        """The float32 weights of a parameter, whole. Collective."""
+        """Returns the float32 weights of a parameter, whole. Collective."""
         return self.whole(name, lambda piece: piece.master.data)
 
     def piece_of(self, name: str) -> Piece:
@@ -127,7 +127,7 @@ class MasterWeights:
                 dist.reduce_scatter_tensor(piece.master.grad, piece.gradient)
 
     def norm(self, own: Tensor) -> Tensor:
-        """The norm over all ranks of gradients whose norm is `own` on this one. Collective."""
+        """Returns the norm over all ranks of gradients whose norm is `own` on this one. Collective."""
         if self.ranks == 1:
             return own
         total = own.square()

@@ -18,7 +18,7 @@ _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
-    """The model of a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
+    """Loads a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
 
     other_head: the output layer will be replaced; in the files it may have any shape.
 
@@ -42,20 +42,20 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
         if kind not in _PACKABLE:
             raise NotAvailable.unavailable(f"layer_types {kind}", "such layers take no packed rows").at(flag)
     try:
-        kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
-        model = kind.from_pretrained(
+        model_class = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
+        model = model_class.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True,
             ignore_mismatched_sizes=other_head,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
-    use_packed_attention(model if kind is AutoModelForCausalLM else model.get_decoder(), flag=flag)
+    use_packed_attention(model if model_class is AutoModelForCausalLM else model.get_decoder(), flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # Rows are packed without padding: this token is one that the model wrote, and trains as any other.
             module.padding_idx = None
-    if kind is AutoModelForImageTextToText:
+    if model_class is AutoModelForImageTextToText:
         accept_images(model)
     return model.eval()
 
@@ -96,7 +96,7 @@ def _untie_head(config: Any) -> None:
 
 
 def enable_recomputation(model: Any) -> None:
-    """Recompute activations in the backward pass.
+    """Makes the backward pass recompute activations.
 
     transformers recomputes a module in train mode only. The modules that it recomputes get that mode, and nothing
     inside them: a router's jitter, for one, stays off.
@@ -111,7 +111,7 @@ def enable_recomputation(model: Any) -> None:
 
 
 def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) -> nn.Module:
-    """FSDP2 over all ranks: one group of parameters per decoder layer, and one for the rest."""
+    """Shards with FSDP2 over all ranks: one group of parameters per decoder layer, and one for the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -123,7 +123,7 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
 
 
 def round_parameters(model: nn.Module) -> None:
-    """To bfloat16; buffers (frequencies of rotary embeddings) stay as they are, as they do under FSDP2."""
+    """Rounds to bfloat16; buffers (frequencies of rotary embeddings) stay as they are, as they do under FSDP2."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -139,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the longest ModuleList: the decoder layers of every causal language model in transformers.
+    """Returns the modules of the longest ModuleList: the decoder layers of every causal language model in transformers.
 
     Layers that see images are none of them: a rank whose samples have no images does not run them.
     """

@@ -15,7 +15,7 @@ from slime.types.vision import vision_of
 
 
 def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors in the files that hold a whole tensor of `model`, in order; for one on the meta device their shapes.
+    """Returns the files' tensors for a whole tensor of `model`, in order; their shapes for one on the meta device.
 
     Raises NotAvailable for a model that reads images where transformers is older than 5.
     """
@@ -30,7 +30,7 @@ def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def other_in_files(model: Any, flag: str) -> frozenset[str]:
-    """The tensors of `model` that are not in its files as they are, for `disk_parts` to take.
+    """Returns the tensors of `model` that are not in its files as they are, for `disk_parts` to take.
 
     Raises NotAvailable naming a tensor whose form in the files takes several tensors of the model.
     """

@@ -92,7 +92,7 @@ class PolicyOptimizer:
             yield from ((tensor, True) for tensor in self._master.tensors())
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """By the names that checkpoints have; nothing before the first update. Collective where ranks have parts."""
+        """Yields moments by their names in checkpoints, none before an update. Collective where ranks have parts."""
         master = self._master
         for name, parameter in self._with_state():
             for moment in _MOMENTS:

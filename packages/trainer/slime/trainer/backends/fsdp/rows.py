@@ -67,7 +67,7 @@ class RowShape:
         )  # fmt: skip
 
     def takes(self, batch: PackedBatch, wanted: RowShape) -> bool:
-        """True if a row that would get `wanted` may have this shape at little cost."""
+        """Returns True if a row that would get `wanted` may have this shape at little cost."""
         length = batch.tokens.shape[1]
         runs = len(batch.runs.q_lengths) + -(-(self.tokens - length) // self.longest)
         return (
@@ -173,7 +173,7 @@ class StaticRows:
         return row
 
     def scores(self, model: nn.Module, batch: PackedBatch) -> Outcome:
-        """Log-probs and entropies, [J] of the batch, without gradient."""
+        """Returns log-probs and entropies, [J] of the batch, without gradient."""
         row, trained = self._fill(batch), len(batch.rows)
         log_probs, entropy = row.run(self._forward, model)
         return log_probs[:trained], entropy[:trained]

@@ -209,7 +209,7 @@ class MegatronBackend(Backend):
         return aux_losses.means(self.chunks, self.ranks, self._micro_batches)
 
     def _loss_scale(self, batches: Sequence[MaybeBatch]) -> float:
-        """Tokens of the update where a model has losses of its own, which are sums over tokens; else 1.
+        """Returns the tokens of the update where a model has losses of its own, which are sums over tokens; else 1.
 
         Multiplying the policy's loss with it and dividing all gradients by it makes those means over tokens.
         """

@@ -28,6 +28,6 @@ class Hooks:
             self._log_prob(self._args, chunks, prefix)
 
     def before_train_step(self, rollout: int, update: int, chunks: list[Any], optimizer: Any) -> None:
-        """Before the forward passes of an update. The learning rate is set by the trainer: there is no scheduler."""
+        """Called before the forward passes of an update. There is no scheduler: the trainer sets the learning rate."""
         if self._train_step is not None:
             self._train_step(self._args, rollout, update, chunks, optimizer, None)

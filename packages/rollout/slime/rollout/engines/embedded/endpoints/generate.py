@@ -16,7 +16,7 @@ from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams, parse_sampling_params
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.routing import FLAG
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.vision import images_id
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
@@ -73,7 +73,7 @@ def make_response(
         raise InvalidField("sampling_params.stop_token_ids", outside[0], f"token ids from 0 to {loaded.vocab_size - 1}")
     if params.min_new_tokens and len(params.stop_token_ids | loaded.eos_ids) >= loaded.vocab_size:
         raise InvalidField(
-            "sampling_params.stop_token_ids", f"{len(params.stop_token_ids)} tokens",
+            "sampling_params.stop_token_ids", counted(len(params.stop_token_ids), "token"),
             "fewer than the vocabulary has: min_new_tokens forbids them all",
         )  # fmt: skip
     places: list[int] = []
@@ -85,7 +85,7 @@ def make_response(
     room = loaded.context_length - len(prompt)
     if room < 1:
         raise InvalidField(
-            field, f"{len(prompt)} tokens", f"at most {loaded.context_length - 1}",
+            field, counted(len(prompt), "token"), f"at most {loaded.context_length - 1}",
             f"{field}: the prompt has {len(prompt)} tokens, and the context of the model {loaded.context_length}",
         )  # fmt: skip
     if params.max_new_tokens > room:
@@ -108,7 +108,7 @@ def _prompts(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[list[int]], 
             check_text(each, "text")
         return [loaded.tokenizer(t)["input_ids"] for t in texts], isinstance(text, list)
     if isinstance(ids, list) and len(ids) > MOST_PROMPTS and isinstance(ids[0], list):
-        raise InvalidField("input_ids", f"{len(ids)} prompts", f"at most {MOST_PROMPTS}")
+        raise InvalidField("input_ids", counted(len(ids), "prompt"), f"at most {MOST_PROMPTS}")
     if not isinstance(ids, list) or not ids:
         raise InvalidField("input_ids", ids, "a list of token ids, or a list of such lists")
     if isinstance(ids[0], list):
@@ -144,7 +144,7 @@ def response_text(loaded: Loaded, response: Response) -> str:
 
 
 def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False) -> dict[str, Any]:
-    """SGLang's form of one response. experts: base64 of int32 [tokens - 1, layers, k], of prompt and response."""
+    """Returns SGLang's form of a response. experts: base64 of int32 [tokens - 1, layers, k], of prompt and response."""
     # For a response that still grows: only tokens whose log-prob is known.
     chosen = response.log_probs[:]
     ids = response.output_ids[: len(chosen)]

@@ -11,7 +11,7 @@ import torch
 from slime.rollout.engines.embedded.endpoints.generate import KNOWN
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.weights import ModelWeights
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 
 TOGETHER = 256  # tokens
 
@@ -44,7 +44,7 @@ def parse_scored(body: Mapping[str, Any], loaded: Loaded) -> Scored:
     if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < size for t in ids):
         raise InvalidField("input_ids", ids, f"token ids of one prompt, from 0 to {size - 1}")
     if len(ids) > loaded.context_length:
-        raise InvalidField("input_ids", f"{len(ids)} tokens", f"at most {loaded.context_length}")
+        raise InvalidField("input_ids", counted(len(ids), "token"), f"at most {loaded.context_length}")
     start = body.get("logprob_start_len")
     if type(start) is not int or not 0 <= start < len(ids):
         raise InvalidField("logprob_start_len", start, f"a place in the prompt, from 0 to {len(ids) - 1}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slime.rollout.engines.embedded.model.weights import ModelWeights
-from slime.types.errors import InvalidField, WrongState
+from slime.types.errors import InvalidField, WrongState, counted
 
 ACTIONS = ("checksum", "compare", "reset_tensors", "snapshot")
 
@@ -43,7 +43,7 @@ class WeightChecker:
         different = [name for name, kept in self._snapshot.items() if not torch.equal(kept, tensors[name].cpu())]
         if different:
             raise InvalidField(
-                different[0], f"different, with {len(different) - 1} others", "what the snapshot has",
+                different[0], f"different, with {counted(len(different) - 1, 'other')}", "what the snapshot has",
                 f"check tensor equality failed: {', '.join(different[:10])}",
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.sampling import sample
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, counted
 
 
 class Batch(ABC):
@@ -40,7 +40,7 @@ class Batch(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """One more token for every running sequence."""
+        """Generates one more token for every running sequence."""
 
     def _emit(self, responses: Sequence[Response], logits_BV: torch.Tensor) -> None:
         """Appends a token to each of `responses` that has not finished. Overwrites the logits, which are float32."""
@@ -50,7 +50,8 @@ class Batch(ABC):
         for response, token, log_prob in zip(responses, ids.tolist(), log_probs.tolist(), strict=True):
             if response.finish_reason is None:
                 if math.isnan(log_prob):
-                    raise EngineError(f"the model's logits are not numbers after {len(response.output_ids)} tokens")
+                    after = counted(len(response.output_ids), "token")
+                    raise EngineError(f"the model's logits are not numbers after {after}")
                 self._append(response, token, log_prob)
 
     def _forbid_eos(self, responses: Sequence[Response], logits_BV: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from slime.rollout.engines.embedded.model.routing import RoutingRecorder
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.generate.media import Media
-from slime.types.errors import InvalidFile, MissingFile
+from slime.types.errors import InvalidFile, MissingFile, counted
 from slime.types.vision import Vision, vision_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -74,8 +74,9 @@ def load(options: EmbeddedOptions) -> Loaded:
             f"--model-path: {options.model_path} does not load: {error}", field="--model-path", value=options.model_path
         ) from error
     if missing := sorted(info["missing_keys"]):
+        others = counted(len(missing) - 1, "other")
         raise InvalidFile(
-            f"--model-path: {options.model_path} has no weights for {missing[0]} and {len(missing) - 1} others",
+            f"--model-path: {options.model_path} has no weights for {missing[0]} and {others}",
             field="--model-path", value=options.model_path, expected=f"a tensor {missing[0]}",
         )  # fmt: skip
     model = model.to(device).eval().requires_grad_(False)

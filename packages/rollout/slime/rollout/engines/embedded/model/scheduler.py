@@ -29,7 +29,7 @@ from slime.rollout.engines.embedded.model.padded import PaddedBatch
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, counted
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Scheduler:
         return len(batch.running) if batch is not None else 0
 
     def submit(self, responses: list[Response]) -> SubmittedRequest:
-        """The caller waits for `request.done`; a failure of the model is raised there, as is the engine's end."""
+        """Queues a request; waiting for its `done` raises a failure of the model, and the engine's end."""
         request = SubmittedRequest(responses)
         self._put(request)
         return request
@@ -153,7 +153,7 @@ class Scheduler:
         return self.between_steps(lambda: self._end(lambda r: rid in (None, r.rid)))
 
     def pause(self, mode: str) -> Future[Any]:
-        """New requests wait until `resume`. What runs is ended ("abort"), frozen ("in_place") or redone ("retract")."""
+        """Lets new requests wait; ends ("abort"), freezes ("in_place") or redoes ("retract") those that run."""
 
         def run() -> None:
             self._paused = True
@@ -271,7 +271,7 @@ class Scheduler:
             batch.step()
         except Exception as error:
             running = [response for response in running if response.finish_reason is None]
-            log.exception("a batch of %d sequences failed", len(running))
+            log.exception("a batch of %s failed", counted(len(running), "sequence"))
             failed = [request for request in self._requests if any(r in running for r in request.responses)]
             self._requests = [request for request in self._requests if request not in failed]
             self._batch = None
@@ -300,7 +300,7 @@ class Scheduler:
         self._answer()
 
     def _retract(self) -> None:
-        """All start over, but for those whose tokens have been sent already: these go on from there."""
+        """Starts all over, but for those whose tokens have been sent already: these go on from there."""
         for request in self._requests:
             for response in request.responses:
                 if response.finish_reason is None and response.on_token is None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 
 from slime.rollout.engines.embedded.model.names import disk_tensors
-from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState
+from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState, counted
 
 
 class ModelWeights:
@@ -50,7 +50,7 @@ class ModelWeights:
         self._copy(tensors, version, last=last)
 
     def load_directory(self, path: str, version: str) -> None:
-        """The safetensors of a Hugging Face directory, file by file."""
+        """Loads the safetensors of a Hugging Face directory, file by file."""
         files = _weight_files(Path(path))
         for number, file in enumerate(files):
             try:
@@ -81,7 +81,9 @@ class ModelWeights:
         if last:
             missing = [name for name, target in self.tensors.items() if target.data_ptr() not in seen]
             if missing:
-                raise InvalidField(missing[0], f"missing, with {len(missing) - 1} others", "a tensor in some bucket")
+                raise InvalidField(
+                    missing[0], f"missing, with {counted(len(missing) - 1, 'other')}", "a tensor in some bucket"
+                )
         self.incomplete = True
         self.write(tensors)
         self._seen = seen

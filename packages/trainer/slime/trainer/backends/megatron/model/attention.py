@@ -106,7 +106,7 @@ def runs_of(limits: list[int], rank: int, size: int, device: torch.device) -> Ru
 
 
 def _planned(packing: PackedSeqParams, group: dist.ProcessGroup, device: torch.device) -> Runs:
-    """The runs of a row, kept on it: reading the limits waits for the device, once a row rather than once a layer."""
+    """Plans the runs of a row once, and keeps them on it: reading the limits waits for the device."""
     runs = getattr(packing, "slime_runs", None)
     if runs is None:
         padded = packing.cu_seqlens_q_padded

@@ -35,7 +35,7 @@ Provider = Callable[..., torch.nn.Module]
 def build_model(
     args: Mapping[str, Any], config: TransformerConfig, *, provider: Provider | None = None
 ) -> list[torch.nn.Module]:
-    """The chunks of this rank, in the order of their virtual stages; `parallel.initialize` was called before.
+    """Builds the chunks of this rank, in the order of their virtual stages; `parallel.initialize` was called before.
 
     provider: `fn(pre_process=, post_process=[, vp_stage=])` -> model, in place of the GPTModel that `args` describe.
     """

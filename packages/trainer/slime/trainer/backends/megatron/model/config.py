@@ -31,7 +31,7 @@ def uses_transformer_engine(args: Mapping[str, Any]) -> bool:
 
 
 def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) -> TransformerConfig:
-    """The configuration for `args`, Megatron's arguments by attribute name; MLATransformerConfig for latent attention.
+    """Makes the configuration for `args`, Megatron's arguments by attribute; MLATransformerConfig for latent attention.
 
     An argument that is absent or None has Megatron's default. Fusions are on where their kernels are there. Raises
     InvalidSetting naming an argument that Megatron does not have, or that contradicts another.

@@ -164,7 +164,7 @@ class Pipeline:
         )
 
     def _routed_here(self, row: RankRow) -> Tensor | None:
-        """The experts of the tokens that routers of this rank see."""
+        """Returns the experts of the tokens that routers of this rank see."""
         if row.experts is None or not self.config.sequence_parallel:
             return row.experts
         return row.experts.chunk(self._vocabulary.size())[self._vocabulary.rank()]

@@ -95,7 +95,7 @@ class PolicyModel(GPTModel):
         return logits.transpose(0, 1)
 
     def _with_prediction_loss(self, hidden: Tensor, weight: Tensor | None, packed_seq_params: Any) -> Tensor:
-        """The main hidden states, to whose gradient the loss of multi-token prediction adds its own.
+        """Returns the main hidden states, to whose gradient the loss of multi-token prediction adds its own.
 
         Its layers learn to predict the token after next, and so on, from every token of the row that has one
         (DeepSeek-V3, arXiv 2412.19437, section 2.2).

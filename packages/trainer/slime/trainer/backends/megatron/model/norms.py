@@ -38,7 +38,7 @@ class LatentNorm(RMSNorm):
 
 
 def norm_of(config: TransformerConfig) -> type[nn.Module]:
-    """The class for `config.normalization`. Raises InvalidSetting for one that it has no class for."""
+    """Returns the class for `config.normalization`. Raises InvalidSetting for one that it has no class for."""
     if config.layernorm_zero_centered_gamma:
         raise InvalidSetting.requires("apply_layernorm_1p", "Transformer Engine")
     classes = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}

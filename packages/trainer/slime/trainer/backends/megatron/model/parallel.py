@@ -65,5 +65,5 @@ def destroy() -> None:
 
 
 def mixed_precision(chunks: Chunks, config: Any) -> Chunks:
-    """The chunks in wrappers that convert activations, where weights are bfloat16."""
+    """Returns the chunks in wrappers that convert activations, where weights are bfloat16."""
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks

@@ -29,7 +29,7 @@ def attach(chunks: Sequence[torch.nn.Module], *, from_rollout: bool) -> RoutingR
 
 
 def of_chunk(chunk: torch.nn.Module) -> list[LayerRouting]:
-    """The layers of one chunk."""
+    """Returns the layers of one chunk."""
     routers = (module for module in chunk.modules() if isinstance(module, TopKRouter))
     return [router.router_replay for router in routers if isinstance(router.router_replay, LayerRouting)]
 

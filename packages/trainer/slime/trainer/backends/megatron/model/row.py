@@ -45,7 +45,7 @@ class RankRow:
 def cut(
     batch: PackedBatch | None, rank: int, size: int, multiple: int, device: torch.device, length: int | None = None
 ) -> RankRow:
-    """The part of `batch` that context parallel rank `rank` of `size` holds; for None one token that predicts nothing.
+    """Cuts the part of `batch` for context parallel rank `rank` of `size`; for None one token that predicts nothing.
 
     multiple: L is one of it, for sequence parallelism. length: L, where it has to be longer than needed. A batch with
     prompts that several responses see takes one rank.

@@ -52,7 +52,7 @@ def freeze(chunks: Chunks, settings: TrainerSettings, ranks: Ranks) -> None:
 
 
 def distributed(chunks: Chunks, args: Mapping[str, Any], settings: TrainerSettings) -> Chunks:
-    """The chunks with gradient buffers in float32 whose sums, not means, are taken over replicas."""
+    """Returns the chunks with gradient buffers in float32 whose sums, not means, are taken over replicas."""
     config = chunks[0].config
     options = {
         "grad_reduce_in_fp32": True,
@@ -131,7 +131,7 @@ class Optimizer:
                 yield wrapped.optimizer
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The weights that it updates, which may be the model's, and what it keeps of each."""
+        """Yields the weights that it updates, which may be the model's, and what it keeps of each."""
         for optimizer in self._each():
             for group in optimizer.param_groups:
                 yield from (parameter.detach() for parameter in group["params"])

@@ -62,7 +62,7 @@ class TorchDistCheckpoints:
         self._pending: _Save | None = None
 
     def load(self, path: str, state: TrainerState) -> None:
-        """The optimizer, where the checkpoint has one; the backend was made with its weights.
+        """Loads the optimizer, where the checkpoint has one; the backend was made with its weights.
 
         Raises MissingFile or InvalidFile naming --load.
         """
@@ -154,7 +154,7 @@ class TorchDistCheckpoints:
         return job.step
 
     def _join(self, job: _Save) -> list[WrittenChunk]:
-        """The chunks of all ranks; raises where one of them failed, after cleaning up."""
+        """Returns the chunks of all ranks; raises where one of them failed, after cleaning up."""
 
         def check() -> None:
             if job.error is not None:

@@ -96,7 +96,7 @@ def _wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _buckets(order: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_bytes: int) -> Iterator[list[str]]:
-    """Names in order, of one dtype each."""
+    """Yields lists of names, in order, of one dtype each."""
     bucket: list[str] = []
     size = 0
     for name, shape in order.items():
@@ -116,7 +116,7 @@ ByRank = Mapping[int, Sequence[tuple[str, _Piece]]]
 def _on_first(
     by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> dict[int, Tensor] | None:
-    """On rank 0 what other ranks have, flat; None on those."""
+    """Gathers on rank 0 what other ranks have, flat; None on those."""
     if ranks.rank != 0:
         if mine:
             dist.send(_flat(mine, dtype), 0)
@@ -130,7 +130,7 @@ def _on_first(
 def _all_parts(
     by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """On every rank what the others have, flat."""
+    """Gathers on every rank what the others have, flat."""
     if ranks.world_size == 1:
         return {}
     flat = {}

@@ -23,7 +23,7 @@ Config = Mapping[str, Any]
 
 
 def table(args: Mapping[str, Any], config: Config) -> dict[str, Parameter]:
-    """The parameters of the whole model that `args` describe, by name."""
+    """Returns the parameters of the whole model that `args` describe, by name."""
     ahead = bool(args.get("mtp_num_layers"))
     parameters = find_family(config).parameters(config)
     return {parameter.name: parameter for parameter in parameters if ahead or not parameter.name.startswith("mtp.")}
@@ -60,7 +60,7 @@ def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str
 
 
 def hf_names_left_out(args: Mapping[str, Any], config: Config) -> list[str]:
-    """Names of the family's tensors that `args` leave out of the model: multi-token-prediction layers."""
+    """Returns the names of the family's tensors that `args` leave out of the model: multi-token-prediction layers."""
     held = table(args, config)
     others = (parameter for parameter in find_family(config).parameters(config) if parameter.name not in held)
     return [block.name for parameter in others for block in parameter.blocks]

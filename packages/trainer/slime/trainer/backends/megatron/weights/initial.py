@@ -20,7 +20,7 @@ Chunks = list[torch.nn.Module]
 
 
 def load(chunks: Chunks, args: Mapping[str, Any], config: Mapping[str, Any], path: str, *, flag: str) -> None:
-    """This rank's part. Raises MissingFile, or InvalidFile naming the tensor and, of a checkpoint, `flag`."""
+    """Loads this rank's part. Raises MissingFile, or InvalidFile naming the tensor and, of a checkpoint, `flag`."""
     if not is_torch_dist(path):
         hf.load_hf(chunks, args, config, path)
         return
@@ -31,7 +31,7 @@ def load(chunks: Chunks, args: Mapping[str, Any], config: Mapping[str, Any], pat
 
 
 def _check_shapes(checkpoint: TorchDist, args: Mapping[str, Any], config: Mapping[str, Any], flag: str) -> None:
-    """A part of a larger tensor would be read as if it were the whole; one that is missing is told when it is read."""
+    """Refuses other shapes: a part of a larger tensor would be read as the whole. Missing ones are found by reading."""
     found = Parameters(checkpoint, args)
     for parameter in hf.table(args, config).values():
         try:
@@ -43,7 +43,7 @@ def _check_shapes(checkpoint: TorchDist, args: Mapping[str, Any], config: Mappin
 
 
 def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
-    """Reads parts of its tensors; rows of a vocabulary that is padded further here than there become zeros."""
+    """Returns a reader of parts of its tensors; rows of a vocabulary that has more padding here become zeros."""
 
     def read(key: str, index: Index, out: Tensor) -> None:
         found = next((name for name in _names(key) if name in checkpoint.tensors), None)
@@ -58,8 +58,8 @@ def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
 
 
 def _names(key: str) -> list[str]:
-    """Names that a tensor may have: each of Megatron's optimizers has its own for float32 weights, or none, and norms
-    have other names with Transformer Engine than without."""
+    """Lists names that a tensor may have: each of Megatron's optimizers has its own for float32 weights, or none, and
+    norms have other names with Transformer Engine than without."""
     match = re.fullmatch(r"optimizer\.state\.(?:param|fp32_param)\.(.*)", key)
     prefixes = ("optimizer.state.param.", "optimizer.state.fp32_param.", "") if match else ()
     names = [key, *(prefix + match[1] for prefix in prefixes if match)]

@@ -26,7 +26,7 @@ _FUSED_NORMS = {
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:
-    """The model inside DistributedDataParallel and Float16Module."""
+    """Returns the model inside DistributedDataParallel and Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -67,7 +67,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def model_state(chunks: Chunks) -> dict[str, Any]:
-    """By Megatron-LM's names: "model", or "model0" and so on for virtual pipeline stages."""
+    """Returns the state by Megatron-LM's names: "model", or "model0" and so on for virtual pipeline stages."""
     single = len(chunks) == 1
     return {
         "model" if single else f"model{number}": chunk.sharded_state_dict(metadata=_metadata())
@@ -76,7 +76,7 @@ def model_state(chunks: Chunks) -> dict[str, Any]:
 
 
 def model_parts(chunks: Chunks) -> Iterator[Part]:
-    """The model's parts on this rank; of copies on several ranks, one rank has the part."""
+    """Yields the model's parts on this rank; of copies on several ranks, one rank has the part."""
     yield from _parts(model_state(chunks))
 
 
