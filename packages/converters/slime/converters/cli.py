@@ -14,6 +14,7 @@ from typing import Any
 from slime.converters.megatron.flags import table
 from slime.converters.settings import (
     GgufToHfSettings,
+    HfToGgufSettings,
     HfToTorchDistSettings,
     InspectSettings,
     ModelArgsSettings,
@@ -31,6 +32,7 @@ commands:
   torch-dist-to-hf   convert a torch_dist checkpoint into a Hugging Face directory
   to-hf              convert any checkpoint of a training run into a Hugging Face directory
   gguf-to-hf         convert a GGUF file into a Hugging Face directory
+  hf-to-gguf         convert a Hugging Face directory into a GGUF file
   model-args         write Megatron's flags of a model, or compare a file of them with the model
   inspect            print names, shapes and types of the tensors in a directory or file
   verify             compare the tensors of two directories or files
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
         "torch-dist-to-hf": _torch_dist_to_hf,
         "to-hf": partial(_to_hf, training=training),
         "gguf-to-hf": _gguf_to_hf,
+        "hf-to-gguf": _hf_to_gguf,
         "model-args": _model_args,
         "inspect": _inspect,
         "verify": _verify,
@@ -88,6 +91,14 @@ def _gguf_to_hf(argv: list[str]) -> int:
     from slime.converters.convert.gguf_to_hf import convert
 
     convert(settings.gguf, settings.output_dir, dtype=settings.dtype, progress=_progress())
+    return 0
+
+
+def _hf_to_gguf(argv: list[str]) -> int:
+    settings, _ = _parse(argv, "hf-to-gguf", HfToGgufSettings)
+    from slime.converters.convert.hf_to_gguf import convert
+
+    convert(settings.hf_checkpoint, settings.output, progress=_progress())
     return 0
 
 

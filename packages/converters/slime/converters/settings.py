@@ -11,6 +11,14 @@ OUTPUT = "Directory to write; the result of an earlier conversion of the same fi
 
 
 @dataclass(kw_only=True)
+class HfToGgufSettings:
+    """Converts a Hugging Face directory into a GGUF file."""
+
+    hf_checkpoint: str = setting(REQUIRED, "Hugging Face directory of a llama, qwen2 or qwen3 model", metavar="DIR")
+    output: str = setting(REQUIRED, "File to write", metavar="FILE.gguf")
+
+
+@dataclass(kw_only=True)
 class GgufToHfSettings:
     """Converts a GGUF file into a Hugging Face directory."""
 

@@ -1,0 +1,183 @@
+"""Converts a Hugging Face directory into a GGUF file, llama.cpp's format, in the data type of its weights.
+
+The `gguf` package has the format and the names of tensors; here are the layout of each architecture and of tokenizers
+by byte-level BPE, which all of these models have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.converters.families import read_config
+from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
+from slime.types.files import check_file_place
+
+if TYPE_CHECKING:
+    import torch
+
+# model_type of config.json -> (llama.cpp's name of the architecture, whether it rotates neighbouring pairs of a head)
+ARCHITECTURES: Mapping[str, tuple[str, bool]] = {
+    "llama": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+}
+# llama.cpp knows pre-tokenizers by name: parts of the regular expression in tokenizer.json identify them.
+PRE_TOKENIZERS = (("\\p{N}{1,3}", "llama-bpe"), ("]?\\p{L}+|\\p{N}| ?", "qwen2"))
+
+Progress = Callable[[str], None]
+
+
+def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress = lambda text: None) -> Path:
+    """Writes the file `output`, which appears complete or not at all; returns it. The weights are in memory meanwhile.
+
+    Raises MissingFile, InvalidFile, NotAvailable for another architecture, tokenizer or scaling of positions,
+    InvalidSetting for an `output` that is no regular file, OutOfSpace.
+    """
+    source, target = Path(hf_checkpoint), Path(output)
+    check_file_place(target, field="--output")
+    if not target.parent.is_dir():
+        raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(target))
+    config = read_config(source)
+    architecture, rotates_pairs = _architecture(config)
+    tokenizer = _tokenizer(source)
+    weights = SafetensorsDir(source)
+
+    import gguf
+
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
+    )
+    with disk_errors(target), tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
+        partial = Path(directory) / target.name
+        writer = gguf.GGUFWriter(partial, architecture)
+        _add_model(writer, source.resolve().name, config)
+        _add_tokenizer(writer, source, config, tokenizer)
+        progress(f"writing {len(weights.tensors)} tensors of a {architecture}")
+        for name, tensor in _tensors(weights, config, rotates_pairs):
+            known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if known is None:
+                raise InvalidFile(f"{source}: llama.cpp's {architecture} has no tensor {name}", value=name)
+            _add_tensor(writer, gguf, known, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(partial, target)
+    progress(f"wrote {target}")
+    return target
+
+
+def _architecture(config: Mapping[str, Any]) -> tuple[str, bool]:
+    kind = str(config.get("model_type"))
+    if kind not in ARCHITECTURES:
+        raise NotAvailable.unavailable(f"GGUF of a model_type {kind!r}", f"known are {', '.join(ARCHITECTURES)}")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling != "default":
+        raise NotAvailable.unavailable(
+            "GGUF of this model", f"its positions are scaled ({scaling}); llama.cpp's convert_hf_to_gguf.py writes it"
+        )
+    return ARCHITECTURES[kind]
+
+
+def _add_model(writer: Any, name: str, config: Mapping[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_name(name)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _tokenizer(source: Path) -> dict[str, Any]:
+    """Returns tokenizer.json with `pre_name`, llama.cpp's name of its pre-tokenizer. Raises NotAvailable."""
+    path = source / "tokenizer.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidFile(f"{path}: {error}", value=str(path), expected="the tokenizer of a model") from None
+    pre = json.dumps(found.get("pre_tokenizer"), ensure_ascii=False)
+    if found.get("model", {}).get("type") != "BPE" or '"ByteLevel"' not in pre:
+        raise NotAvailable.unavailable("GGUF of this model", "its tokenizer is not a byte-level BPE")
+    patterns = re.findall(r'"Regex": "((?:[^"\\]|\\.)*)"', pre)
+    text = json.loads(f'"{"".join(patterns)}"')
+    known = next((name for part, name in PRE_TOKENIZERS if part in text), None)
+    if known is None and not text:
+        known = "smollm" if '"Digits"' in pre else "gpt-2"
+    if known is None:
+        raise NotAvailable.unavailable("GGUF of this model", f"its pre-tokenizer is none that llama.cpp names: {text}")
+    return found | {"pre_name": known}
+
+
+def _add_tokenizer(writer: Any, source: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
+    from gguf import TokenType
+
+    vocabulary = {number: token for token, number in tokenizer["model"]["vocab"].items()}
+    kinds = dict.fromkeys(vocabulary, TokenType.NORMAL)
+    for added in tokenizer.get("added_tokens", ()):
+        vocabulary[added["id"]] = added["content"]
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    size = config["vocab_size"]
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(tokenizer["pre_name"])
+    # The embedding may have more rows than the tokenizer has tokens.
+    writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
+    writer.add_token_types([kinds.get(number, TokenType.UNUSED) for number in range(size)])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(source)
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(loaded, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    if isinstance(loaded.chat_template, str):
+        writer.add_chat_template(loaded.chat_template)
+
+
+def _tensors(
+    weights: SafetensorsDir, config: Mapping[str, Any], rotates_pairs: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = {"q_proj": config["num_attention_heads"]}
+    heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
+    for name in sorted(weights.tensors):
+        tensor = weights.load(name)
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        part = name.split(".")[-2]
+        if rotates_pairs and part in heads:
+            # transformers rotates the two halves of a head, llama.cpp neighbouring pairs.
+            tensor = tensor.reshape(heads[part], 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        yield name, tensor.contiguous()
+
+
+def _add_tensor(writer: Any, gguf: Any, name: str, tensor: torch.Tensor) -> None:
+    import torch
+
+    # llama.cpp computes norms and biases in float32.
+    if tensor.ndim == 1 or tensor.dtype == torch.float32:
+        writer.add_tensor(name, tensor.float().numpy())
+    elif tensor.dtype == torch.bfloat16:
+        kind = gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, tensor.half().numpy())

@@ -1,0 +1,144 @@
+"""A model written as GGUF comes back from transformers' reader of GGUF with the same logits and the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from slime.converters.cli import main
+from slime.converters.convert import gguf_to_hf
+from slime.converters.convert.hf_to_gguf import convert
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def write_tokenizer(directory: Path, pattern: str | None = QWEN2, *, digits: bool = False) -> None:
+    letters = list(bytes_to_unicode().values())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters, "ab"])}
+    core = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    parts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")] if pattern else []
+    parts += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+
+
+def write_model(directory: Path, kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    # More rows than the tokenizer has tokens, as real models have; and heads of the width that transformers' reader of
+    # GGUF takes for that of every qwen3.
+    config = CONFIGS[kind](
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, dtype=dtype,
+        **({"head_dim": 128} if kind == "qwen3" else {}),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_logits_survive_the_way_to_gguf_and_back(kind: str, tied: bool, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", kind, tied=tied)
+    back = gguf_to_hf.convert(convert(source, tmp_path / "model.gguf"), tmp_path / "back")
+    ids = torch.tensor([[3, 90, 5, 262, 7, 200]])
+    with torch.no_grad():
+        first, second = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (source, back))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tokenizer_and_its_template_survive(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3")
+    back = gguf_to_hf.convert(convert(source, tmp_path / "model.gguf"), tmp_path / "back")
+    before, after = (AutoTokenizer.from_pretrained(path) for path in (source, back))
+    text = "<|im_start|>abba 12<|im_end|>ü"
+    assert before(text)["input_ids"] == after(text)["input_ids"]
+    assert (after.eos_token, after.chat_template) == ("<|im_end|>", TEMPLATE)
+
+
+def test_bfloat16_stays_bfloat16_but_for_vectors(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen2", dtype=torch.bfloat16)
+    tensors = {t.name: t.tensor_type.name for t in gguf.GGUFReader(convert(source, tmp_path / "m.gguf")).tensors}
+    assert tensors["blk.0.attn_q.weight"] == "BF16"
+    assert tensors["blk.0.attn_q.bias"] == tensors["output_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "digits", "name"),
+    [(QWEN2, False, "qwen2"), (LLAMA3, False, "llama-bpe"), (None, True, "smollm"), (None, False, "gpt-2")],
+)
+def test_the_pre_tokenizer_gets_the_name_that_llama_cpp_has_for_it(
+    pattern: str | None, digits: bool, name: str, tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "hf", "llama")
+    write_tokenizer(source, pattern, digits=digits)
+    reader = gguf.GGUFReader(convert(source, tmp_path / "m.gguf"))
+    assert reader.get_field("tokenizer.ggml.pre").contents() == name
+
+
+def change(path: Path, **keys: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_models_that_would_come_out_wrong_are_refused(tmp_path: Path) -> None:
+    source, target = write_model(tmp_path / "hf", "llama"), tmp_path / "m.gguf"
+    write_tokenizer(source, r"\w+|\W+")
+    with pytest.raises(NotAvailable, match="its pre-tokenizer is none that llama.cpp names"):
+        convert(source, target)
+    change(source / "tokenizer.json", model={"type": "WordLevel"})
+    with pytest.raises(NotAvailable, match="not a byte-level BPE"):
+        convert(source, target)
+    change(source / "config.json", rope_parameters={"rope_type": "yarn", "factor": 2})
+    with pytest.raises(NotAvailable, match=r"its positions are scaled \(yarn\)"):
+        convert(source, target)
+    change(source / "config.json", model_type="mamba")
+    with pytest.raises(NotAvailable, match="model_type 'mamba' is not supported yet: known are llama, qwen2, qwen3"):
+        convert(source, target)
+    (source / "tokenizer.json").unlink()
+    change(source / "config.json", model_type="llama", rope_parameters=None)
+    with pytest.raises(InvalidFile, match="tokenizer.json"):
+        convert(source, target)
+    assert not target.exists() and not list(tmp_path.glob(".m.gguf*"))
+
+
+def test_a_place_that_takes_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidSetting, match="--output must be a file in a directory that exists"):
+        convert(tmp_path, tmp_path / "none" / "m.gguf")
+    with pytest.raises(InvalidSetting, match="no regular file"):
+        convert(tmp_path, tmp_path)
+    with pytest.raises(MissingFile, match="config.json"):
+        convert(tmp_path, tmp_path / "m.gguf")
+    assert main(["hf-to-gguf", "--hf-checkpoint", str(tmp_path), "--output", str(tmp_path / "m.gguf")]) == 2
+    assert "config.json" in capsys.readouterr().err
