@@ -33,9 +33,9 @@ MODULES = {
     "slime": "slime.launcher.cli",
 }
 # Commands of `slime` with parsers of their own.
-OWN_PARSERS = ("show", "runs", "compare")
+OWN_PARSERS = ("show", "runs", "compare", "init", "chat", "export", "resume", "eval")
 # Commands among these that take flags of training beside their own.
-TRAINING_TOO: tuple[str, ...] = ()
+TRAINING_TOO = ("resume", "eval")
 # Flags of commands with parsers of their own, which are not in docs/flags.md.
 CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py", "convert_to_hf.py")
 CONVERTED_BY = {

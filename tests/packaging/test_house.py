@@ -26,6 +26,7 @@ SLIPS = {
     "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
     "slime.launcher.metrics.sinks.*": "one for each tracker, a row in registry.py",
     "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
+    "slime.launcher.cli.template.*": "files of the project that `slime init` writes",
     # Paths by which code written for slime imports.
     "slime.data": "compatibility",
     "slime.utils.*": "compatibility",

@@ -22,11 +22,16 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("slime.launcher.cli.init", "write a small project that trains as it is"),
     "train": Command("slime.launcher.cli.train", "train a policy; --dry-run prints the plan of a run"),
     "train-async": Command(
         "slime.launcher.cli.train",
         "train while the next rollout is generated; --fully-async generates without pause",
     ),
+    "resume": Command("slime.launcher.cli.resume", "go on from the newest checkpoint of a run"),
+    "eval": Command("slime.launcher.cli.evaluate", "score a model on data: mean, error and every response"),
+    "chat": Command("slime.launcher.cli.chat", "talk to a model in the terminal"),
+    "export": Command("slime.launcher.cli.export", "write a model for Hugging Face or llama.cpp"),
     "doctor": Command(
         "slime.launcher.doctor.command", "check this machine, and what the flags of a run name, before it costs money"
     ),

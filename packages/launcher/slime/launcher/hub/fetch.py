@@ -52,7 +52,7 @@ def local_model(text: str, flag: str) -> str:
                 name.name, revision=name.revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
             )
         )
-    except (OSError, ValueError) as error:  # the errors of the library are of these kinds
+    except Exception as error:  # the library also raises those of its HTTP client
         raise _not_fetched(flag, text, name, error, "") from error
 
 
@@ -65,7 +65,7 @@ def local_dataset(text: str, flag: str) -> str:
     datasets = _library("datasets", f"{flag} {text}")
     try:
         found = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # of many kinds
         raise _not_fetched(flag, text, name, error, "dataset") from error
     return str(_as_file(name, found)) + text[len(path) :]
 

@@ -77,17 +77,32 @@ def runtime_env_file(runtime_env: Mapping[str, Any]) -> Iterator[str]:
         yield file.name
 
 
-def run_attached(command: Sequence[str], what: str, extra: Mapping[str, str] | None = None) -> None:
-    """Runs a command to its end, its output on ours. An interrupt stops it, and waits until it has cleaned up.
+def run_attached(
+    command: Sequence[str],
+    what: str,
+    extra: Mapping[str, str] | None = None,
+    show: Callable[[str], object] | None = None,
+) -> None:
+    """Runs a command to its end, its output on ours, or given to `show` line by line.
+
+    An interrupt stops it, and waits until it has cleaned up.
 
     On Linux it is told to stop as well where this process is killed, and can do nothing more itself.
     Raises RunFailed naming `what`.
     """
     # In a session of its own the child gets one signal from us, and not a second one from Ctrl-C.
     process = subprocess.Popen(
-        list(command), env=environment(extra), start_new_session=True, preexec_fn=_stop_with_parent(os.getpid())
+        list(command),
+        env=environment(extra),
+        start_new_session=True,
+        preexec_fn=_stop_with_parent(os.getpid()),
+        stdout=None if show is None else subprocess.PIPE,
+        stderr=None if show is None else subprocess.STDOUT,
     )
     try:
+        if show is not None and process.stdout is not None:
+            for line in process.stdout:
+                show(line.decode(errors="replace").rstrip("\n"))
         code = process.wait()
     except BaseException:
         with uninterrupted():

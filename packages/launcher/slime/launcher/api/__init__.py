@@ -1,0 +1,1 @@
+"""Training from Python: `from slime.launcher import train`."""

@@ -1,0 +1,90 @@
+"""`train`: runs `slime train` from a script or a notebook, and returns its results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.launcher.api.reward_file import reward_path
+from slime.launcher.api.trained_run import TrainedRun
+from slime.launcher.config import run_config
+from slime.launcher.platform.signals import terminate_as_interrupt
+from slime.launcher.quickstart.rows import write_rows
+from slime.launcher.runner.ray_job import module_path, run_attached
+from slime.types.errors import InvalidSetting
+from slime.types.files import write_whole
+
+Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
+
+
+def train(
+    model: str | os.PathLike[str],
+    data: Data,
+    reward: Callable[..., Any] | str | None = None,
+    *,
+    eval_data: Data | Mapping[str, Data] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    asynchronous: bool = False,
+    **settings: Any,
+) -> TrainedRun:
+    """Trains `model` in processes of its own, prints its progress, and returns when it has ended.
+
+    model: a directory, or a name on the Hub.
+    data: a file of prompts, a name on the Hub, or a list of rows, which are written to `output_dir`/inputs.
+    reward: a function `(args, sample, **kwargs)`, plain or async, also one of a script or a notebook; or the name of a
+        built-in reward ("math"), or "FILE.py:FUNCTION". None: the rows name theirs.
+    eval_data: as `data`, or several by name.
+    asynchronous: runs `slime train-async`.
+    settings: every other setting by its name in docs/flags.md: num_rollout=100, lr=1e-6, preset="dapo".
+
+    Raises ConfigError for wrong settings before anything starts, RunFailed where the training fails. An interrupt stops
+    the run, and raises KeyboardInterrupt.
+    """
+    output = Path(output_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    inputs = output / "inputs"
+    values = dict(settings) | {"hf_checkpoint": os.fspath(model), "output_dir": str(output)}
+    values["prompt_data"] = _data(data, inputs / "prompts.jsonl")
+    if eval_data is not None:
+        sets = eval_data if isinstance(eval_data, Mapping) else {"eval": eval_data}
+        values["eval_prompt_data"] = [[name, _data(d, inputs / f"{name}.jsonl")] for name, d in sets.items()]
+    values |= _reward(reward, inputs)
+    inputs.mkdir(parents=True, exist_ok=True)
+    config = inputs / "settings.yaml"
+    write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
+    # Here, wrong settings are exceptions; the process would print them.
+    run_config.parse([str(config)])
+    command = [sys.executable, "-m", "slime.launcher.cli", "train-async" if asynchronous else "train", str(config)]
+    with terminate_as_interrupt():
+        run_attached(command, "the training", {"PYTHONPATH": module_path()}, show=None if _on_our_output() else print)
+    return TrainedRun(output)
+
+
+def _data(data: Data, path: Path) -> str:
+    if isinstance(data, (str, os.PathLike)):
+        return os.fspath(data)
+    write_rows(path, data)
+    return str(path)
+
+
+def _reward(reward: Callable[..., Any] | str | None, inputs: Path) -> dict[str, str]:
+    if reward is None:
+        return {}
+    if callable(reward):
+        return {"custom_rm_path": reward_path(reward, inputs)}
+    if not isinstance(reward, str):
+        raise InvalidSetting.must_be("reward", "a function or a name", got=reward)
+    return {"custom_rm_path" if ":" in reward or "." in reward else "rm_type": reward}
+
+
+def _on_our_output() -> bool:
+    """Returns whether a process that inherits our standard output writes where `print` does; not so in a notebook."""
+    try:
+        return sys.stdout.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False

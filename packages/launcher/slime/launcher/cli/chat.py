@@ -1,0 +1,183 @@
+"""`slime chat MODEL`: talks to a model in the terminal, through the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from slime.launcher.cli.help import CommandParser
+from slime.types.errors import ConfigError, EngineError, InvalidSetting, SlimeError
+from slime.types.settings import build
+
+ENGINES = ("embedded", "sglang")
+
+
+def parser(command: str) -> CommandParser:
+    reader = CommandParser(
+        prog="slime chat",
+        description="Talks to the model of a run, a Hugging Face directory or a model on the Hub. Ctrl-C ends an "
+        "answer and, at the prompt, the chat; /new forgets the conversation. A model without a chat template "
+        "continues the text. With a pipe as input, its text is one message: echo 2+2? | slime chat RUN",
+    )
+    reader.add_argument("model", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
+    reader.add_argument("--system", metavar="TEXT", help="System message (default: none)")
+    reader.add_argument("--temperature", type=float, default=1.0, metavar="X", help="Sampling temperature; 0 is greedy")
+    reader.add_argument("--max-tokens", type=int, default=512, metavar="N", help="Most tokens of an answer")
+    reader.add_argument("--engine", choices=ENGINES, default="embedded", help="Engine to start")
+    return reader
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    try:
+        options = parser(command).parse_strict(argv)
+        if options.temperature < 0:
+            raise InvalidSetting.must_be("--temperature", "at least 0", got=options.temperature)
+        if options.max_tokens < 1:
+            raise InvalidSetting.must_be("--max-tokens", "at least 1", got=options.max_tokens)
+        with engine(model_directory(options.model), options.engine) as conversation:
+            conversation.params = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+            conversation.start(options.system)
+            if sys.stdin.isatty():
+                talk(conversation)
+            else:
+                say(conversation, sys.stdin.read().strip())
+    except KeyboardInterrupt:
+        print()
+        return 130
+    except BrokenPipeError:
+        return 0
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def model_directory(text: str) -> str:
+    """Returns a directory with config.json. Raises MissingFile, InvalidSetting for a checkpoint in another form."""
+    from slime.launcher.cli.export import model_of
+    from slime.launcher.hub.fetch import local_model
+
+    path = Path(local_model(text, "MODEL"))
+    found, _ = model_of(path)
+    if not (found / "config.json").is_file():
+        raise InvalidSetting(
+            f"MODEL {path}: {found} is a checkpoint of Megatron; `slime export {path}` makes a model of it",
+            field="MODEL", value=text, expected="a Hugging Face directory",
+        )  # fmt: skip
+    return str(found)
+
+
+class Conversation:
+    """Messages so far, and the engine that answers. params: of the sampling, by OpenAI's names."""
+
+    def __init__(self, url: str, api_key: str | None, *, has_template: bool) -> None:
+        self.params: dict[str, Any] = {}
+        self._url = url
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        self._has_template = has_template
+        self._system: str | None = None
+        self._messages: list[dict[str, str]] = []
+
+    def start(self, system: str | None = None) -> None:
+        """Forgets everything but the system message. Raises InvalidSetting for one without a chat template."""
+        if system is not None and not self._has_template:
+            raise InvalidSetting.requires("--system", "a model with a chat template")
+        self._system = system if system is not None else self._system
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def answer(self, text: str) -> Generator[str, None, None]:
+        """Yields an answer piece by piece. Both are kept, of an answer that the reader leaves the pieces so far."""
+        if not self._has_template:
+            yield from self._pieces("/v1/completions", {"prompt": text})
+            return
+        self._messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        try:
+            for piece in self._pieces("/v1/chat/completions", {"messages": self._messages}):
+                said.append(piece)
+                yield piece
+        finally:
+            self._messages.append({"role": "assistant", "content": "".join(said)})
+
+    def _pieces(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+        content = json.dumps(body | self.params | {"stream": True, "model": "default"}).encode()
+        request = urllib.request.Request(self._url + path, content, self._headers)
+        # A proxy cannot reach our loopback interface.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request) as response:
+                for line in response:
+                    event = line.decode().strip().removeprefix("data: ")
+                    if not event or event == "[DONE]":
+                        continue
+                    found = json.loads(event)
+                    if "error" in found:
+                        raise EngineError(str(found["error"].get("message", found["error"])))
+                    for choice in found["choices"]:
+                        yield choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
+        except urllib.error.HTTPError as error:
+            raise EngineError(f"the engine refused it: {error.read().decode(errors='replace')[:500]}") from None
+        except OSError as error:
+            raise EngineError(f"the engine does not answer: {error}") from None
+
+
+@contextmanager
+def engine(directory: str, kind: str) -> Iterator[Conversation]:
+    """Starts an engine for a conversation, and ends it with the block."""
+    from slime.rollout.engines.gpus import visible_gpus
+    from slime.rollout.engines.process import stop_all
+    from slime.rollout.generate.prompts import has_chat_template
+    from slime.rollout.launch import start_engines
+    from slime.rollout.settings.rollout import RolloutSettings
+
+    values: dict[str, Any] = {"hf_checkpoint": directory, "rollout_engine": kind}
+    if visible_gpus():
+        values["rollout_num_gpus"] = 1
+    if sys.stderr.isatty():
+        print(f"loading {directory} ...", file=sys.stderr)
+    engines = start_engines(build(RolloutSettings, values))
+    try:
+        (running,) = engines
+        yield Conversation(running.url, running.api_key, has_template=has_chat_template(directory))
+    finally:
+        stop_all(engines)
+
+
+def talk(conversation: Conversation) -> None:
+    """Reads messages from the terminal until its end of file, or Ctrl-C at the prompt."""
+    try:
+        import readline  # noqa: F401  (input() then edits the line and remembers earlier ones)
+    except ImportError:
+        pass
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if text == "/new":
+            conversation.start()
+        elif text:
+            say(conversation, text)
+
+
+def say(conversation: Conversation, text: str) -> None:
+    """Prints the answer as it comes. Ctrl-C ends it, on a terminal."""
+    if not text:
+        raise InvalidSetting.required("a message", "the input is empty")
+    try:
+        with closing(conversation.answer(text)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    print(flush=True)

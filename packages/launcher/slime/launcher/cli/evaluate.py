@@ -1,0 +1,199 @@
+"""`slime eval`: scores a model on data sets, in the way in which a training evaluates."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from slime.launcher.cli.help import CommandParser
+from slime.launcher.cli.recorded_run import RecordedRun, is_run, read_run
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
+from slime.types.files import whole_file, write_whole
+
+DIRECTORY = Path("evaluations")
+ROWS, SCORES = "rows.jsonl", "scores.json"
+SETS = ("--eval-prompt-data", "--eval-config")
+# Settings of a run that say nothing about its evaluation, though the packages that evaluate have them.
+LEFT_OUT = (
+    "prompt_data", "hf_checkpoint", "rollout_function_path", "partial_rollout", "mask_offpolicy_in_partial_rollout",
+    "over_sampling_batch_size", "buffer_dir", "data_place", "save_debug_rollout_data", "load_forge_rollout_data",
+    "offload_rollout", "rollout_global_dataset", "data_source_path",
+)  # fmt: skip
+
+
+class Score(NamedTuple):
+    """error: the standard error of the mean over prompts; NaN for a single one."""
+
+    mean: float
+    error: float
+    prompts: int
+    samples: int
+
+
+def parser(command: str) -> CommandParser:
+    reader = CommandParser(
+        prog="slime eval",
+        usage="slime eval RUN|MODEL [DATA] [--json] [flags of slime train]",
+        description="Scores a model on data and prints the mean with its standard error over prompts. RUN evaluates "
+        "the trained model with the reward, columns and lengths of that run, on its evaluation sets or on DATA. MODEL, "
+        "a directory or a name on the Hub, needs DATA and flags such as --rm-type, --input-key and --label-key. "
+        "--n-samples-per-eval-prompt and --eval-temperature set the sampling. Every response is a row of "
+        f"{ROWS} below --output-dir (default: {DIRECTORY}/NAME-TIME).",
+    )
+    reader.add_argument("--json", action="store_true", help="Print the scores as JSON; everything else on stderr")
+    reader.add_argument("--output-dir", type=Path, metavar="DIR", help="Directory of the rows, scores and logs")
+    return reader
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    try:
+        return evaluate(list(argv))
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluates and prints; returns the exit code. Raises the errors of `slime train`'s flags."""
+    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    places, rest = argv[:count], argv[count:]
+    options, flags = parser("eval").parse_known_args(rest)
+    if not places:
+        raise InvalidSetting.required("RUN|MODEL", "the run or the model to evaluate comes first")
+    if len(places) > 2:
+        raise InvalidSetting(f"unexpected argument {places[2]!r}", value=places[2])
+    model, data = places[0], (places[1] if len(places) == 2 else None)
+    named = {word.split("=", 1)[0] for word in flags} & set(SETS)
+    if data is not None and named:
+        raise InvalidSetting.conflict(f"DATA {data}", min(named), "both name what to evaluate on")
+    run = read_run(Path(model)) if is_run(Path(model)) else None
+    if run is None and data is None and not named:
+        raise InvalidSetting.required("DATA", "a model alone has no evaluation sets")
+
+    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
+    output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    words = words_of(model, run, data, flags, output, with_sets=not (data or named))
+    return _run(words, output, as_json=options.json)
+
+
+def words_of(
+    model: str, run: RecordedRun | None, data: str | None, flags: Sequence[str], output: Path, *, with_sets: bool = True
+) -> list[str]:
+    """Returns the words of `slime train` that evaluate. with_sets: keep the evaluation sets of the run."""
+    settings = {} if run is None else evaluation_settings(run, with_sets=with_sets)
+    if run is not None:
+        model = str(run.model())
+        if with_sets and not settings.keys() & {"eval_prompt_data", "eval_config"}:
+            raise InvalidSetting.required("DATA", f"RUN {run.path} had no evaluation sets")
+    words = ["--hf-checkpoint", model, "--num-rollout", "0", "--debug-rollout-only", "--log-samples", "0"]
+    words += ["--output-dir", str(output), "--save-debug-rollout-data", str(output / "recorded-{rollout_id}")]
+    if data is not None:
+        words += ["--eval-prompt-data", data]
+    if settings:
+        output.mkdir(parents=True, exist_ok=True)
+        write_whole(output / "settings.yaml", yaml.safe_dump(settings, sort_keys=True))
+        words = ["--config", str(output / "settings.yaml"), *words]
+    return [*words, *flags]
+
+
+def evaluation_settings(run: RecordedRun, *, with_sets: bool = True) -> dict[str, Any]:
+    """Returns the settings of a run that decide how it evaluates, with absolute paths."""
+    from slime.launcher.config.catalogue import FAMILIES, declared
+
+    flags = declared()
+    left_out = {*LEFT_OUT, *(() if with_sets else ("eval_prompt_data",))}
+    kept: dict[str, Any] = {}
+    for name, value in run.settings.items():
+        flag = flags.get(name)
+        of_family = flag is None and any(family.read_key(name, value) is not None for family in FAMILIES)
+        decides = flag is not None and {"buffer", "rollout"} & {*flag.packages} and name not in left_out
+        if of_family or decides or (name == "eval_config" and with_sets):
+            kept[name] = run.absolute(name, value)
+    return kept
+
+
+def _run(words: list[str], output: Path, *, as_json: bool) -> int:
+    import contextlib
+
+    from slime.launcher.cli.train import run_train
+    from slime.launcher.config import run_config
+
+    # Raises for wrong flags; the run itself would print the error and return.
+    config = run_config.parse(words)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        code = run_train(words)
+    if code:
+        return code
+    rows = collect(output, config)
+    scores = {name: score([row for row in rows if row["dataset"] == name]) for name in {r["dataset"]: 0 for r in rows}}
+    found = {name: {key: _plain(value) for key, value in result._asdict().items()} for name, result in scores.items()}
+    write_whole(output / SCORES, json.dumps(found, indent=2) + "\n")
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print(scores)
+        print(f"rows   {output / ROWS}")
+    return 0
+
+
+def collect(output: Path, config: Any) -> list[dict[str, Any]]:
+    """Turns the recording of the evaluation into rows, and writes them."""
+    from slime.rollout.recordings.rollouts import path_of, read_rollout
+
+    recorded = path_of(str(output / "recorded-{rollout_id}"), 0, evaluation=True)
+    rollout = config.rollout
+    rows = []
+    for group in read_rollout(recorded).groups:
+        key = rollout.eval_overrides.get(group.dataset, {}).get("reward_key")
+        key = key or rollout.eval_reward_key or rollout.reward_key
+        for sample in group.samples:
+            reward: Any = sample.reward
+            rows.append(
+                {
+                    "dataset": group.dataset, "group_index": group.group_index, "index": sample.index,
+                    "prompt": sample.prompt, "response": sample.response, "label": sample.label,
+                    "score": float(reward[key] if isinstance(reward, Mapping) else reward), "reward": reward,
+                    "status": sample.status.value, "response_length": sample.response_length,
+                    "metadata": sample.metadata,
+                }
+            )  # fmt: skip
+    with whole_file(output / ROWS) as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    recorded.unlink()
+    return rows
+
+
+def score(rows: Sequence[Mapping[str, Any]]) -> Score:
+    """Returns the mean over samples, and its error from the spread between prompts: samples of a prompt are alike."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["group_index"], []).append(row["score"])
+    total, count = sum(map(sum, groups.values())), len(rows)
+    mean = total / count
+    # The error of a ratio of sums, in which prompts with fewer samples weigh less.
+    spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups.values())
+    size = len(groups)
+    error = math.sqrt(spread * size / (size - 1)) / count if size > 1 else math.nan
+    return Score(mean, error, size, count)
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _print(scores: Mapping[str, Score]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("set", "score", "error", "prompts", "samples", box=None, pad_edge=False)
+    for name, found in scores.items():
+        error = f"± {found.error:.4f}" if math.isfinite(found.error) else "-"
+        table.add_row(name, f"{found.mean:.4f}", error, str(found.prompts), str(found.samples))
+    Console(highlight=False, markup=False).print(table)

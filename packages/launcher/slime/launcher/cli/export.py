@@ -1,0 +1,112 @@
+"""`slime export RUN`: the trained model as a Hugging Face directory or a GGUF file, and on the Hub if asked."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from slime.launcher.cli.help import CommandParser
+from slime.launcher.cli.recorded_run import is_run, read_run
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
+
+FORMATS = ("hf", "gguf")
+DIRECTORY = Path("exports")
+
+
+def parser(command: str) -> CommandParser:
+    reader = CommandParser(
+        prog="slime export",
+        description="Writes the model of a run as a Hugging Face directory or as a GGUF file for llama.cpp: the "
+        "trained model, or with --step that of a checkpoint.",
+    )
+    reader.add_argument("run", metavar="RUN", help="Output directory of a run, or a Hugging Face directory")
+    reader.add_argument("--format", choices=FORMATS, default="hf", help="hf: Hugging Face directory; gguf: one file")
+    reader.add_argument(
+        "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[.gguf])"
+    )
+    reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint after step N")
+    reader.add_argument("--push", metavar="ORG/NAME", help="Also upload it to this repository on the Hub, made if new")
+    reader.add_argument("--private", action="store_true", help="Make the repository of --push private")
+    return reader
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    try:
+        options = parser(command).parse_strict(argv)
+        if options.private and not options.push:
+            raise InvalidSetting.requires("--private", "--push ORG/NAME")
+        hub = _hub(options.push) if options.push else None
+        run = Path(options.run)
+        suffix = ".gguf" if options.format == "gguf" else ""
+        output = options.output or DIRECTORY / f"{run.resolve().name}{suffix}"
+        print(f"wrote {export(run, output, options.format, options.step)}")
+        if hub is not None:
+            print(f"pushed to {push(hub, output, options.push, private=options.private)}")
+    except KeyboardInterrupt:
+        return 130
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
+    """Writes the model of a run, or of a Hugging Face directory, to `output`.
+
+    Raises MissingFile where there is no such model, and the errors of the converters.
+    """
+    from slime.converters.convert import hf_to_gguf, to_hf
+
+    source, tokenizer = model_of(run, step)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if form == "hf":
+        return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
+    with ExitStack() as held:
+        if not (source / "config.json").is_file():
+            directory = held.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
+            source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
+        return hf_to_gguf.convert(source, output)
+
+
+def model_of(path: Path, step: int | None = None) -> tuple[Path, str | None]:
+    """Returns the model of a run, and the one that it began with. A directory without a run is a model itself.
+
+    Raises MissingFile.
+    """
+    if not is_run(path) and step is None and (path / "config.json").is_file():
+        return path, None
+    run = read_run(path)
+    return run.model(step), run.began_with()
+
+
+def _hub(name: str) -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise NotAvailable.requires(
+            f"--push {name}", "the package huggingface_hub", "pip install huggingface_hub"
+        ) from None
+
+
+def push(hub: Any, path: Path, name: str, *, private: bool = False) -> str:
+    """Uploads a directory or a file; returns the address. Raises Unavailable where the Hub does not take it."""
+    try:
+        api = hub.HfApi()
+        address = api.create_repo(name, private=private, exist_ok=True)
+        if path.is_dir():
+            api.upload_folder(repo_id=name, folder_path=path, ignore_patterns=["slime-files.json"])
+        else:
+            api.upload_file(repo_id=name, path_or_fileobj=path, path_in_repo=path.name)
+    except Exception as error:  # the library also raises those of its HTTP client
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise Unavailable(
+            f"--push {name}: the Hub did not take it: {reason}. It needs a network and a token that may write "
+            f"(HF_TOKEN, or `hf auth login`); {path} is complete, and --push can be repeated",
+            field="--push", value=name,
+        ) from error  # fmt: skip
+    return str(address)

@@ -1,0 +1,86 @@
+"""`slime init NAME`: writes a small project that trains as it is, to be changed step by step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from slime.launcher.cli.help import CommandParser
+from slime.types.directories import path_errors
+from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.files import write_whole
+
+TEMPLATE = "slime.launcher.cli.template"
+DIVISORS = range(2, 10)
+
+README = """# {name}
+
+A model learns to write multiples of a number: after `7:` an answer such as `28`. The model is tiny and untrained, so
+all of this runs on a laptop in a minute.
+
+```bash
+slime train config.yaml --output-dir runs/first
+slime show runs/first                                  # curves and samples, in the browser
+slime eval runs/first                                  # scores the trained model again
+echo 7: | slime chat runs/first                        # asks it; without a pipe, a conversation
+slime export runs/first --format hf --output exported  # a Hugging Face directory
+```
+
+| file | |
+|---|---|
+| `config.yaml` | all settings; flags win over them: `slime train config.yaml --lr 1e-3` |
+| `reward.py` | the function that scores a response |
+| `data/prompts.jsonl` | one prompt per line, with its label |
+| `model/` | an untrained model of two layers that knows ten digits and a colon |
+
+## Make it yours
+
+1. `data/prompts.jsonl`: your prompts, as text or as chat messages, `[{{"role": "user", "content": "..."}}]`. Files in
+   `.json`, `.csv` and `.parquet` work too.
+2. `reward.py`: your score of a response. Rewards that are built in (`rm_type: math`, ...) need no file.
+3. `config.yaml`: your model in `hf_checkpoint`, longer responses in `rollout_max_response_len`, and a learning rate of
+   about `1.0e-6`.
+4. `slime doctor config.yaml` checks all of it before it costs money, and `slime train config.yaml --dry-run` prints
+   placement and memory.
+"""
+
+
+def parser(command: str) -> CommandParser:
+    reader = CommandParser(
+        prog="slime init",
+        description="Writes a small project into the new directory NAME: prompts, a reward function, settings, a tiny "
+        "model and a README. It trains as it is.",
+    )
+    reader.add_argument("name", metavar="NAME", help="Directory to make; an empty one may exist")
+    return reader
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    try:
+        directory = Path(parser(command).parse_strict(argv).name)
+        write_project(directory)
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {directory}; next:\n  cd {directory}\n  slime train config.yaml --output-dir runs/first")
+    return 0
+
+
+def write_project(directory: Path) -> None:
+    """Writes the project. Raises InvalidSetting for a path that is no empty directory."""
+    with path_errors(directory, "NAME"):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise InvalidSetting.must_be("NAME", "a new or an empty directory", got=str(directory))
+        (directory / "data").mkdir(parents=True, exist_ok=True)
+        for name in ("config.yaml", "reward.py"):
+            write_whole(directory / name, files(TEMPLATE).joinpath(name).read_text(encoding="utf-8"), field="NAME")
+        rows = "".join(json.dumps({"prompt": f"{n}:", "label": str(n)}) + "\n" for n in DIVISORS)
+        write_whole(directory / "data" / "prompts.jsonl", rows, field="NAME")
+        write_whole(directory / "README.md", README.format(name=directory.resolve().name), field="NAME")
+    # torch is imported for this, which takes seconds.
+    from slime.launcher.quickstart.tiny_model import write_model
+
+    write_model(directory / "model", "0123456789:", seed=0)

@@ -1,0 +1,96 @@
+"""A run as its directory describes it: for the commands that go on from one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.launcher.config.record import COMMAND, SETTINGS
+from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
+from slime.launcher.run_directory.earlier_run import MODEL
+from slime.types.config_files import read_config
+from slime.types.errors import MissingFile
+
+# The heading that `config.record` writes above each command.
+_STARTED_IN = re.compile(r"^# \S+ \S+ \S+, in (?P<directory>.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """path: absolute. settings: those that were set, by name. started_in: the directory that relative paths are below.
+
+    run_name: None where the run was not named.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    started_in: Path
+    run_name: str | None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.started_in / self.settings["save"] if self.settings.get("save") else self.path / "checkpoints"
+
+    def began_with(self) -> str | None:
+        """Returns the model that the run began with: an absolute path, or a name on the Hub."""
+        text = self.settings.get("hf_checkpoint")
+        here = self.started_in / str(text)
+        return str(here) if text is not None and here.exists() else text
+
+    def absolute(self, name: str, value: Any) -> Any:
+        """Returns the value of a setting with its paths as seen from everywhere."""
+        if name == "eval_prompt_data":
+            return [[self._path(word) if i % 2 or len(pairs) == 1 else word for i, word in enumerate(pairs)]
+                    for pairs in ([item] if isinstance(item, str) else item for item in value)]  # fmt: skip
+        if isinstance(value, str) and (name.endswith(("_path", "_file", "_config", "_dir"))):
+            return self._path(value)
+        return value
+
+    def _path(self, text: str) -> str:
+        """Makes `PATH`, `PATH@[a:b]` or `PATH.py:FUNCTION` absolute where it is there; else it is a name."""
+        path = text.partition("@[")[0]
+        path = path if (self.started_in / path).exists() else path.rpartition(":")[0]
+        return str(self.started_in / text) if path and (self.started_in / path).exists() else text
+
+    def model(self, step: int | None = None) -> Path:
+        """Returns the trained model, or else the newest checkpoint, or that of `step`. Raises MissingFile."""
+        if step is None and (self.path / MODEL).is_dir():
+            return self.path / MODEL
+        if not steps(self.checkpoints):
+            raise MissingFile(
+                f"RUN {self.path} has neither a trained model nor a checkpoint: it did not come to its end, and had no "
+                "--save-interval",
+                field="RUN", value=str(self.path),
+            )  # fmt: skip
+        return Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
+
+
+def is_run(path: Path) -> bool:
+    return (path / SETTINGS).is_file()
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Raises MissingFile for a directory of no run, InvalidFile for settings that cannot be read."""
+    if not is_run(path):
+        raise MissingFile(
+            f"RUN {path}: expected the output directory of a run, with {SETTINGS}", field="RUN", value=str(path)
+        )
+    path = path.absolute()
+    text = (path / SETTINGS).read_text(encoding="utf-8")
+    # These are comments there, since a repetition needs values of its own.
+    own = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
+    identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in own.splitlines())) or {}
+    return RecordedRun(path, read_config(str(path / SETTINGS), "RUN"), _started_in(path), identity.get("run_name"))
+
+
+def _started_in(path: Path) -> Path:
+    """Returns the directory in which the run was started last; the current one where it is unknown or gone."""
+    try:
+        found = _STARTED_IN.findall((path / COMMAND).read_text(encoding="utf-8"))
+    except OSError:
+        found = []
+    return Path(found[-1]) if found and Path(found[-1]).is_dir() else Path.cwd()

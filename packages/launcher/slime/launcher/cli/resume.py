@@ -1,0 +1,78 @@
+"""`slime resume RUN`: goes on from the newest checkpoint of a run, with the settings and the command that it had."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.launcher.cli.help import CommandParser
+from slime.launcher.cli.recorded_run import RecordedRun, read_run
+from slime.launcher.config.record import SETTINGS
+from slime.launcher.run_directory.checkpoints import steps
+from slime.launcher.run_directory.state import read_state
+from slime.types.errors import InvalidSetting, SlimeError
+
+# Flags by which a run that came to its end becomes longer.
+LONGER = ("--num-rollout", "--num-epoch")
+
+
+def parser(command: str) -> CommandParser:
+    reader = CommandParser(
+        prog="slime resume",
+        usage="slime resume RUN [flags of slime train]",
+        description="Goes on from the newest checkpoint of a run, with its settings, in the directory in which it was "
+        "started. Flags win over those settings. A run that is alive is refused; one that came to its end goes on with "
+        "a larger --num-rollout.",
+    )
+    reader.add_argument("run", metavar="RUN", help="Output directory of a run that had --save-interval")
+    return reader
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    try:
+        options, flags = parser(command).parse_known_args(list(argv))
+        run = read_run(Path(options.run))
+        words = resumed(run, flags)
+    except SlimeError as error:
+        print(f"slime: error: {error}", file=sys.stderr)
+        return 2
+    os.chdir(run.started_in)
+    from slime.launcher.cli.train import run_train
+
+    return run_train(words, asynchronous=read_state(run.path).command == "train-async")
+
+
+def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
+    """Returns the words of `slime train` that go on with `run`.
+
+    Raises InvalidSetting for a run that is alive, has come to its end or has no checkpoint.
+    """
+    state = read_state(run.path)
+    if state.state == "running":
+        raise InvalidSetting(
+            f"RUN {run.path} is alive: process {state.pid} on {state.host}, {state.phase}; stop it first",
+            field="RUN", value=str(run.path), expected="a run that has stopped",
+        )  # fmt: skip
+    if state.state == "done" and not {word.split("=", 1)[0] for word in flags} & set(LONGER):
+        count = f" after {state.num_steps} iterations" if state.num_steps else ""
+        raise InvalidSetting(
+            f"RUN {run.path} came to its end{count}; a larger --num-rollout goes on",
+            field="RUN", value=str(run.path), expected="--num-rollout",
+        )  # fmt: skip
+    if not steps(run.checkpoints):
+        every = run.settings.get("save_interval")
+        why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
+        raise InvalidSetting(
+            f"RUN {run.path} has no checkpoint to go on from: {why}; to start it anew: slime train "
+            f"{run.path / SETTINGS} --output-dir ANOTHER",
+            field="RUN", value=str(run.path), expected="a run with a checkpoint",
+        )  # fmt: skip
+    words = ["--config", str(run.path / SETTINGS), "--output-dir", str(run.path), "--load", str(run.checkpoints)]
+    if run.run_name is not None:
+        words += ["--run-name", run.run_name]
+    if run.settings.get("ckpt_step") is not None:
+        # An earlier resume chose a step; this one takes the newest.
+        words += ["--ckpt-step", str(max(steps(run.checkpoints)))]
+    return [*words, *flags]

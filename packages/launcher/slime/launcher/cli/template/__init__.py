@@ -1,0 +1,1 @@
+"""Files of the project that `slime init` writes."""

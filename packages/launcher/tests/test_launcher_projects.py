@@ -1,0 +1,233 @@
+"""`slime init`, `resume`, `eval`, `export` and `chat`, as far as they do without a run; tests/e2e has the rest."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.launcher import cli
+from slime.launcher.cli.chat import Conversation
+from slime.launcher.cli.evaluate import evaluation_settings, score, words_of
+from slime.launcher.cli.export import model_of
+from slime.launcher.cli.init import write_project
+from slime.launcher.cli.recorded_run import read_run
+from slime.launcher.cli.resume import resumed
+from slime.launcher.config import run_config
+from slime.launcher.config.record import write_record
+from slime.launcher.run_directory.state import RunState
+from slime.types.errors import InvalidSetting, MissingFile
+
+NUM_GPUS = 0
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project of `slime init`, in which the tests of this module are."""
+    directory = tmp_path_factory.mktemp("work") / "mine"
+    write_project(directory)
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield directory
+    finally:
+        os.chdir(before)
+
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(project: Path) -> MakeRun:
+    """make_run(*FLAGS) records a run of the project in runs/NAME, and gives its directory."""
+
+    def make(*flags: str, state: str = "stopped", checkpoints: tuple[int, ...] = ()) -> Path:
+        run = Path("runs") / str(len(list(Path("runs").glob("*"))))
+        run.mkdir(parents=True)
+        words = ["config.yaml", *flags, "--output-dir", str(run)]
+        write_record(run, run_config.parse(words, check=False), ["slime", "train", *words])
+        recorded = RunState(run, "train")
+        if state != "running":
+            recorded.end(state)
+        for step in checkpoints:
+            (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+            (run / "checkpoints" / f"step_{step:06d}" / "trainer.json").write_text("{}")
+        return run
+
+    return make
+
+
+def test_a_project_is_a_run_that_passes_its_checks(project: Path) -> None:
+    config = run_config.parse(["config.yaml"])
+    assert config.launcher.num_rollout == 40 and config.buffer.evaluation_sets() == {"multiples": "data/prompts.jsonl"}
+    assert "slime train config.yaml" in (project / "README.md").read_text()
+    assert (project / "README.md").read_text().startswith("# mine\n")
+
+
+@pytest.mark.parametrize("kind", ["file", "full"])
+def test_a_project_replaces_nothing(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "mine"
+    kept = place if kind == "file" else place / "notes.txt"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("mine")
+    assert cli.main(["init", str(place)]) == 2
+    assert capsys.readouterr().err == f"slime: error: NAME must be a new or an empty directory, got '{place}'\n"
+    assert kept.read_text() == "mine" and not (place / "config.yaml").exists()
+
+
+def test_a_run_is_resumed_with_its_settings_from_the_newest_checkpoint(make_run: MakeRun) -> None:
+    run = make_run("--lr", "0.5", "--run-name", "named", checkpoints=(19, 39))
+    words = resumed(read_run(run), ["--watch"])
+    config = run_config.parse(words)
+    assert config.trainer.lr == 0.5 and config.launcher.run_name == "named" and config.launcher.watch
+    assert config.trainer.load == str(run.absolute() / "checkpoints" / "step_000039")
+    assert config.output_dir == run.absolute()
+
+
+def test_a_resume_takes_the_newest_checkpoint_though_an_earlier_one_chose_a_step(make_run: MakeRun) -> None:
+    run = make_run("--load", "x", "--ckpt-step", "19", checkpoints=(19, 39))
+    config = run_config.parse(resumed(read_run(run), []))
+    assert config.trainer.load == str(run.absolute() / "checkpoints" / "step_000039")
+
+
+@pytest.mark.parametrize(
+    ("state", "checkpoints", "flags", "message"),
+    [
+        ("running", (19,), (), r"is alive: process \d+ on .*, starting; stop it first"),
+        ("done", (19,), (), "came to its end; a larger --num-rollout goes on"),
+        ("stopped", (), (), "it ended before iteration 20, the first to be saved"),
+        ("failed", (), ("--save-interval", "7"), "before iteration 7"),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_refused(
+    make_run: MakeRun, state: str, checkpoints: tuple[int, ...], flags: tuple[str, ...], message: str
+) -> None:
+    run = make_run(*flags, state=state, checkpoints=checkpoints)
+    with pytest.raises(InvalidSetting, match=message):
+        resumed(read_run(run), [])
+
+
+def test_a_run_that_ended_goes_on_with_more_iterations(make_run: MakeRun) -> None:
+    run = make_run(state="done", checkpoints=(39,))
+    assert run_config.parse(resumed(read_run(run), ["--num-rollout", "60"])).launcher.num_rollout == 60
+
+
+def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["resume", str(tmp_path)]) == 2
+    assert "expected the output directory of a run, with run.yaml" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_a_run_has_its_reward_and_columns_wherever_it_is_started(
+    project: Path, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = read_run(make_run("--save-interval", "5", "--over-sampling-batch-size", "64"))
+    (run.path / "model").symlink_to(project / "model")
+    monkeypatch.chdir(tmp_path)
+    settings = evaluation_settings(run)
+    assert settings["custom_rm_path"] == f"{project}/reward.py:reward"
+    assert settings["eval_prompt_data"] == [["multiples", f"{project}/data/prompts.jsonl"]]
+    assert settings["label_key"] == "label" and settings["rollout_max_response_len"] == 3
+    assert not settings.keys() & {"save_interval", "lr", "over_sampling_batch_size", "prompt_data"}
+    config = run_config.parse(words_of(str(run.path), run, None, ["--eval-temperature", "1"], tmp_path / "out"))
+    assert config.launcher.num_rollout == 0 and config.rollout.eval_temperature == 1
+    assert config.rollout.hf_checkpoint == str(run.path / "model")
+    other = words_of(str(run.path), run, f"{project}/data/prompts.jsonl@[:2]", [], tmp_path / "out", with_sets=False)
+    assert run_config.parse(other).buffer.evaluation_sets() == {"prompts": f"{project}/data/prompts.jsonl@[:2]"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN|MODEL is required"),
+        (["model"], "DATA is required: a model alone has no evaluation sets"),
+        (["model", "a.jsonl", "b.jsonl"], "unexpected argument 'b.jsonl'"),
+        (["model", "a.jsonl", "--eval-prompt-data", "b.jsonl"], "DATA a.jsonl and --eval-prompt-data cannot be used"),
+        (["model", "data/prompts.jsonl", "--rm-typ", "math"], "unknown option --rm-typ; did you mean --rm-type?"),
+        (["nowhere", "data/prompts.jsonl", "--rm-type", "math"], "--hf-checkpoint: no such directory nowhere"),
+    ],
+)
+def test_a_wrong_evaluation_is_told_at_once(
+    project: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def rows(groups: list[list[float]]) -> list[dict[str, float]]:
+    return [{"group_index": number, "score": value} for number, group in enumerate(groups) for value in group]
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.floats(0, 1), min_size=n, max_size=n), min_size=2)))
+def test_the_error_of_a_score_is_that_of_the_mean_of_its_prompts(groups: list[list[float]]) -> None:
+    means = [statistics.fmean(group) for group in groups]
+    found = score(rows(groups))
+    assert found.mean == pytest.approx(statistics.fmean(means), abs=1e-12)
+    assert found.error == pytest.approx(statistics.stdev(means) / len(means) ** 0.5, abs=1e-9)
+    assert (found.prompts, found.samples) == (len(groups), sum(map(len, groups)))
+
+
+def test_the_score_of_one_prompt_has_no_error() -> None:
+    found = score(rows([[0.0, 1.0]]))
+    assert found.mean == 0.5 and found.error != found.error
+
+
+def test_the_model_of_a_run_is_the_trained_one_or_that_of_a_checkpoint(make_run: MakeRun) -> None:
+    run = make_run()
+    with pytest.raises(MissingFile, match="has neither a trained model nor a checkpoint"):
+        model_of(run)
+    run = make_run("--rollout-seed", "1", checkpoints=(19, 39))
+    assert model_of(run)[0].name == "step_000039" and model_of(run, 19)[0].name == "step_000019"
+    with pytest.raises(MissingFile, match="--step: no checkpoint of step 7"):
+        model_of(run, 7)
+    (run / "model").mkdir()
+    assert model_of(run)[0] == run.absolute() / "model"
+
+
+def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", "model", "--output", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").is_file() and "pushed" not in capsys.readouterr().out
+    assert cli.main(["export", "model", "--format", "gguf", "--output", str(tmp_path / "m.gguf")]) == 2
+    assert "GGUF of this model is not supported yet" in capsys.readouterr().err
+    assert cli.main(["export", "model", "--private"]) == 2
+    assert cli.main(["export", "nowhere"]) == 2
+
+
+def test_a_hub_that_does_not_answer_is_told(project: Path, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    variables |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.launcher.cli", "export", "model", "--output", tmp_path / "hf", "--push", "a/b"],
+        capture_output=True, text=True, timeout=200, env=variables,
+    )  # fmt: skip
+    assert done.returncode == 1 and "--push a/b: the Hub did not take it:" in done.stderr, done.stderr
+    assert "--push can be repeated" in done.stderr and (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_a_system_message_needs_a_chat_template() -> None:
+    with pytest.raises(InvalidSetting, match="--system requires a model with a chat template"):
+        Conversation("http://127.0.0.1:1", None, has_template=False).start("Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model", "--temperature", "-1"], "--temperature must be at least 0, got -1"),
+        (["model", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+        (["nowhere"], "RUN nowhere: expected the output directory of a run"),
+        ([], "RUN|MODEL is required"),
+    ],
+)
+def test_a_wrong_chat_is_told_at_once(
+    project: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["chat", *words]) == 2
+    assert message in capsys.readouterr().err.replace("model is required", "RUN|MODEL is required")
