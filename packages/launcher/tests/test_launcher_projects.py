@@ -203,7 +203,12 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
 
 def test_a_hub_that_does_not_answer_is_told(project: Path, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    variables |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    # Entries of PYTHONPATH may be relative to the directory that the tests were started in.
+    variables |= {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "slime.launcher.cli", "export", "model", "--output", tmp_path / "hf", "--push", "a/b"],
         capture_output=True, text=True, timeout=200, env=variables,
