@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from slime.launcher import cli
 from slime.launcher.cli.chat import Conversation
-from slime.launcher.cli.evaluate import evaluation_settings, score, words_of
+from slime.launcher.cli.evaluate import collect, evaluation_settings, score, words_of
 from slime.launcher.cli.export import model_of
 from slime.launcher.cli.init import write_project
 from slime.launcher.cli.recorded_run import read_run
@@ -23,6 +26,8 @@ from slime.launcher.cli.resume import resumed
 from slime.launcher.config import run_config
 from slime.launcher.config.record import write_record
 from slime.launcher.run_directory.state import RunState
+from slime.rollout.recordings.rollouts import record_evaluation
+from slime.types import Sample
 from slime.types.errors import InvalidSetting, MissingFile
 
 NUM_GPUS = 0
@@ -171,6 +176,26 @@ def test_the_error_of_a_score_is_that_of_the_mean_of_its_prompts(groups: list[li
     assert found.mean == pytest.approx(statistics.fmean(means), abs=1e-12)
     assert found.error == pytest.approx(statistics.stdev(means) / len(means) ** 0.5, abs=1e-9)
     assert (found.prompts, found.samples) == (len(groups), sum(map(len, groups)))
+
+
+def test_a_recorded_evaluation_becomes_rows_with_the_score_that_the_reward_key_names(
+    project: Path, tmp_path: Path
+) -> None:
+    rewards: list[Any] = [{"score": 1.0, "length": 3}, {"score": 0.0, "length": 9}]
+    samples = [
+        Sample(
+            prompt="7:", response="28", label="7", index=i, group_index=i // 2, reward=reward, tokens=[1], metadata={}
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    template = str(tmp_path / "recorded-{rollout_id}")
+    record_evaluation(template, 0, {"held": {"samples": samples}})
+    config = run_config.parse(["config.yaml", "--reward-key", "score", "--eval-reward-key", "length"])
+    found = collect(tmp_path, config)
+    assert [row["score"] for row in found] == [3.0, 9.0] and [row["reward"] for row in found] == rewards
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == found
+    assert score(found)[:1] == (6.0,) and math.isnan(score(found).error)
+    assert not list(tmp_path.glob("recorded-*"))
 
 
 def test_the_score_of_one_prompt_has_no_error() -> None:
