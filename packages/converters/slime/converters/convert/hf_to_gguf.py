@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.converters.families import read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
 from slime.types.files import check_file_place
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress
         writer = gguf.GGUFWriter(partial, architecture)
         _add_model(writer, source.resolve().name, config)
         _add_tokenizer(writer, source, config, tokenizer)
-        progress(f"writing {len(weights.tensors)} tensors of a {architecture}")
+        progress(f"writing {counted(len(weights.tensors), 'tensor')} of a {architecture}")
         for name, tensor in _tensors(weights, config, rotates_pairs):
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if known is None:
