@@ -42,14 +42,13 @@ def no_directory(path: str | Path, flag: str, expected: str = "a Hugging Face mo
     )
 
 
-def hub_hint(path: str | Path, flag: str, kind: str = "") -> str:
-    """Returns how to download "ORG/NAME" from the Hub; "" for other paths. kind: "dataset", or "" for a model."""
+def hub_hint(path: str | Path, flag: str) -> str:
+    """Returns how to download the model "ORG/NAME" from the Hub; "" for other paths."""
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).parent.exists():
         return ""
     name = text.rpartition("/")[2]
-    option, file = (f" --repo-type {kind}", "/FILE") if kind else ("", "")
-    return f": for a name on the Hub, `hf download {text}{option} --local-dir {name}`, then {flag} {name}{file}"
+    return f": for a name on the Hub, `hf download {text} --local-dir {name}`, then {flag} {name}"
 
 
 def read_bounded(path: str | Path, flag: str, most_bytes: int = MOST_BYTES) -> bytes:

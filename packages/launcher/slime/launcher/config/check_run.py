@@ -31,7 +31,7 @@ from slime.trainer.settings.checks import refuse_groups_of_one
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.experts import experts_of
-from slime.types.files import check_readable, hub_hint, no_directory
+from slime.types.files import check_readable, no_directory
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.plugins import load_plugin
 from slime.types.setting_values import flag_name
@@ -245,8 +245,6 @@ def _check_recording(flag: str, template: str, first: int | None) -> None:
 
 def _check_prompts(flag: str, path: str) -> None:
     file = Path(split_slice(path, flag)[0])
-    if not file.exists() and (hint := hub_hint(file, flag, "dataset")):
-        raise MissingFile(f"{flag}: no such file {file}{hint}", field=flag, value=path, expected="a file")
     check_readable(file, flag)
     reader_of(file, flag)
 
