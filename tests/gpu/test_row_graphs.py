@@ -81,8 +81,8 @@ def test_replayed_rows_train_as_eager_ones(tmp_path: Path, values: dict[str, obj
             metrics.append(step.run(plan, lambda positions, samples=samples: (samples[p] for p in positions)))
         if compiled:
             assert not backend._compiler.failed
-            assert backend._rows.num_graphs > 0 or "offload_train" in values
-            assert backend._rows.num_graphs == 0 or "offload_train" not in values
+            assert backend._passes.rows.num_graphs > 0 or "offload_train" in values
+            assert backend._passes.rows.num_graphs == 0 or "offload_train" not in values
         found[compiled] = metrics, dict(backend.named_weights())
     for before, after in zip(found[False][0], found[True][0], strict=True):
         assert after["train/grad_norm"] == pytest.approx(before["train/grad_norm"], rel=2e-2)

@@ -16,7 +16,7 @@ from slime.trainer.algorithms.kl import approximate_kl
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.algorithms.policy_loss import cispo_loss, clipped_loss, off_policy_weights, sequence_mean
 from slime.trainer.algorithms.rewards import normalize_rewards
-from slime.trainer.settings.trainer import TIS_MODES
+from slime.trainer.settings.algorithm import TIS_MODES
 
 FLOATS = st.floats(-100, 100, allow_nan=False)
 

@@ -140,8 +140,8 @@ def test_estimators_are_named_in_their_table_alone():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in ESTIMATORS
     }
-    assert {path for path, _ in named} == {"algorithms/estimators.py", "settings/trainer.py"}
-    assert {name for path, name in named if path == "settings/trainer.py"} == {"grpo"}
+    assert {path for path, _ in named} == {"algorithms/estimators.py", "settings/algorithm.py"}
+    assert {name for path, name in named if path == "settings/algorithm.py"} == {"grpo"}
 
 
 def test_a_new_entry_of_the_table_trains(model: str, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: packed rows, logits only where they are trained, float32 weights and optimizer.
+"""The FSDP2 backend: a policy and the models beside it, with float32 weights and optimizer.
 
 With bfloat16 the model computes with bfloat16 weights that are a copy of float32 ones (master.py), of which ranks
 have parts. Where that takes too much of a GPU, and in float32, FSDP2 cuts weights and gradients over ranks too, and
@@ -7,17 +7,12 @@ gathers the weights of a layer, as bfloat16, when it is run.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
-from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
 from slime.trainer.backends.base import (
     POLICY,
     REFERENCE,
@@ -33,17 +28,14 @@ from slime.trainer.backends.base import (
 )
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp import routing
-from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
+from slime.trainer.backends.fsdp.compilation import Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
-from slime.trainer.backends.fsdp.rows import StaticRows, gradients_of
+from slime.trainer.backends.fsdp.passes import Passes
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
-from slime.trainer.backends.shared_attention import fuse
 from slime.trainer.backends.snapshots import Snapshots, local
-from slime.trainer.batching.packing import PackedBatch
-from slime.trainer.batching.runs import Runs
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, WrongState
@@ -64,6 +56,7 @@ class FsdpBackend(Backend):
     # True if other models may be loaded to compare the policy with.
     _has_references = True
     _replays_routing = True
+    _passes_class = Passes
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
@@ -106,13 +99,9 @@ class FsdpBackend(Backend):
             assert settings.opd_teacher_load is not None
             self.teacher = self._load_compared(settings.opd_teacher_load, "--opd-teacher-load")
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
-        self._fused: FusedLogProbs | None = None
-        self._rows: StaticRows | None = None
-        if self._compiler is not None:
-            self._fused = FusedLogProbs(self._compiler.function)
-            fuse(self._compiler.function)
-            self._rows = StaticRows(self._row_outputs, self._backward, device, self._row_limit)
-            self.memory_stays(not settings.offloads_train)
+        cut_over = ranks.world_size if self._cut else 1
+        self._passes = self._passes_class(settings, device, cut_over, self._master, self._compiler)
+        self.memory_stays(not settings.offloads_train)
         in_checkpoints = self.policy.state_dict().keys()
         self._persistent_buffers = [name for name, _ in self.policy.named_buffers() if name in in_checkpoints]
         self.updates = 0
@@ -173,15 +162,11 @@ class FsdpBackend(Backend):
         )  # fmt: skip
         return whole
 
-    @property
-    def _row_limit(self) -> int | None:
-        return self.settings.max_tokens_per_gpu if self.settings.use_dynamic_batch_size else None
-
     def memory_stays(self, stays: bool) -> None:
         # CUDA graphs hold addresses: memory that leaves the GPU comes back elsewhere.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
-        if self._rows is not None:
-            self._rows.use_graphs(lasts and self.device.type == "cuda")
+        if self._passes.rows is not None:
+            self._passes.rows.use_graphs(lasts and self.device.type == "cuda")
 
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
@@ -192,93 +177,24 @@ class FsdpBackend(Backend):
             return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
         return model
 
-    def _logits(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """[J, V] at the tokens that predict trained ones."""
-        images: dict[str, object] = {}
-        if batch.images:
-            images = {
-                "images": {n: self._input(t) for n, t in batch.images.items()},
-                "image_places": batch.image_places,
-            }
-        positions = batch.position_ids if batch.grid_positions is None else batch.grid_positions
-        return _logits(model, batch.tokens, positions, batch.runs, batch.rows, **images)
-
-    def _input(self, tensor: Tensor) -> Tensor:
-        """On the device, in the type of the weights; FSDP2 casts what its modules are given itself."""
-        dtype = torch.bfloat16 if self._master is not None and tensor.is_floating_point() else None
-        return tensor.to(self.device, dtype)
-
-    def _row_outputs(
-        self, model: nn.Module, tokens: Tensor, positions: Tensor, runs: Runs, rows: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self._fused is not None
-        logits = _logits(model, tokens, positions, runs, rows)
-        return self._fused(logits, targets, self.settings.rollout_temperature)
-
-    def _idle(self, model: nn.Module) -> Tensor:
-        """Runs a forward pass over one token, times zero: the other ranks' collective calls need this rank."""
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        return model(input_ids=token, runs=Runs.apart([1], self.device), use_cache=False).logits.sum() * 0.0
-
     def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
         if of == REFERENCE:
             if self.reference is None:
                 raise WrongState("no reference model was loaded")
-            return self._scores(self.reference, batches, entropy)
+            return self._passes.scores(self.reference, batches, entropy)
         if of == TEACHER:
             if self.teacher is None:
                 raise WrongState("no teacher was loaded")
-            return self._scores(self.teacher, batches, entropy)
+            return self._passes.scores(self.teacher, batches, entropy)
         if of == POLICY:
-            return self._scores(self.policy, batches, entropy)
+            return self._passes.scores(self.policy, batches, entropy, self._routing)
         if of not in self.snapshots:
             raise WrongState(f"no weights were kept as {of}")
         loading.reshard(self.policy)
         with self.snapshots.swapped_in(of):
-            found = self._scores(self.policy, batches, entropy)
+            found = self._passes.scores(self.policy, batches, entropy, self._routing)
             loading.reshard(self.policy)
         return found
-
-    @torch.no_grad()
-    def _scores(self, model: nn.Module, batches: Sequence[MaybeBatch], entropy: bool) -> list[Outputs | None]:
-        found: list[Outputs | None] = []
-        replay = self._routing if model is self.policy else None
-        if replay is not None:
-            replay.scores()
-        for batch in batches:
-            if replay is not None:
-                replay.begin(batch, batch.experts if batch is not None else None)
-            if batch is None:
-                if self._cut:
-                    self._idle(model)
-                found.append(None)
-            elif self._compiles:
-                log_probs, entropies = self._fused_outputs(model, batch)
-                found.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
-            else:
-                found.append(self._outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
-            if replay is not None:
-                replay.end(batch)
-        return found
-
-    @property
-    def _compiles(self) -> bool:
-        return self._compiler is not None and not self._compiler.failed
-
-    def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, [J]."""
-        assert self._fused is not None and self._rows is not None
-        if not torch.is_grad_enabled() and StaticRows.takes(batch):
-            return self._rows.scores(model, batch)
-        return self._fused(self._logits(model, batch), batch.targets, self.settings.rollout_temperature)
-
-    def _outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
-        temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
-        log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
-        if entropy == "none":
-            return Outputs(log_probs, None)
-        with torch.set_grad_enabled(entropy == "gradient"):
-            return Outputs(log_probs, batch.scatter(token_entropy(logits, temperature, chunk)))
 
     def keep(self, name: str) -> None:
         loading.reshard(self.policy)
@@ -303,54 +219,7 @@ class FsdpBackend(Backend):
         for number, batch in enumerate(batches):
             if self._routing is not None:
                 self._routing.begin(batch, batch.experts if batch is not None else None)
-            self._forward_backward(number, batch, loss, entropy, logits)
-
-    def _forward_backward(
-        self, number: int, batch: MaybeBatch, loss: LossFunction, entropy: str, with_logits: bool
-    ) -> None:
-        # FSDP2 averages gradients over ranks, the plan's weights expect their sum.
-        scale = self.ranks.world_size if self._cut else 1
-        if batch is None:
-            if self._cut:
-                self._idle(self.policy).backward()
-        elif not self._compiles or with_logits:
-            logits = self._logits(self.policy, batch)
-            if self.settings.recompute_loss_function:
-                outputs = checkpoint(self._outputs, batch, logits, entropy, use_reentrant=False)
-            else:
-                outputs = self._outputs(batch, logits, entropy)
-            if with_logits:
-                outputs = dataclasses.replace(outputs, logits=logits)
-            self._add_gradients([loss(number, batch, outputs) * scale])
-        elif self._rows is not None and StaticRows.takes(batch):
-            self._rows.forward_backward(self.policy, number, batch, loss, entropy, scale)
-        else:
-            outputs = self._fused_outputs(self.policy, batch)
-            gradients = gradients_of(number, batch, loss, entropy, outputs, scale)
-            self._backward(lambda: self._fused_outputs(self.policy, batch), outputs, gradients)
-
-    def _backward(
-        self, again: Callable[[], tuple[Tensor, ...]], outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        """again: makes the outputs once more, where their backward pass cannot be compiled."""
-        pairs = [
-            (output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None
-        ]
-        try:
-            self._add_gradients(*map(list, zip(*pairs, strict=True)))
-        except COMPILE_ERRORS as error:
-            if self._master is None or self._compiler is None or self._compiler.failed:
-                raise
-            self._compiler.give_up(error)
-            self._backward(again, again(), gradients)
-
-    def _add_gradients(self, outputs: list[Tensor], gradients: list[Tensor] | None = None) -> None:
-        if self._master is None:
-            torch.autograd.backward(outputs, gradients)
-        else:
-            self._master.add_gradients(
-                torch.autograd.grad(outputs, self._master.parameters, gradients, allow_unused=True)
-            )
+            self._passes.forward_backward(self.policy, number, batch, loss, entropy, logits)
 
     def optimizer_step(self) -> tuple[float, float]:
         norm = self._optimizer.gradient_norm()
@@ -420,13 +289,6 @@ class FsdpBackend(Backend):
         self.updates = updates
         if updates:
             self._optimizer.load(read, updates)
-
-
-def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, runs: Runs, rows: Tensor, **images: object) -> Tensor:
-    """[J, V] at `rows`."""
-    keeps = {"logits_to_keep": rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits = model(input_ids=tokens, position_ids=positions, runs=runs, use_cache=False, **keeps, **images).logits[0]
-    return logits if keeps else logits[rows]
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

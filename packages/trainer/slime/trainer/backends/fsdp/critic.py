@@ -13,10 +13,19 @@ from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.backends.base import Outputs
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.backends.fsdp.passes import Passes
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile
+
+
+class ValuePasses(Passes):
+    """Passes whose outputs are values."""
+
+    def outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
+        values = batch.scatter(logits[:, 0].float())
+        return Outputs(values.new_zeros(0), None, values=values)
 
 
 class FsdpCritic(FsdpBackend):
@@ -27,6 +36,7 @@ class FsdpCritic(FsdpBackend):
     _has_references = False
     # Its experts are its own.
     _replays_routing = False
+    _passes_class = ValuePasses
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
@@ -48,10 +58,6 @@ class FsdpCritic(FsdpBackend):
             policy = AutoConfig.from_pretrained(self.settings.hf_checkpoint).get_text_config()
             loading.check_vocabulary(critic.config, policy.vocab_size, flag, path)
         return critic, flag
-
-    def _outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
-        values = batch.scatter(logits[:, 0].float())
-        return Outputs(values.new_zeros(0), None, values=values)
 
 
 def load_critic(path: str, *, flag: str) -> nn.Module:
