@@ -19,6 +19,7 @@ from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.check_loop import check_loop, check_recordings
 from slime.launcher.config.derived import check_on_policy
+from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places
 from slime.launcher.runner.flags import AGENT_ROLLOUT
@@ -94,6 +95,8 @@ def check_run(args: Mapping[str, Any]) -> None:
     _check_reward_key(args)
     _check_teacher(args)
     check_trackers(args)
+    if args["metrics_port"] is None and args["metrics_host"] != LauncherSettings.metrics_host:
+        raise _requires(args, "metrics_host", "--metrics-port N")
     check_on_policy(args)
     _check_whole_vocabulary(args)
     _check_pipeline_engines(args)

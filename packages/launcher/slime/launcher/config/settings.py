@@ -203,6 +203,16 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     watch: bool = setting(
         False, "Serve the page of `slime show` about this run on the loopback while it goes on, and print its address"
     )
+    metrics_port: int | None = setting(
+        None,
+        "Port on which the launcher serves Prometheus metrics (/metrics) and the health of all services (/health); 0 "
+        "lets the system pick one, and without the flag none is open",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", "Address of --metrics-port; beyond the loopback it is plain HTTP, token included"
+    )
     overwrite: bool = setting(
         False,
         "Replace the metrics, plots, events, checkpoints and the model that an earlier run left in "

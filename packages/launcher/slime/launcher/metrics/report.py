@@ -76,7 +76,7 @@ class Report:
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         self._examples: list[tuple[int, list[Sample]]] = []
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks = sinks
+        self._sinks = list(sinks)
         self._log: MetricsLog | None = None
         self._samples: KeptSamples | None = None
         self.watch = SilenceWatch()
@@ -89,6 +89,14 @@ class Report:
         self._clear_status()
         for sink in self._sinks:
             sink.close(failed=kind is not None)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def attach(self, sink: Sink) -> None:
+        """Adds a sink, which gets what is reported from now on, and is closed with the report."""
+        self._sinks.append(sink)
 
     def status(self, text: str) -> None:
         """Shows the current activity; on a terminal it replaces the previous line."""

@@ -21,7 +21,7 @@ from slime.launcher.metrics.sealed import sealed_metrics
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
-from slime.launcher.services.credentials import remove_access
+from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.replay import Replay
 from slime.launcher.services.start import Progress, start_services
@@ -53,6 +53,7 @@ class Services:
         self.progress = progress
         self.first_step = 0
         self.num_parameters: int | None = None
+        self.addresses: dict[str, str] = {}
         self.trainers: list[TrainerClient] = []
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
@@ -98,9 +99,15 @@ class Services:
         if self.rollout is None:
             self._replay = Replay(self.buffer, self.config.flat)
         self._open_run()
-        self._supervisor.authority.write(self.output_dir / ACCESS, started.addresses())
+        self.addresses = started.addresses()
+        self.authority.write(self.output_dir / ACCESS, self.addresses)
         if self.first_step or self.config.trainer.load is not None:
             self.update_weights(self.first_step)
+
+    @property
+    def authority(self) -> Authority:
+        """Returns what holds the tokens of the run."""
+        return self._supervisor.authority
 
     def _open_run(self) -> None:
         writer = self.buffer.open_run(str(self._settings.run_name), last_committed_step=self.first_step - 1)

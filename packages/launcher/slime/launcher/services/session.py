@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.config.settings import LauncherSettings
+from slime.launcher.metrics.prometheus import PrometheusServer
 from slime.launcher.metrics.report import Report
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.placement.reserve import place_run
 from slime.launcher.platform.ray_cluster import OBJECT_STORE_BYTES, ray_cluster
 from slime.launcher.services.services import Services
 from slime.trainer.settings.checks import compares_rewards
+from slime.types.rpc.roles import Role, role_token
 
 
 @contextmanager
@@ -23,11 +26,17 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
     settings = config.launcher
     report.watch = SilenceWatch(compares=compares_rewards(config.trainer) and not settings.debug_rollout_only)
     report.log_samples = config.launcher.log_samples > 0
+    # Before Ray starts, so that a port that is taken is found at once.
+    exporter = _exporter(settings, report)
     report.status("starting Ray")
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
     with ray_cluster(settings.ray_address, settings.ray_num_cpus, object_store_bytes=size):
         placement = place_run(settings, config.rollout, report.status)
         with Services(config, placement, report.output_dir, report.progress) as run:
+            if exporter is not None:
+                read_token = role_token(run.authority.token, Role.READ)
+                exporter.watch(run.addresses, run.authority.client_settings, read_token)
+                report.note(f"metrics for Prometheus at http://{exporter.address}/metrics, health at /health")
             report.started(run.num_parameters, run.first_step, run.num_rollout)
             for note in run.notes:
                 report.note(note)
@@ -35,3 +44,11 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
             if run.num_rollout:
                 run.export(report.output_dir / "model")
     report.finished()
+
+
+def _exporter(settings: LauncherSettings, report: Report) -> PrometheusServer | None:
+    if settings.metrics_port is None:
+        return None
+    exporter = PrometheusServer(settings.metrics_host, settings.metrics_port, num_steps=lambda: report.num_steps)
+    report.attach(exporter)
+    return exporter

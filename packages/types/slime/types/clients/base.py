@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from slime.types.errors import SlimeError
 from slime.types.rpc import RpcSettings, connect
 from slime.v1 import buffer_pb2
 
@@ -36,6 +37,16 @@ class Client:
 
     def close(self) -> None:
         self._channel.close()
+
+    def is_serving(self, timeout: float) -> bool:
+        """Returns whether the service answers its health check within `timeout` seconds."""
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        try:
+            answer = health_pb2_grpc.HealthStub(self._channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except SlimeError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def __enter__(self) -> Self:
         return self
