@@ -52,6 +52,16 @@ def test_the_tool_answers_within_the_sample_and_is_not_trained_on(
         assert value and sample["metadata"]["table"][value[1]] == value[2]
 
 
+def test_a_game_is_played_in_turns(run_example: Callable[..., str], steps_of: Rows, tmp_path: Path) -> None:
+    run_example("text_game", "out", "--num-rollout", "3", "--rollout-batch-size", "4")
+    assert len(steps_of(tmp_path / "out")) == 3
+    samples = samples_of(tmp_path / "out")
+    turns = [sample for sample in samples if re.match(r"\d[<>]\d", sample["response"])]
+    assert turns
+    for sample in samples:
+        assert sample["reward"] in (0.0, 1.0, -0.5) and len(re.findall(r"\d", sample["response"])) <= 4, sample
+
+
 @pytest.fixture(scope="module")
 def openai(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the client of OpenAI, which slime does not need."""

@@ -79,6 +79,15 @@ def test_reasoning_gym_scores_with_the_data_set_that_the_metadata_name():
         reward_of("reasoning_gym", "13", "12", metadata={"source_dataset": "no_such_set"})
 
 
+def test_reasoning_gym_scores_a_row_of_generated_prompt_data_and_an_answer_between_tags():
+    entry = {"question": "What is 5 + 7?", "answer": "12", "metadata": {"source_dataset": "chain_sum"}}
+    metadata = {"rm_type": "reasoning_gym", "source_dataset": "chain_sum", "entry": entry}
+    for response in ("12", "5 + 7 is <answer>11</answer>, no: <answer> 12 </answer>"):
+        assert reward_of("reasoning_gym", response, None, metadata=metadata) == 1.0
+    assert reward_of("reasoning_gym", "<answer>11</answer> 12", None, metadata=metadata) < 1.0
+    assert reward_of("reasoning_gym", "<answer>12", None, metadata=metadata) < 1.0
+
+
 def test_metadata_wins_and_unknown_names_get_the_nearest():
     assert reward_of("integer", "x", "1", metadata={"rm_type": "random"}) in (0.0, 1.0)
     with pytest.raises(InvalidSetting, match="did you mean integer"):

@@ -23,8 +23,9 @@ class BufferSettings(GroupSettings, PromptSettings):
 
     prompt_data: str | None = setting(
         None,
-        "Training prompts, a file (.jsonl, .jsonl.gz, .json, .csv, .parquet); PATH@[a:b] takes rows a to b. "
-        "`slime train` also takes a data set on the Hub, ORG/NAME[:CONFIG][:SPLIT][@REVISION]",
+        "Training prompts, a file (.jsonl, .jsonl.gz, .json, .csv, .parquet) or reasoning_gym:NAME?size=1000&seed=42, "
+        "a data set of reasoning-gym; PATH@[a:b] takes rows a to b. `slime train` also takes a data set on the Hub, "
+        "ORG/NAME[:CONFIG][:SPLIT][@REVISION]",
         metavar="PATH",
     )
     rollout_global_dataset: bool = setting(

@@ -15,6 +15,7 @@ from itertools import islice
 
 from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
 from slime.buffer.sources.readers import reader_of
+from slime.buffer.sources.reasoning_gym import local_file
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.files import check_readable
 
@@ -71,7 +72,8 @@ class Dataset:
 def read_dataset(
     source: str, columns: Columns, *, shuffle: bool = False, seed: int = 42, all_columns: bool = True
 ) -> Dataset:
-    """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end).
+    """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end),
+    or `reasoning_gym:NAME` in place of PATH.
 
     all_columns: a column of metadata or tools that is called otherwise than usual must be in some row.
 
@@ -99,22 +101,26 @@ def read_dataset(
         )
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    digest.update(source[len(path) :].encode() + columns.identity.encode())
+    bounds = source[source.rindex("@[") :] if "@[" in source else ""
+    digest.update(bounds.encode() + columns.identity.encode())
     return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
 
 
 def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
-    """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)). Raises InvalidSetting for another form behind `@[`."""
+    """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)). The path of `reasoning_gym:NAME` is that of its file.
+
+    Raises InvalidSetting for another form behind `@[`, and what `local_file` raises.
+    """
     path, mark, bounds = source.rpartition("@[")
     if not mark:
-        return source, slice(None)
+        return local_file(source, flag), slice(None)
     match = re.fullmatch(r"(-?\d*):(-?\d*)\]", bounds)
     if match is None or "-" in match.groups():
         raise InvalidSetting.must_be(
             flag, "PATH@[a:b] with integers a and b, each of which may be left out", got=source
         )
     start, stop = (int(text) if text else None for text in match.groups())
-    return path, slice(start, stop)
+    return local_file(path, flag), slice(start, stop)
 
 
 def _counts_from_start(rows: slice) -> bool:

@@ -1,7 +1,7 @@
 """Scores with the scorer of a reasoning-gym data set, named by `metadata["source_dataset"]`.
 
 The entry that it wants is {"question", "answer", "metadata"}: `metadata["entry"]` where that is given, else the
-sample's prompt, label and metadata.
+sample's prompt, label and metadata. The answer is what stands in the last <answer>...</answer>, else the response.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ async def reward(args: Any, sample: Sample) -> float:
         "metadata": sample.metadata,
     }
     name = sample.metadata.get("source_dataset") or entry.get("metadata", {}).get("source_dataset")
-    return await asyncio.to_thread(score, str(name), sample.response.strip(), entry)
+    # Models that reason first are told to put what counts between these tags.
+    _, _, tagged = sample.response.rpartition("<answer>")
+    answer = tagged.partition("</answer>")[0] if "</answer>" in tagged else sample.response
+    return await asyncio.to_thread(score, str(name), answer.strip(), entry)
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float:

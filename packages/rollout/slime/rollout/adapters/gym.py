@@ -1,0 +1,132 @@
+"""Text games of gymnasium's interface, and those of textarena, for `--custom-generate-function-path`.
+
+    observation, info = env.reset(seed=...)
+    observation, reward, terminated, truncated, info = env.step(action)
+
+Observations and actions are text. `prompts` writes the first observations as prompt data; `episodes` plays on from
+there: a turn of the model is an action, and what the game answers is appended with loss mask 0. The sum of the rewards
+is the reward of the sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.rollout.chat.template import render
+from slime.rollout.generate.sample import generate
+from slime.rollout.generate.state import GenerateState
+from slime.types import Sample
+from slime.types.errors import InvalidSetting, NotAvailable
+
+# Stands for an answer where the text behind one is looked for; no template changes letters.
+MARK = "zqxanswerzqx"
+
+
+class TextEnv(Protocol):
+    """A game: `gymnasium.Env` with text as observations and actions, or a class of its own."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]: ...
+
+    def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
+
+
+Generate = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample]]
+
+
+def prompts(make: Callable[[], TextEnv], seeds: Iterable[int], path: Path, *, chat: bool = True) -> None:
+    """Writes a row for each seed: its first observation, as a message of the user or as text, and its seed."""
+    with path.open("w", encoding="utf-8") as file:
+        for seed in seeds:
+            observation, _ = make().reset(seed=seed)
+            prompt = [{"role": "user", "content": observation}] if chat else observation
+            file.write(json.dumps({"input": prompt, "metadata": {"seed": seed}}) + "\n")
+
+
+def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
+    """Returns a generate function that plays an episode of `make()` for each sample.
+
+    An episode ends where the game says so, after `max_turns`, or where the sample has no tokens left. One that the run
+    interrupts is played again up to that point: the game must answer the same to the same actions after the same seed.
+    """
+
+    async def play(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        tokenizer = GenerateState(args).tokenizer
+        env = make()
+        actions: list[str] = sample.metadata.setdefault("actions", [])
+        await asyncio.to_thread(env.reset, seed=sample.metadata.get("seed"))
+        reward = 0.0
+        for action in actions:
+            reward += float((await asyncio.to_thread(env.step, action))[1])
+        begun = sample.metadata.pop("turn_begun", len(sample.response))
+        while True:
+            sample = await generate(args, sample, sampling_params)
+            if sample.status is Sample.Status.ABORTED:
+                sample.metadata["turn_begun"] = begun
+                return sample
+            actions.append(sample.response[begun:])
+            observation, gained, terminated, truncated, _ = await asyncio.to_thread(env.step, actions[-1])
+            reward += float(gained)
+            over = terminated or truncated or len(actions) >= max_turns
+            if over or sample.status is not Sample.Status.COMPLETED:
+                sample.reward = reward
+                return sample
+            text = _behind_an_answer(tokenizer, sample, observation)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=text)
+            sample.status = Sample.Status.PENDING
+            begun = len(sample.response)
+
+    return play
+
+
+def _behind_an_answer(tokenizer: Any, sample: Sample, observation: str) -> str:
+    """Returns the observation as the chat template writes it behind the model's turn; as it is if there is no chat."""
+    if not (getattr(sample, "prompt_messages", None) or isinstance(sample.prompt, list)):
+        return observation
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": MARK},
+        {"role": "user", "content": observation},
+    ]
+    text = render(tokenizer, messages, None, {}).rpartition(MARK)[2]
+    # A turn that ended by itself has its end token already.
+    return text.removeprefix(tokenizer.decode([sample.tokens[-1]], skip_special_tokens=False))
+
+
+class TextArena:
+    """A game of textarena for one player: its id, and options of `textarena.make`.
+
+    Raises NotAvailable without the package, InvalidSetting for an unknown id.
+    """
+
+    def __init__(self, env_id: str, **options: Any) -> None:
+        try:
+            textarena = importlib.import_module("textarena")
+        except ModuleNotFoundError as error:
+            raise NotAvailable.requires(
+                f"the game {env_id}", "the package textarena", "pip install textarena"
+            ) from error
+        try:
+            self._env = textarena.make(env_id, **options)
+        except (KeyError, ValueError, ModuleNotFoundError) as error:
+            raise InvalidSetting.must_be("the game", "an id of textarena", got=env_id, reason=str(error)) from error
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self._env.reset(num_players=1, seed=seed)
+        return self._observation(), {}
+
+    def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        done, info = self._env.step(action=action)
+        if not done:
+            return self._observation(), 0.0, False, False, dict(info or {})
+        rewards, information = self._env.close()
+        return "", float(rewards[0]), True, False, dict(information or {})
+
+    def _observation(self) -> str:
+        _, observation = self._env.get_observation()
+        return str(observation)
