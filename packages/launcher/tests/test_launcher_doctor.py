@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -208,3 +209,20 @@ def test_an_agent_command_line_that_is_right_passes(
     ]  # fmt: skip
     code, text = examine(*words, capsys=capsys)
     assert code == 0, text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_status_has_a_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    failed = Finding("FAIL", "--lr [x]: broken " + "long " * 50, "mend it")
+    pipe, terminal = io.StringIO(), Terminal()
+    for output in (pipe, terminal):
+        command.show_finding(failed, output)
+    assert pipe.getvalue() == failed.line() + "\n"
+    assert terminal.getvalue() == failed.line().replace("FAIL", "\x1b[1;31mFAIL\x1b[0m", 1) + "\n"

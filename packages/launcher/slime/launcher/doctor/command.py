@@ -8,12 +8,16 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
 
 from slime.launcher.cli.help import CommandParser
 from slime.launcher.doctor.cluster import check_ray
 from slime.launcher.doctor.data import check_data
 from slime.launcher.doctor.disk import check_disk
-from slime.launcher.doctor.finding import Check, Finding, Subject, exit_code, fail, run_checks
+from slime.launcher.doctor.finding import FAIL, OK, WARN, Check, Finding, Subject, exit_code, fail, run_checks
 from slime.launcher.doctor.gpus import check_gpus
 from slime.launcher.doctor.limits import check_limits
 from slime.launcher.doctor.model import check_model
@@ -39,6 +43,8 @@ CHECKS: Mapping[str, Check] = {
 
 # Words in front of the flags, for those who paste a whole command.
 PASTED = ("slime", "train", "train-async")
+
+COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 DESCRIPTION = """Checks this machine before a run costs money. It changes nothing.
 
@@ -95,7 +101,7 @@ def main(command: str, argv: Sequence[str]) -> int:
             for finding in examine(words, own.timeout):
                 findings.append(finding)
                 if not own.json:
-                    print(finding.line(), file=output, flush=True)
+                    show_finding(finding, output)
     except KeyboardInterrupt:
         print("slime: interrupted", file=sys.stderr)
         return 130
@@ -105,6 +111,14 @@ def main(command: str, argv: Sequence[str]) -> int:
     if own.json:
         print(json.dumps({"ok": code == 0, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     return code
+
+
+def show_finding(finding: Finding, output: TextIO) -> None:
+    """Prints a line; on a terminal its status has a colour, unless NO_COLOR is set."""
+    line = Text(finding.line())
+    line.stylize(COLOURS[finding.status], 0, len(finding.status))
+    Console(file=output, highlight=False, soft_wrap=True).print(line)
+    output.flush()
 
 
 def _refuse_slips(words: Sequence[str], own: list[str]) -> None:
