@@ -53,7 +53,9 @@ def test_there_and_back_is_the_same_directory(config: dict[str, Any], dtype: tor
 
 def test_tensors_are_those_that_megatron_stacks(tmp_path: Path) -> None:
     source = hf_directory(tmp_path / "hf", MOE)
-    checkpoint = TorchDist(hf_to_torch_dist.convert(source, tmp_path / "td", given={"tensor_model_parallel_size": 2}))
+    checkpoint = TorchDist(
+        hf_to_torch_dist.convert(source, tmp_path / "td", megatron_args={"tensor_model_parallel_size": 2})
+    )
     shapes = {key: entry.shape for key, entry in checkpoint.tensors.items()}
     assert shapes["embedding.word_embeddings.weight"] == (256, 32)
     key = "mlp.experts.experts.linear_fc1.weight"
@@ -115,7 +117,7 @@ def test_another_dtype_and_other_shards(tmp_path: Path) -> None:
 
 def test_rows_of_the_vocabulary(tmp_path: Path) -> None:
     source = hf_directory(tmp_path / "hf")
-    hf_to_torch_dist.convert(source, tmp_path / "td", given={"make_vocab_size_divisible_by": 4})
+    hf_to_torch_dist.convert(source, tmp_path / "td", megatron_args={"make_vocab_size_divisible_by": 4})
     assert TorchDist(tmp_path / "td").tensors["output_layer.weight"].shape == (132, 32)
     back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back", vocab_size=100)
     assert SafetensorsDir(back).tensors["lm_head.weight"].shape == (100, 32)

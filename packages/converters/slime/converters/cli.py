@@ -156,7 +156,7 @@ def _hf_to_torch_dist(argv: list[str]) -> int:
     convert(
         settings.hf_checkpoint,
         settings.save,
-        given=megatron,
+        megatron_args=megatron,
         model_name=settings.model_name,
         dtype=settings.dtype,
         num_workers=settings.num_workers,
@@ -187,7 +187,7 @@ def _to_hf(argv: list[str], training: Parser | None) -> int:
     convert(
         settings.load,
         settings.output_dir,
-        given=megatron,
+        megatron_args=megatron,
         fallback_hf_dir=settings.hf_checkpoint,
         **_hf_options(settings),
     )

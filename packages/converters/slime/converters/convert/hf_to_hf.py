@@ -28,7 +28,7 @@ def convert(
     output_dir: str | Path,
     *,
     origin_hf_dir: str | Path | None = None,
-    given: Mapping[str, Any] | None = None,
+    megatron_args: Mapping[str, Any] | None = None,
     model_name: str | None = None,
     vocab_size: int | None = None,
     dtype: str | None = None,
@@ -45,8 +45,8 @@ def convert(
     origin = source_dir if origin_hf_dir is None else Path(origin_hf_dir)
     with TorchrunRanks() as ranks:
         config = read_config(origin)
-        if given:
-            check_model_args(given, read_model_config(origin, model_name))
+        if megatron_args:
+            check_model_args(megatron_args, read_model_config(origin, model_name))
         source = HfSource(source_dir, config)
         options = {"vocab_size": vocab_size, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
         mark = fingerprint([*source.weights.files, origin / "config.json"], options)

@@ -82,7 +82,7 @@ def convert(
     hf_checkpoint: str | Path,
     save: str | Path,
     *,
-    given: Mapping[str, Any] | None = None,
+    megatron_args: Mapping[str, Any] | None = None,
     model_name: str | None = None,
     dtype: str | None = None,
     num_workers: int = 1,
@@ -91,7 +91,7 @@ def convert(
 ) -> Path:
     """Writes `save` from `hf_checkpoint`; returns the directory of the tensors.
 
-    given: Megatron arguments by name, model and parallel sizes; held against the config before a tensor is read.
+    megatron_args: those set, model and parallel sizes, by name; held against the config before a tensor is read.
     model_name: the family, where that of config.json is not known.
     dtype: of floating-point weights, the source's by default; fp8 becomes bfloat16.
     A `save` that was made of the same files with the same arguments is kept; `overwrite` replaces another conversion.
@@ -102,7 +102,7 @@ def convert(
     save = Path(save).absolute()
     target = save / RELEASE
     with TorchrunRanks() as ranks:
-        model = read_model(hf_checkpoint, given or {}, dtype, model_name)
+        model = read_model(hf_checkpoint, megatron_args or {}, dtype, model_name)
         source = HfSource(model.path, model.config)
         source.check(model.parameters(), model.family.ignored(model.config))
         mark = fingerprint(
@@ -117,7 +117,7 @@ def convert(
 
 
 def read_model(
-    hf_checkpoint: str | Path, given: Mapping[str, Any], dtype: str | None, model_name: str | None = None
+    hf_checkpoint: str | Path, megatron_args: Mapping[str, Any], dtype: str | None, model_name: str | None = None
 ) -> Model:
     """Raises MissingFile, InvalidFile, or InvalidSetting with each contradiction between flags and config,
     or with a parallel size that the model cannot be cut by."""
@@ -125,8 +125,8 @@ def read_model(
     if not path.is_dir():
         raise no_directory(path, "--hf-checkpoint")
     config = read_model_config(path, model_name)
-    check_model_args(dict(given), dict(config))
-    args = model_args(config, given)
+    check_model_args(dict(megatron_args), dict(config))
+    args = model_args(config, megatron_args)
     args.setdefault("padded_vocab_size", padded_vocab_size(args))
     model = Model(str(path), config, args, None if dtype is None else getattr(torch, dtype), model_name)
     check_model_split(args)

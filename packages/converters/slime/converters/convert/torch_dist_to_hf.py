@@ -76,7 +76,7 @@ def convert(
     output_dir: str | Path,
     *,
     origin_hf_dir: str | Path | None = None,
-    given: Mapping[str, Any] | None = None,
+    megatron_args: Mapping[str, Any] | None = None,
     model_name: str | None = None,
     vocab_size: int | None = None,
     dtype: str | None = None,
@@ -88,7 +88,7 @@ def convert(
     """Writes `output_dir` from the checkpoint `input_dir`; returns it.
 
     origin_hf_dir: where config, tokenizer and sizes of shards come from, the checkpoint itself by default.
-    given: Megatron arguments, held against the config. model_name: the family, where that of config.json is not known.
+    megatron_args: those set, held against the config. model_name: the family, where that of config.json is not known.
     vocab_size: rows of embedding and output layer, the config's by
         default, and what config.json then says.
     dtype: of floating-point weights, the checkpoint's by default. max_shard_bytes: files as in the source by default.
@@ -101,7 +101,7 @@ def convert(
         checkpoint = TorchDist(input_dir)
         origin = _origin(checkpoint, origin_hf_dir)
         export = read_export(checkpoint, origin, vocab_size, dtype, model_name)
-        check_model_args(given or {}, export.config)
+        check_model_args(megatron_args or {}, export.config)
         mark = fingerprint(
             [checkpoint.directory / METADATA, origin / "config.json"],
             {
@@ -118,9 +118,9 @@ def convert(
     return target
 
 
-def _origin(checkpoint: TorchDist, given: str | Path | None) -> Path:
-    if given is not None:
-        return Path(given)
+def _origin(checkpoint: TorchDist, path: str | Path | None) -> Path:
+    if path is not None:
+        return Path(path)
     if checkpoint.hf_dir is None:
         raise MissingFile.required(
             "--origin-hf-dir",

@@ -133,13 +133,13 @@ class NixlReader(KeeperReader):
         return [data[start : start + size] for start, (_, size) in zip(starts, places, strict=False)]
 
 
-def _copied(agent: Any, metadata: bytes, here: list[Any], there: list[Any], deadline: float) -> str:
+def _copied(agent: Any, metadata: bytes, local: list[Any], remote: list[Any], deadline: float) -> str:
     """Returns how the transfer ended: DONE, UNDER_WAY where it was too slow, or the error."""
     bindings = importlib.import_module("nixl._bindings")
     failures = tuple(getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
     try:
         keeper = agent.add_remote_agent(metadata)
-        descriptors = (agent.get_xfer_descs(side, KIND) for side in (here, there))
+        descriptors = (agent.get_xfer_descs(side, KIND) for side in (local, remote))
         transfer = agent.initialize_xfer("READ", *descriptors, keeper)
         state = agent.transfer(transfer)
         while state == UNDER_WAY and time.monotonic() < deadline:

@@ -71,9 +71,9 @@ def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Findin
         yield fail(str(error), "change the flags, or use a machine with what they ask for")
         return
     yield ok(f"{counted(plan.placement.trainer_ranks, 'trainer rank')} and the engines fit the number of GPUs")
-    for phase, (needed, there) in plan.phases().items():
-        text = f"{phase} takes about {needed / GIB:.1f} of {there / GIB:.1f} GiB of a GPU"
-        if needed > there:
+    for phase, (needed, available) in plan.phases().items():
+        text = f"{phase} takes about {needed / GIB:.1f} of {available / GIB:.1f} GiB of a GPU"
+        if needed > available:
             yield fail(
                 text, "`slime train --dry-run` shows what takes it: more GPUs, less --max-tokens-per-gpu, recomputation"
             )

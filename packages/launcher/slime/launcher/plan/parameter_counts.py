@@ -22,12 +22,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-def whole_model(config: Config, *, ahead: bool = False) -> int:
+def whole_model(config: Config, *, mtp: bool = False) -> int:
     """Parameters of a model of a known family, without padding; a tied output layer counts once.
 
-    ahead: with the layers that predict further tokens. Raises NotAvailable for a family that is not known, InvalidFile.
+    mtp: with the layers for multi-token prediction. Raises NotAvailable for a family that is not known, InvalidFile.
     """
-    return sum(math.prod(parameter.shape) for parameter in _trained(config, ahead=ahead))
+    return sum(math.prod(parameter.shape) for parameter in _trained(config, mtp=mtp))
 
 
 def by_transformers(directory: str | Path) -> int:
@@ -85,10 +85,10 @@ def of_stages(config: Config, args: Mapping[str, Any], sizes: Sizes) -> list[Hel
     where = {layer: stage for stage, chunks in enumerate(stages) for layers in chunks for layer in layers}
     dense, experts = [0] * sizes.pipeline, [0] * sizes.pipeline
     tied = bool(config.get("tie_word_embeddings"))
-    ahead = bool(args.get("mtp_num_layers"))
+    mtp = bool(args.get("mtp_num_layers"))
     rows = padded_vocab_size(args)
-    for parameter in _trained(config, ahead=ahead):
-        for stage in _stages_of(parameter, where, sizes.pipeline, copied=tied or ahead):
+    for parameter in _trained(config, mtp=mtp):
+        for stage in _stages_of(parameter, where, sizes.pipeline, copied=tied or mtp):
             if parameter.is_expert:
                 match = _EXPERT.search(parameter.name)
                 assert match is not None
@@ -113,9 +113,9 @@ def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, c
     return [stages - 1]
 
 
-def _trained(config: Config, *, ahead: bool) -> Iterator[Parameter]:
+def _trained(config: Config, *, mtp: bool) -> Iterator[Parameter]:
     """Leaves out the biases that choose experts: no gradient moves them, and both libraries keep them as buffers."""
-    if not ahead:
+    if not mtp:
         config = {**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}
     for parameter in find_family(config).parameters(config):
         if not parameter.name.endswith(".expert_bias"):

@@ -260,10 +260,10 @@ def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bo
 
 def _in_flight(sizes: Sizes, stage: int) -> float:
     """Returns how many micro-batches' activations a stage keeps at once: 1F1B, with virtual stages in parts of one."""
-    ahead = sizes.pipeline - stage
+    stages_left = sizes.pipeline - stage
     if sizes.virtual == 1:
-        return ahead
-    chunks = 2 * (ahead - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
+        return stages_left
+    chunks = 2 * (stages_left - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
     return chunks / sizes.virtual
 
 

@@ -64,10 +64,10 @@ def _policy_model(
 ) -> PolicyModel:
     engine = uses_transformer_engine(args)
     layers = block_spec(args, config, vp_stage)
-    ahead = None
+    mtp_spec = None
     if config.mtp_num_layers:
-        ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
-    for layer in ahead.layer_specs if ahead is not None else ():
+        mtp_spec = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
+    for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
         layer.module = PredictionLayer
         if not engine:
             norm = norm_of(config)
@@ -84,7 +84,7 @@ def _policy_model(
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
-        mtp_block_spec=ahead,
+        mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
         **options,
     )

@@ -102,9 +102,9 @@ class PolicyModel(GPTModel):
         """
         assert self.head is not None
         count = self.config.mtp_num_layers
-        hidden, *ahead = torch.chunk(hidden, 1 + count, dim=0)
+        hidden, *predicted = torch.chunk(hidden, 1 + count, dim=0)
         labels, has_label = self.head.labels, self.head.has_label
-        for states in ahead:
+        for states in predicted:
             logits, _ = self.output_layer(states, weight=weight)
             labels, _ = roll_tensor(
                 labels, shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed_seq_params

@@ -24,9 +24,9 @@ Config = Mapping[str, Any]
 
 def table(args: Mapping[str, Any], config: Config) -> dict[str, Parameter]:
     """Returns the parameters of the whole model that `args` describe, by name."""
-    ahead = bool(args.get("mtp_num_layers"))
+    mtp = bool(args.get("mtp_num_layers"))
     parameters = find_family(config).parameters(config)
-    return {parameter.name: parameter for parameter in parameters if ahead or not parameter.name.startswith("mtp.")}
+    return {parameter.name: parameter for parameter in parameters if mtp or not parameter.name.startswith("mtp.")}
 
 
 def hf_shapes(args: Mapping[str, Any], config: Config) -> dict[str, Shape]:
