@@ -171,8 +171,8 @@ def read_export(
     )
     if left:
         raise InvalidFile(
-            f"{checkpoint.directory}: the model of {origin / 'config.json'} has no place for "
-            f"{counted(len(left), 'tensor')}: {', '.join(left[:10])}",
+            f"{checkpoint.directory}: {counted(len(left), 'tensor')} that the model of {origin / 'config.json'} has no "
+            f"place for: {', '.join(left[:10])}",
             field="tensors",
             value=left[0],
             expected="the config.json of this model",
