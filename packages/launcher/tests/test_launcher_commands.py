@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,11 @@ def test_version_names_the_six_packages(capsys: pytest.CaptureFixture[str]) -> N
     lines = printed(capsys, "--version").splitlines()
     packages = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
     assert [line.split()[0] for line in lines] == [*(f"slime-{name}" for name in packages), "Python"]
-    assert lines[0].split()[1] == version("slime-types")
+    try:
+        expected = version("slime-types")
+    except PackageNotFoundError:  # as in a sandbox of Pants
+        expected = "not"
+    assert lines[0].split()[1] == expected
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

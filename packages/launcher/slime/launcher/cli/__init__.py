@@ -82,10 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def versions_text() -> str:
     """Returns a line for each package of this project, and one for Python."""
-    versions = {f"slime-{name}": importlib.metadata.version(f"slime-{name}") for name in PACKAGES}
+    versions = {f"slime-{name}": _version(f"slime-{name}") for name in PACKAGES}
     width = max(map(len, versions)) + 2
     versions["Python"] = platform.python_version()
     return "".join(f"{name:<{width}}{found}\n" for name, found in versions.items())
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: its modules come from PYTHONPATH"
 
 
 def complete() -> None:
