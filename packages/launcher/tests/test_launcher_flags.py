@@ -186,6 +186,7 @@ def test_page_is_up_to_date() -> None:
         (["--num-rollout", "-1"], ["--num-rollout", "-1"]),
         (["--num-rollout", "0"], ["--num-rollout 0", "--eval-prompt-data"]),
         (["--rollout-temperature", "0"], ["--rollout-temperature", "0"]),
+        (["--rollout-temperature", "9e-7"], ["--rollout-temperature", "at least 1e-06", "9e-07"]),
         (["--lr", "fast"], ["fast", "a number"]),
         (["--train-backend", "fdsp"], ["fdsp", "did you mean fsdp"]),
         (["--eval-prompt-data", "a", "b", "c"], ["--eval-prompt-data", "pairs"]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,14 +61,21 @@ def qwen3() -> Any:
     return model("qwen3")
 
 
-def batch(model: Any, dense: DenseModel | None = None) -> ContinuousBatch:
+def batch(model: Any, dense: DenseModel | None = None, max_tokens: int | None = None) -> ContinuousBatch:
     dense = dense or DenseModel(model)
     dense.pack(0)
-    return ContinuousBatch(Loaded(model, None, VOCABULARY, 512, frozenset([1])), dense, np.random.default_rng(0))
+    loaded = Loaded(model, None, VOCABULARY, 512, frozenset([1]))
+    return ContinuousBatch(loaded, dense, np.random.default_rng(0), max_tokens)
 
 
 def greedy(prompt: list[int], count: int) -> Response:
     return Response("", list(prompt), SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True))
+
+
+def resident() -> int:
+    """Returns the bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(running: ContinuousBatch) -> None:
@@ -229,6 +238,38 @@ def test_a_cache_that_grows_keeps_what_rows_have_and_takes_no_memory_for_the_res
         filled = (kind[:, 0, :, 0] == 7.0).sum(-1)
         assert filled.tolist() == [3, 0, 64] + [0] * 13
         assert float(kind.abs().sum()) == 7.0 * 67 * 4
+
+
+def test_memory_follows_what_rows_hold_and_not_their_longest() -> None:
+    cache = KvCache(24, 8, 64, torch.bfloat16)
+    before = resident()
+    cache.reserve(256, 8192, [])  # 96 GiB of address space
+    for index in range(24):
+        for kind in cache.layer(index):
+            kind[0, :, :512] = 1.0
+            kind[1:33, :, :2] = 1.0
+    taken = resident() - before
+    assert taken < 100 << 20  # 512 tokens of 48 KiB, and a page for each head of each layer of 32 others
+    cache.release(0)
+    assert resident() - before < taken - (20 << 20)
+    assert float(cache.layer(23)[1][0].abs().sum()) == 0.0
+
+
+def test_sequences_leave_where_memory_is_full_and_go_on_from_their_tokens(qwen3: Any) -> None:
+    running = batch(qwen3, max_tokens=200)
+    responses = [greedy(LONG, 40), greedy(LONG[:60], 70), greedy(SHORT, 60)]
+    running.add(responses)
+    left: list[Response] = []
+    while not running.done:
+        running.step()
+        assert sum(row.cached for row in running._rows) <= 200
+        left += running.take_back()
+        if len(running.running) == 1 and left:
+            running.add([left.pop(0)])
+    running.add(left)
+    run(running)
+    for response in responses:
+        check(qwen3, response)
 
 
 def test_the_last_weights_are_gone_before_new_ones_are_packed(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

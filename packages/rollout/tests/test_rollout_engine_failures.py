@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from slime.rollout.engines.embedded.endpoints.generate import make_response
-from slime.rollout.engines.embedded.model.dense import DenseModel
+from slime.rollout.engines.embedded.model.decode import Batch
+from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
+from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.types.errors import InvalidField
+from slime.types.errors import EngineError, InvalidField
 
 VOCABULARY = 60
 
@@ -40,8 +42,11 @@ def scheduler(loaded: Loaded) -> Iterator[Scheduler]:
     running.stop()
 
 
-def submit(scheduler: Scheduler, loaded: Loaded, count: int = 3) -> Future[Any]:
-    response = make_response(loaded, [2, 3], SamplingParams(temperature=0, max_new_tokens=count), "", "input_ids")
+def submit(
+    scheduler: Scheduler, loaded: Loaded, count: int = 3, rid: str = "", prompt: list[int] | None = None
+) -> Future[Any]:
+    params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+    response = make_response(loaded, prompt or [2, 3], params, rid, "input_ids")
     return scheduler.submit([response]).done
 
 
@@ -57,6 +62,106 @@ def test_those_who_join_a_step_that_fails_are_told(
             submit(scheduler, loaded).result(timeout=10)
     assert submit(scheduler, loaded).result(timeout=10) is None
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
+def test_one_sequence_that_fails_leaves_the_others_running(
+    scheduler: Scheduler, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def append(batch: Batch, response: Response, token: int, log_prob: float) -> None:
+        if response.rid == "bad" and response.output_ids:
+            raise RuntimeError("this one")
+        check_and_append(batch, response, token, log_prob)
+
+    check_and_append = Batch._check_and_append
+    monkeypatch.setattr(Batch, "_check_and_append", append)
+    good = [submit(scheduler, loaded, 20) for _ in range(2)]
+    bad = submit(scheduler, loaded, 20, "bad")
+    with pytest.raises(RuntimeError, match="this one"):
+        bad.result(timeout=10)
+    assert [future.result(timeout=10) for future in good] == [None, None]
+
+
+def test_a_sequence_that_no_step_can_take_is_found_among_the_others(
+    scheduler: Scheduler, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(dense: DenseModel, run: Pass, cache: KvCache) -> torch.Tensor:
+        if 7 in run.ids[run.decoding :]:
+            raise RuntimeError("a prompt with 7")
+        return whole(dense, run, cache)
+
+    whole = DenseModel.forward
+    monkeypatch.setattr(DenseModel, "forward", forward)
+    pending = scheduler.pause("in_place")
+    pending.result(timeout=10)
+    prompts = [[2], [3, 4], [5, 7], [6], [8]]
+    futures = [submit(scheduler, loaded, 5, prompt=prompt) for prompt in prompts]
+    scheduler.resume()
+    for prompt, future in zip(prompts, futures, strict=True):
+        if 7 in prompt:
+            with pytest.raises(RuntimeError, match="a prompt with 7"):
+                future.result(timeout=10)
+        else:
+            assert future.result(timeout=10) is None
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
+def test_numbers_that_are_none_stay_in_their_row(
+    scheduler: Scheduler, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = loaded.model.get_input_embeddings().weight
+    with torch.no_grad():
+        kept, table[9] = table[9].clone(), float("nan")
+    try:
+        with pytest.raises(EngineError, match="not numbers"):
+            submit(scheduler, loaded, 5, prompt=[9, 9, 9, 9]).result(timeout=10)
+        again = [submit(scheduler, loaded, 30, prompt=[2]), submit(scheduler, loaded, 30, prompt=[9, 2])]
+        assert again[0].result(timeout=10) is None
+        with pytest.raises(EngineError, match="not numbers"):
+            again[1].result(timeout=10)
+    finally:
+        with torch.no_grad():
+            table[9] = kept
+
+
+def test_work_in_pieces_and_steps_take_turns(scheduler: Scheduler, loaded: Loaded) -> None:
+    seen: list[int] = []
+
+    def pieces() -> Iterator[int]:
+        for number in range(1000):
+            seen.append(scheduler.num_running)
+            yield number
+
+    scheduler.pause("in_place").result(timeout=10)
+    future = submit(scheduler, loaded, 100)
+    scheduler.resume()
+    works = [scheduler.in_pieces(pieces) for _ in range(3)]
+    assert future.result(timeout=10) is None
+    assert not works[2].done.done()  # 300 steps' worth of pieces: they did not come first
+    works[1].is_wanted = False
+    assert (works[0].done.result(timeout=10), works[2].done.result(timeout=10)) == (999, 999)
+    assert not works[1].done.done() and len(seen) < 3000
+
+
+def test_memory_bounds_how_many_run_together(loaded: Loaded) -> None:
+    scheduler = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0, max_total_tokens=60))
+    most = 0
+
+    def pieces() -> Iterator[None]:
+        nonlocal most
+        while not all(future.done() for future in futures):
+            most = max(most, scheduler.num_running)
+            yield None
+
+    try:
+        scheduler.pause("in_place").result(timeout=10)
+        futures = [submit(scheduler, loaded, 20, prompt=[2, 3, number + 4]) for number in range(6)]
+        work = scheduler.in_pieces(pieces)
+        scheduler.resume()
+        assert [future.result(timeout=10) for future in futures] == [None] * 6
+        work.done.result(timeout=10)
+        assert most == 2  # 23 tokens each, of 60
+    finally:
+        scheduler.stop()
 
 
 def test_a_response_that_may_have_no_token_is_refused(loaded: Loaded) -> None:

@@ -15,7 +15,10 @@ import pytest
 import torch
 from rollout_tiny_model import CONTEXT, write_tiny_model
 
+from slime.rollout.engines.embedded.endpoints.scoring import Scored, score
 from slime.rollout.engines.embedded.launch import start_embedded
+from slime.rollout.engines.embedded.model.loading import Loaded
+from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.on_policy_distillation import reward_func
@@ -66,6 +69,28 @@ def test_a_prompt_is_scored_and_nothing_is_generated(engine: EngineProcess, expe
     assert [entry[0] for entry in meta["input_token_logprobs"][1:]] == pytest.approx(expected, abs=1e-5)
     part = ask(engine, input_ids=IDS, logprob_start_len=4)["input_token_logprobs"]
     assert [entry[0] for entry in part] == pytest.approx(expected[3:], abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 256, 257, 600])
+def test_a_long_prompt_is_scored_in_parts_with_the_same_numbers(length: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    model: Any = Qwen2ForCausalLM(config).eval()
+    tokens = torch.randint(2, 60, (length,))
+    loaded = Loaded(model, None, 60, 1024, frozenset([1]))
+    *parts, answer = score(loaded, Scored("", tokens.tolist(), 0), ModelWeights(model, "0"))
+    assert parts == [None] * -(-length // 256)
+    assert answer is not None
+    found = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
+    with torch.no_grad():
+        whole = model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
+    assert found[0] is None
+    assert found[1:] == pytest.approx(whole.gather(-1, tokens[1:, None])[:, 0].tolist(), abs=1e-4)
 
 
 def test_a_sample_is_scored_by_its_teacher(engine: EngineProcess, expected: list[float]) -> None:

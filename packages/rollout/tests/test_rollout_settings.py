@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rollout_temperature": 0.0}, "--rollout-temperature must be greater than 0, got 0"),
+        ({"rollout_temperature": 0.0}, "--rollout-temperature must be at least 1e-06, got 0"),
         (
             {"over_sampling_batch_size": 8, "rollout_batch_size": 16},
             "at least --rollout-batch-size 16, got 8",

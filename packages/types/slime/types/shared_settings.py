@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from slime.types.settings import REQUIRED, setting
 
+# Engines take a lower temperature as greedy, and logits divided by it might not be numbers.
+LOWEST_TEMPERATURE = 1e-6
+
 
 @dataclass(kw_only=True)
 class PolicySettings:
@@ -21,7 +24,9 @@ class PolicySettings:
         "on the Hub, ORG/NAME[@REVISION]",
         metavar="DIR",
     )
-    rollout_temperature: float = setting(1.0, "Sampling temperature; the trainer divides logits by it", above=0)
+    rollout_temperature: float = setting(
+        1.0, "Sampling temperature; the trainer divides logits by it", minimum=LOWEST_TEMPERATURE
+    )
     use_rollout_routing_replay: bool = setting(
         False, "Send each token to the experts that the engine sent it to, in every pass of the policy (R3)"
     )

@@ -45,7 +45,8 @@ class MemoryUse:
     dtype: of the weights; None: as in config.json, else `usual_dtype`. gpus: GPUs that share one copy of the model.
     small_cache: whether the cache has one byte per number rather than the bytes of `dtype`.
     fraction: of each GPU that weights and cache take together; None: the cache grows with what runs.
-    because: where the fraction is from, or what bounds the cache.
+    because: where the fraction is from, or what bounds the cache. packed_models: architectures in config.json whose
+    weights are held a second time on a CPU, with at most 4 bytes a parameter.
     """
 
     dtype: str | None
@@ -54,6 +55,7 @@ class MemoryUse:
     small_cache: bool = False
     fraction: float | None = None
     because: str = ""
+    packed_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

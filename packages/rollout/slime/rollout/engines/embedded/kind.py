@@ -88,9 +88,12 @@ class Embedded(EngineKind):
         )
 
     def memory(self, settings: RolloutSettings) -> MemoryUse:
+        from slime.rollout.engines.embedded.options import PACKED_MODELS
+
         dtype = settings.rollout_engine_dtype
         return MemoryUse(
             dtype=None if dtype == "auto" else dtype,
             usual_dtype="float32",
             because=f"the cache grows with up to {settings.rollout_engine_max_running_requests} sequences at once",
+            packed_models=PACKED_MODELS,
         )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.types.settings import REQUIRED, setting
 
+# Models whose forward pass on a CPU is the engine's own; their matrices are held a second time, packed for it.
+PACKED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
 
 @dataclass(kw_only=True)
 class EmbeddedOptions:
@@ -48,6 +51,12 @@ class EmbeddedOptions:
     )
     max_running_requests: int = setting(256, "Most sequences decoded together; more wait", minimum=1)
     max_prefill_tokens: int = setting(16384, "Most prompt tokens, padding included, in one forward pass", minimum=1)
+    max_total_tokens: int | None = setting(
+        None,
+        "Most tokens of running sequences whose keys and values are held, in models that sequences join while they "
+        "run; more wait. As many as half of the memory holds by default",
+        minimum=1,
+    )
     gather_ms: float = setting(
         2.0, "Milliseconds that an idle engine waits for more requests to batch with the first", minimum=0
     )

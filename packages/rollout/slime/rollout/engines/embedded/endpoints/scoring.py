@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,13 @@ import torch
 from slime.rollout.engines.embedded.endpoints.generate import KNOWN
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.weights import ModelWeights
+from slime.rollout.engines.embedded.options import PACKED_MODELS
 from slime.types.errors import InvalidField, counted
 
 TOGETHER = 256  # tokens
+MOST_SCORED = 1024  # prompts that wait
+# Models whose keys and values are all that a later part of a prompt needs of an earlier one.
+IN_PARTS = (*PACKED_MODELS, "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -51,24 +55,38 @@ def parse_scored(body: Mapping[str, Any], loaded: Loaded) -> Scored:
     return Scored(str(body.get("rid") or ""), ids, start)
 
 
-@torch.inference_mode()
-def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> dict[str, Any]:
-    """SGLang's answer; the first token of a prompt has no log-prob. On the thread of the model.
+def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> Iterator[dict[str, Any] | None]:
+    """Yields None after each part of the prompt, and SGLang's answer at last; a prompt's first token has no log-prob.
 
-    Raises WrongState while the model is a mixture of versions.
+    On the thread of the model. Raises WrongState while the model is a mixture of versions.
     """
     weights.check_complete()
     ids, start = scored.ids, scored.start
+    found: list[float] = []
+    cache = None
+    part = TOGETHER if type(loaded.model).__name__ in IN_PARTS else len(ids)
     tokens = torch.tensor(ids, device=next(loaded.model.parameters()).device)
-    logits_TV = loaded.model(input_ids=tokens[None], use_cache=False).logits[0]
-    # A few tokens at a time: float32 copies of all logits would take several times their memory.
-    parts = zip(logits_TV[:-1].split(TOGETHER), tokens[1:].split(TOGETHER), strict=True)
-    each = [part.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0] for part, chosen in parts]
-    found = torch.cat(each).tolist()
+    for first in range(0, len(ids), part):
+        with torch.inference_mode():
+            output = loaded.model(
+                input_ids=tokens[None, first : first + part], past_key_values=cache, use_cache=part < len(ids)
+            )
+            cache = output.past_key_values
+            found += _log_probs(output.logits[0], tokens[first + 1 : first + part + 1])
+        del output
+        yield None
     entries = [[value, token, None] for value, token in zip([None, *found], ids, strict=True)]
     meta = {
         "id": scored.rid, "finish_reason": {"type": "length", "length": 0}, "prompt_tokens": len(ids),
         "completion_tokens": 0, "cached_tokens": 0, "weight_version": weights.version,
         "input_token_logprobs": entries[start:], "output_token_logprobs": [],
     }  # fmt: skip
-    return {"text": "", "output_ids": [], "meta_info": meta}
+    yield {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _log_probs(logits_TV: torch.Tensor, chosen_T: torch.Tensor) -> list[float]:
+    """Returns the log-prob of the token after each, which the last of a prompt has not."""
+    # A few tokens at a time: float32 copies of all logits would take several times their memory.
+    parts = zip(logits_TV[: len(chosen_T)].split(TOGETHER), chosen_T.split(TOGETHER), strict=True)
+    each = [part.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist() for part, chosen in parts]
+    return [value for values in each for value in values]

@@ -17,7 +17,7 @@ from slime.rollout.doors import Access, Bodies, Connections
 from slime.rollout.doors.bodies import too_deep
 from slime.rollout.engines.embedded.endpoints.chat import ServedChat
 from slime.rollout.engines.embedded.endpoints.generate import answer, make_response, parse_generate
-from slime.rollout.engines.embedded.endpoints.scoring import asks_for_scores, parse_scored, score
+from slime.rollout.engines.embedded.endpoints.scoring import MOST_SCORED, Scored, asks_for_scores, parse_scored, score
 from slime.rollout.engines.embedded.endpoints.served_model import ServedModel, error_detail, send_events
 from slime.rollout.engines.embedded.model.checks import WeightChecker
 from slime.rollout.engines.embedded.model.loading import Loaded, free_cached_memory
@@ -25,7 +25,7 @@ from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.types.errors import EngineError, InvalidField, NotFound, SlimeError
+from slime.types.errors import EngineError, InvalidField, NotFound, SlimeError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class EngineServer(ServedModel):
         self._access = Access(options.host, api_key=api_key, names=options.allowed_host, binary_paths=(BUCKETS,))
         self._bodies = Bodies()
         self._buckets = Bodies(max_bytes=LARGEST_BUCKET, seconds=BUCKET_SECONDS, together=LARGEST_BUCKET)
+        self._scoring = 0
         self._one_bucket = asyncio.Lock()
 
     def application(self) -> web.Application:
@@ -114,8 +115,7 @@ class EngineServer(ServedModel):
         body = await self.read_json(request)
         if asks_for_scores(body):
             scored = parse_scored(body, self.loaded)
-            work = self.scheduler.between_steps(lambda: score(self.loaded, scored, self.scheduler.weights))
-            return web.json_response(await asyncio.wrap_future(work))
+            return web.json_response(await self._score(scored))
         if body.get("image_data") or body.get("text") is not None:
             responses, batched = await self.workers.run("the prompt", lambda: parse_generate(body, self.loaded))
         else:
@@ -129,6 +129,17 @@ class EngineServer(ServedModel):
         await self.finish(responses)
         answers = [answer(self.loaded, r, **wanted) for r in responses]
         return web.json_response(answers if batched else answers[0])
+
+    async def _score(self, scored: Scored) -> Any:
+        if self._scoring >= MOST_SCORED:
+            raise Unavailable(f"{MOST_SCORED} prompts wait for their log-probs already", field="input_ids")
+        self._scoring += 1
+        work = self.scheduler.in_pieces(lambda: score(self.loaded, scored, self.scheduler.weights))
+        try:
+            return await asyncio.wrap_future(work.done)
+        finally:
+            self._scoring -= 1
+            work.is_wanted = False
 
     async def _events(self, response: Response, **wanted: bool) -> AsyncGenerator[Any, None]:
         async with contextlib.aclosing(self.tokens(response)) as tokens:

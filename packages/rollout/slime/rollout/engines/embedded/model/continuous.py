@@ -1,6 +1,8 @@
 """A batch that sequences join while it runs, of models that DenseModel computes.
 
 A sequence has a row of the cache while it runs. A prompt that is in the cache already is copied, not computed again.
+Where the tokens of all rows get more than memory is planned for, the shortest sequences leave, and go on from their
+tokens when they are added again.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 
 from slime.rollout.engines.embedded.model.decode import Batch
 from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
+from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 
@@ -35,10 +38,15 @@ class ContinuousBatch(Batch):
 
     joinable = True
 
-    def __init__(self, loaded: Loaded, dense: DenseModel, rng: np.random.Generator) -> None:
+    def __init__(
+        self, loaded: Loaded, dense: DenseModel, rng: np.random.Generator, max_tokens: int | None = None
+    ) -> None:
+        """max_tokens: of all sequences together; as many as memory holds by default."""
         super().__init__(loaded, rng)
         self._dense = dense
         self._cache = dense.cache()
+        self._max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes)
+        self._left: list[Response] = []
         self._rows: list[_Row] = []
         self._joining: list[Response] = []
 
@@ -47,12 +55,21 @@ class ContinuousBatch(Batch):
         every = [*(row.response for row in self._rows), *self._joining]
         return [response for response in every if response.finish_reason is None]
 
+    @property
+    def free_tokens(self) -> int | None:
+        return max(0, self._max_tokens - sum(response.planned_tokens for response in self.running))
+
+    def take_back(self) -> list[Response]:
+        left, self._left = self._left, []
+        return left
+
     def add(self, responses: Sequence[Response]) -> None:
         self._joining += responses
 
     @torch.inference_mode()
     def step(self) -> None:
-        self._close_ranks()
+        self._free_rows()
+        self._keep_to_memory()
         joining, self._joining = [r for r in self._joining if r.finish_reason is None], []
         longest = max([row.cached + 1 for row in self._rows] + [len(r.key[1]) for r in joining], default=0)
         self._cache.reserve(len(self._rows) + len(joining), longest, [row.cached for row in self._rows])
@@ -66,17 +83,26 @@ class ContinuousBatch(Batch):
         self._share_prompts(run)
         self._emit([row.response for row in self._rows], self._dense.logits(hidden_ND[outputs]))
 
-    def _close_ranks(self) -> None:
-        """Gives the rows of finished sequences to those behind them."""
-        for index, row in enumerate(self._rows):
-            if row.response.finish_reason is None:
-                continue
-            while self._rows and self._rows[-1].response.finish_reason is not None:
-                self._rows.pop()
-            if index >= len(self._rows):
-                return
-            self._rows[index] = self._rows.pop()
-            self._cache.copy(len(self._rows), index, self._rows[index].cached)
+    def _free_rows(self) -> None:
+        for index in reversed(range(len(self._rows))):
+            if self._rows[index].response.finish_reason is not None:
+                self._remove(index)
+
+    def _keep_to_memory(self) -> None:
+        while len(self._rows) > 1 and sum(row.cached + 1 for row in self._rows) > self._max_tokens:
+            # The shortest costs least to compute again, and the others come to their end.
+            index = min(range(len(self._rows)), key=lambda i: self._rows[i].cached)
+            self._left.append(self._rows[index].response)
+            self._remove(index)
+
+    def _remove(self, index: int) -> None:
+        """Frees a row, and moves the last one there."""
+        self._cache.release(index)
+        last = self._rows.pop()
+        if index < len(self._rows):
+            self._cache.copy(len(self._rows), index, last.cached)
+            self._cache.release(len(self._rows))
+            self._rows[index] = last
 
     def _join_running_prompts(self, joining: Sequence[Response]) -> list[Response]:
         """Lets those join whose prompt a running sequence has; only its last token is computed. Returns the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.sampling import sample
 from slime.types.errors import EngineError, counted
+
+log = logging.getLogger(__name__)
 
 
 class Batch(ABC):
@@ -34,6 +37,15 @@ class Batch(ABC):
     def done(self) -> bool:
         return not self.running
 
+    @property
+    def free_tokens(self) -> int | None:
+        """How many more tokens of new sequences its memory is planned for; None where nobody counts."""
+        return None
+
+    def take_back(self) -> list[Response]:
+        """Returns those that had to leave for want of memory, to be added again later."""
+        return []
+
     @abstractmethod
     def add(self, responses: Sequence[Response]) -> None:
         """Takes them in with the next step."""
@@ -49,17 +61,20 @@ class Batch(ABC):
         ids, log_probs = sample(logits_BV, [r.params for r in responses], positions, self._rng)
         for response, token, log_prob in zip(responses, ids.tolist(), log_probs.tolist(), strict=True):
             if response.finish_reason is None:
-                if math.isnan(log_prob):
-                    after = counted(len(response.output_ids), "token")
-                    raise EngineError(f"the model's logits are not numbers after {after}")
-                self._append(response, token, log_prob)
+                try:
+                    self._check_and_append(response, token, log_prob)
+                except Exception as error:
+                    log.exception("sequence %s failed", response.rid)
+                    response.fail(error)
 
     def _forbid_eos(self, responses: Sequence[Response], logits_BV: torch.Tensor) -> None:
         for i, r in enumerate(responses):
             if len(r.output_ids) < r.params.min_new_tokens and r.finish_reason is None:
                 logits_BV[i, sorted(self._eos | r.params.stop_token_ids)] = -torch.inf
 
-    def _append(self, r: Response, token: int, log_prob: float) -> None:
+    def _check_and_append(self, r: Response, token: int, log_prob: float) -> None:
+        if math.isnan(log_prob):
+            raise EngineError(f"the model's logits are not numbers after {counted(len(r.output_ids), 'token')}")
         r.output_ids.append(token)
         r.log_probs.append(log_prob)
         if token in r.params.stop_token_ids or (token in self._eos and not r.params.ignore_eos):

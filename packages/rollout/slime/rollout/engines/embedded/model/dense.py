@@ -6,6 +6,9 @@ written in place; tokens of all sequences lie in one row, without padding. With 
 with bfloat16 weights the matrices and the attention are bfloat16, and what lies between (residual, norms, rotary
 embedding) is float32.
 
+The packed matrices are a second copy of the weights, of at most 4 bytes a parameter: the first one is what updates
+write to, what prompts are scored with and what is compared by checksum. `slime train --dry-run` counts both.
+
 N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value heads, D: size of a head, V: vocabulary.
 """
 
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
+from slime.rollout.engines.embedded.options import PACKED_MODELS
 
-KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +65,7 @@ class DenseModel:
     def supports(model: Any) -> bool:
         config = model.config
         return (
-            type(model).__name__ in KINDS
+            type(model).__name__ in PACKED_MODELS
             and model.device.type == "cpu"
             and config.hidden_act == "silu"
             and not getattr(config, "use_sliding_window", False)

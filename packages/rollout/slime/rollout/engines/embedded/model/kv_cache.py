@@ -1,17 +1,31 @@
 """Keys and values of running sequences, each in a row of its own that is written in place.
 
-L: layers, R: rows, K: key-value heads, C: tokens that a row has room for, D: size of a head.
+Address space is reserved for whole rows, and memory is taken only for what is written: a row of 20 tokens costs 20
+tokens, however long its neighbours are.
+
+R: rows, L: layers, K: key-value heads, C: tokens that a row has room for, D: size of a head.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import numpy as np
 import torch
 
+from slime.types.errors import EngineError
+
 SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
+# Part of the machine's memory that keys and values may fill: the weights and the trainer need theirs.
+MEMORY_FRACTION = 0.5
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+LINUX = sys.platform == "linux"
+# Linux does not count such a mapping against the memory that it has promised; Python 3.11 has no name for the flag.
+MAP_NORESERVE = 0x4000
 
 
 class KvCache:
@@ -20,37 +34,72 @@ class KvCache:
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._shape = layers, heads, head_dim
         self._dtype = dtype
-        self._kv_L2RKCD = self._zeros(SMALLEST_ROWS, SMALLEST_TOKENS)
+        self._map, self._kv_RL2KCD = self._zeros(SMALLEST_ROWS, SMALLEST_TOKENS)
 
     @property
     def room(self) -> tuple[int, int]:
         """Returns (rows, tokens of a row)."""
-        return self._kv_L2RKCD.shape[2], self._kv_L2RKCD.shape[4]
+        return self._kv_RL2KCD.shape[0], self._kv_RL2KCD.shape[4]
+
+    @property
+    def token_bytes(self) -> int:
+        layers, heads, head_dim = self._shape
+        return layers * 2 * heads * head_dim * self._dtype.itemsize
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values, each [R, K, C, D], to be read and written."""
-        keys, values = self._kv_L2RKCD[index]
+        keys, values = self._kv_RL2KCD[:, index].unbind(1)
         return keys, values
 
     def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
-        """used: how many tokens each of the first rows has by now. Nothing else is copied, and so takes memory."""
-        old = self._kv_L2RKCD
-        if rows <= old.shape[2] and tokens <= old.shape[4]:
+        """used: how many tokens each of the first rows has by now. Nothing else is copied, and so takes memory.
+
+        Raises EngineError where the system refuses the address space.
+        """
+        old = self._kv_RL2KCD
+        if rows <= old.shape[0] and tokens <= old.shape[4]:
             return
-        rows = max(old.shape[2], 1 << (rows - 1).bit_length())
+        rows = max(old.shape[0], 1 << (rows - 1).bit_length())
         tokens = max(old.shape[4], 1 << (tokens - 1).bit_length())
-        self._kv_L2RKCD = self._zeros(rows, tokens)
+        self._map, self._kv_RL2KCD = self._zeros(rows, tokens)
         for row, count in enumerate(used):
-            self._kv_L2RKCD[:, :, row, :, :count] = old[:, :, row, :, :count]
+            self._kv_RL2KCD[row, :, :, :, :count] = old[row, :, :, :, :count]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` of a row into another."""
-        self._kv_L2RKCD[:, :, target, :, :tokens] = self._kv_L2RKCD[:, :, source, :, :tokens]
+        self._kv_RL2KCD[target, :, :, :, :tokens] = self._kv_RL2KCD[source, :, :, :, :tokens]
 
-    def _zeros(self, rows: int, tokens: int) -> torch.Tensor:
+    def release(self, row: int) -> None:
+        """Makes a row zeros again, and gives its memory back."""
+        size = self._kv_RL2KCD[0].numel() * self._dtype.itemsize
+        if LINUX and size % mmap.PAGESIZE == 0:
+            self._map.madvise(mmap.MADV_DONTNEED, row * size, size)
+        else:
+            self._kv_RL2KCD[row].zero_()
+
+    def _zeros(self, rows: int, tokens: int) -> tuple[mmap.mmap, torch.Tensor]:
+        # Zeros, because masked values are still multiplied by 0, and must be numbers.
         layers, heads, head_dim = self._shape
-        shape = layers, 2, rows, heads, tokens, head_dim
-        # numpy's zeros take memory only where something is written. They are zeros because masked values are still
-        # multiplied by 0, and must be numbers.
-        empty = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
-        return torch.from_numpy(empty).view(self._dtype).view(shape)
+        shape = rows, layers, 2, heads, tokens, head_dim
+        size = math.prod(shape) * self._dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if LINUX else 0)
+        try:
+            mapped = mmap.mmap(-1, size, flags=flags)
+        except OSError as error:
+            raise EngineError(
+                f"keys and values of {rows} sequences of up to {tokens} tokens need {size / 2**30:.1f} GiB of address "
+                f"space, which the system refuses ({error.strerror}): lower max_running_requests or the context length",
+                field="max_running_requests", value=rows,
+            ) from error  # fmt: skip
+        if LINUX:
+            # A huge page would take 2 MB for each token that is the first of a row's layer.
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        return mapped, torch.frombuffer(mapped, dtype=self._dtype).view(shape)
+
+
+def tokens_in_memory(token_bytes: int) -> int:
+    """Returns how many tokens fill the part of the machine's memory, or of its container's, that they may."""
+    memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if MEMORY_LIMIT.is_file() and (limit := MEMORY_LIMIT.read_text().strip()).isdigit():
+        memory = min(memory, int(limit))
+    return max(1, int(memory * MEMORY_FRACTION) // token_bytes)

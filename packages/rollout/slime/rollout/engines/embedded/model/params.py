@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.types.errors import InvalidField
+from slime.types.shared_settings import LOWEST_TEMPERATURE
 
 # Fields that SGLang knows and this engine does not: (value that means "off", ...). Other values are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -25,10 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_params": (None, {}),
     "n": (1, None),
 }
-
-
-# SGLang takes a lower temperature as greedy; logits divided by it might not be numbers.
-LOWEST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import numpy as np
 
 from slime.rollout.engines.embedded.model.params import SamplingParams
 
+TOKENS_AHEAD = 512
+
 
 @dataclass(eq=False)
 class Response:
@@ -27,6 +29,7 @@ class Response:
     """[n, layers, k] each: of the tokens that the model was fed with, where it records them."""
     cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
+    error: Exception | None = None
     started: float = field(default_factory=time.perf_counter)
     finished: float = 0.0
     on_token: Callable[[], object] | None = None
@@ -52,6 +55,17 @@ class Response:
         self.output_ids.clear()
         self.log_probs.clear()
         self.experts.clear()
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens that room is kept for when it begins to run: those it has, and the next few."""
+        left = max(0, self.params.max_new_tokens - len(self.output_ids))
+        return len(self.prompt_ids) + len(self.output_ids) + min(left, TOKENS_AHEAD)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error of its own, which its request is answered with."""
+        self.error = error
+        self.finish({"type": "abort", "message": str(error)})
 
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = reason

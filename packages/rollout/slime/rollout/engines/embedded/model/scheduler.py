@@ -2,7 +2,10 @@
 
 What arrives while a batch runs joins it, or the next one where the batch cannot take it in. With `deterministic` the
 sequences of one HTTP request are a batch of their own, in the order of arrival. Weight updates and pauses take effect
-between two steps.
+between two steps, and one piece of a scored prompt is computed between two steps.
+
+A sequence that fails is answered with its error, and the others go on. Where a step fails as a whole, the batch is cut
+in halves until the sequence that makes it fail runs alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +59,10 @@ class SubmittedRequest:
         return all(r.finish_reason is not None for r in self.responses)
 
     @property
+    def error(self) -> Exception | None:
+        return next((r.error for r in self.responses if r.error is not None), None)
+
+    @property
     def is_started(self) -> bool:
         return len(self.waiting) < len(self.responses)
 
@@ -80,18 +87,55 @@ class Call:
             self.done.set_result(result)
 
 
-class _Room:
-    """A batch that is being filled, up to its limits."""
+@dataclass(eq=False)
+class Pieces:
+    """Work that is done a piece at a time, between steps: `begin` makes an iterator whose last item is the answer.
 
-    def __init__(self, sequences: int, prefill_tokens: int) -> None:
+    It begins anew where the weights change in the middle.
+    """
+
+    begin: Callable[[], Iterator[Any]]
+    done: Future[Any] = field(default_factory=lambda: _future())
+    is_wanted: bool = True
+    """False where nobody waits any more: the rest is not done."""
+    _under_way: Iterator[Any] | None = None
+    _writes: int = 0
+    _latest: Any = None
+
+    def advance(self, writes: int) -> bool:
+        """Does one piece with the weights after `writes`. Returns whether that was the last."""
+        if not self.is_wanted:
+            return True
+        try:
+            if self._under_way is None or writes != self._writes:
+                self._under_way, self._writes = self.begin(), writes
+            self._latest = next(self._under_way)
+        except StopIteration:
+            self.done.set_result(self._latest)
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            return False
+        return True
+
+
+class _Room:
+    """A batch that is being filled, up to its limits. cache_tokens: planned tokens of what it takes, None for any."""
+
+    def __init__(self, sequences: int, prefill_tokens: int, cache_tokens: int | None, *, is_new: bool) -> None:
         self.responses: list[Response] = []
         self._sequences = sequences
+        self._cache_tokens = cache_tokens
+        self._is_new = is_new
         self._tokens = prefill_tokens
         self._prompts: set[tuple[str, tuple[int, ...]]] = set()
         self._longest = 0
 
     def take(self, response: Response) -> bool:
-        """Adds it if it fits; the first always does."""
+        """Adds it if it fits. The first prompt of a pass always does, and the first sequence of a batch in memory."""
+        planned = response.planned_tokens
+        if self._cache_tokens is not None and planned > self._cache_tokens and (self.responses or not self._is_new):
+            return False
         prompt = response.media_id, tuple(response.prompt_ids)
         longest = max(self._longest, len(prompt[1]))
         padded = longest * (len(self._prompts) + (prompt not in self._prompts))
@@ -100,6 +144,8 @@ class _Room:
         self.responses.append(response)
         self._prompts.add(prompt)
         self._longest = longest
+        if self._cache_tokens is not None:
+            self._cache_tokens -= planned
         return True
 
 
@@ -111,12 +157,16 @@ class Scheduler:
         self._options = options
         self.weights = ModelWeights(loaded.model, options.weight_version)
         self._rng = np.random.default_rng(options.random_seed)
-        self._inbox: queue.SimpleQueue[SubmittedRequest | Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[SubmittedRequest | Call | Pieces | None] = queue.SimpleQueue()
         # Unanswered ones, in the order of arrival.
         self._requests: list[SubmittedRequest] = []
         self._dense = DenseModel(loaded.model) if DenseModel.supports(loaded.model) else None
         self._batch: Batch | None = None
+        # Parts of a batch that failed, each to be run as a batch.
+        self._apart: list[list[Response]] = []
+        self._pieces: deque[Pieces] = deque()
         self._paused = False
+        self._told_of_memory = False
         self._stopped = False
         self._door = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -148,6 +198,12 @@ class Scheduler:
         self._put(call)
         return call.done
 
+    def in_pieces(self, begin: Callable[[], Iterator[Any]]) -> Pieces:
+        """Runs one item of `begin()` between every two steps, one such work after the other."""
+        pieces = Pieces(begin)
+        self._put(pieces)
+        return pieces
+
     def abort(self, rid: str | None) -> Future[Any]:
         """Ends sequence `rid`, or all: each answers with what it has, and finish reason "abort"."""
         return self.between_steps(lambda: self._end(lambda r: rid in (None, r.rid)))
@@ -177,7 +233,7 @@ class Scheduler:
             self._inbox.put(None)
         self._thread.join(timeout=30)
 
-    def _put(self, item: SubmittedRequest | Call) -> None:
+    def _put(self, item: SubmittedRequest | Call | Pieces) -> None:
         # Under the lock nothing gets into the inbox behind the end mark, where nobody would answer it.
         with self._door:
             if self._stopped:
@@ -186,7 +242,9 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._take(block=self._paused or not self._requests):
+            while self._take(block=(self._paused or not self._requests) and not self._pieces):
+                if self._pieces and self._pieces[0].advance(self.weights.writes):
+                    self._pieces.popleft()
                 if self._paused:
                     continue
                 if self._batch is None and self._requests and not self._gather():
@@ -194,7 +252,8 @@ class Scheduler:
                 self._fill_batch()
                 if self._batch is not None:
                     self._step(self._batch)
-            self._fail(self._requests, EngineError(STOPPING))
+            for unanswered in [*(r.done for r in self._requests), *(p.done for p in self._pieces)]:
+                unanswered.set_exception(EngineError(STOPPING))
         except BaseException:
             # Without this thread the engine could answer nothing.
             log.exception("the scheduler failed")
@@ -210,10 +269,7 @@ class Scheduler:
             block = False
             if item is None:
                 return False
-            if isinstance(item, SubmittedRequest):
-                self._requests.append(item)
-            else:
-                item.run()
+            self._accept(item)
 
     def _gather(self) -> bool:
         """Waits a little for more requests. False where something else came, which may have been a pause or the end."""
@@ -228,21 +284,34 @@ class Scheduler:
             if item is None:
                 self._inbox.put(None)
                 return False
+            self._accept(item)
             if not isinstance(item, SubmittedRequest):
-                item.run()
                 return False
-            self._requests.append(item)
         return True
+
+    def _accept(self, item: SubmittedRequest | Call | Pieces) -> None:
+        if isinstance(item, SubmittedRequest):
+            self._requests.append(item)
+        elif isinstance(item, Pieces):
+            self._pieces.append(item)
+        else:
+            item.run()
 
     def _fill_batch(self) -> None:
         """Takes sequences in order of arrival as long as they fit."""
         batch = self._batch
         if batch is not None and (self._options.deterministic or not batch.joinable):
             return
+        if batch is None and self._apart:
+            batch = self._batch = self._new_batch()
+            batch.add([r for r in self._apart.pop(0) if r.finish_reason is None])
+            return
         free = self._options.max_running_requests - self.num_running
         if not free:
             return
-        room = _Room(free, self._options.max_prefill_tokens)
+        is_new = batch is None
+        batch = batch or self._new_batch()
+        room = _Room(free, self._options.max_prefill_tokens, batch.free_tokens, is_new=is_new)
         for request in self._requests:
             while request.waiting and room.take(request.waiting[0]):
                 request.waiting.popleft()
@@ -251,14 +320,13 @@ class Scheduler:
         if not room.responses:
             return
         for response in room.responses:
-            response.weight_version = self.weights.version
-        if batch is None:
-            batch = self._batch = self._new_batch()
+            response.weight_version = (response.output_ids and response.weight_version) or self.weights.version
+        self._batch = batch
         batch.add(room.responses)
 
     def _new_batch(self) -> Batch:
         if self._dense is not None:
-            return ContinuousBatch(self._loaded, self._dense, self._rng)
+            return ContinuousBatch(self._loaded, self._dense, self._rng, self._options.max_total_tokens)
         return PaddedBatch(self._loaded, self._rng)
 
     def _step(self, batch: Batch) -> None:
@@ -268,25 +336,46 @@ class Scheduler:
             self.weights.check_complete()
             if self._dense is not None:
                 self._dense.pack(self.weights.writes)
-            batch.step()
         except Exception as error:
-            running = [response for response in running if response.finish_reason is None]
-            log.exception("a batch of %s failed", counted(len(running), "sequence"))
-            failed = [request for request in self._requests if any(r in running for r in request.responses)]
-            self._requests = [request for request in self._requests if request not in failed]
-            self._batch = None
-            self._fail(failed, error)
+            # There is no model that any of them could run on.
+            for response in running:
+                response.fail(error)
+        else:
+            try:
+                batch.step()
+            except Exception as error:
+                self._divide(running, error)
+            self._wait_again(batch.take_back())
         self._answer()
 
-    def _fail(self, requests: list[SubmittedRequest], error: Exception) -> None:
-        for request in requests:
-            request.done.set_exception(error)
+    def _divide(self, running: list[Response], error: Exception) -> None:
+        left = [response for response in running if response.finish_reason is None]
+        log.exception("a step of %s failed", counted(len(left), "sequence"))
+        self._batch = None
+        if len(left) == 1:
+            left[0].fail(error)
+        elif left:
+            half = len(left) // 2
+            self._apart[:0] = [left[:half], left[half:]]
+
+    def _wait_again(self, responses: list[Response]) -> None:
+        if responses and not self._told_of_memory:
+            self._told_of_memory = True
+            log.warning("memory for keys and values is full: sequences wait, and are computed again from their tokens")
+        for request in self._requests if responses else ():
+            request.waiting.extendleft(r for r in responses if r in request.responses)
 
     def _answer(self) -> None:
-        """Resolves the requests that are finished, and gives the batch up if it is done."""
-        for request in [r for r in self._requests if r.is_finished]:
+        """Resolves the requests that are finished or failed, and gives the batch up if it is done."""
+        for request in [r for r in self._requests if r.is_finished or r.error is not None]:
             self._requests.remove(request)
-            request.done.set_result(None)
+            if request.error is not None:
+                for response in request.responses:
+                    if response.finish_reason is None:
+                        response.finish(dict(ABORTED))
+                request.done.set_exception(request.error)
+            else:
+                request.done.set_result(None)
         if self._batch is not None and self._batch.done:
             self._batch = None
 
@@ -306,7 +395,7 @@ class Scheduler:
                 if response.finish_reason is None and response.on_token is None:
                     response.start_over()
             request.waiting = deque(r for r in request.responses if r.finish_reason is None)
-        self._batch = None
+        self._batch, self._apart = None, []
 
 
 def _future() -> Future[Any]:
