@@ -154,6 +154,19 @@ def test_an_engine_of_more_gpus_than_a_node_is_on_several() -> None:
     assert [apart.engine_options(share)["num_gpus"] for share in apart.engines] == [8] * 4
 
 
+@pytest.mark.parametrize(
+    ("free", "engines"),
+    [
+        ([8, 4, 4, 4, 4, 0, 0], {1: 8, 2: 8}),  # not on four nodes: it waits for two
+        ([8, 4, 4, 8, 4, 8, 0], {3: 8, 5: 8}),
+    ],
+)
+def test_a_wide_engine_waits_for_whole_nodes(free: list[int], engines: dict[int, int]) -> None:
+    placement = plan([8] * 7, ranks=8, rollout_num_gpus=16, rollout_num_gpus_per_engine=16, free=free)
+    assert where(placement) == ((0,), engines)
+    assert [share.nodes for share in placement.engines] == [2, 2]
+
+
 def test_of_engines_on_several_nodes_each_holds_its_own_gpus_unless_they_are_the_trainers() -> None:
     apart = plan([8, 8, 8], ranks=8, rollout_num_gpus=16)
     assert [apart.engine_options(share)["num_gpus"] for share in apart.engine_hosts().values()] == [8, 8]

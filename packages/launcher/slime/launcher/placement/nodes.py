@@ -46,6 +46,23 @@ class GpuRequest:
         )
 
 
+def choose_idle(
+    request: GpuRequest, idle: Sequence[int], usable: Sequence[int]
+) -> tuple[tuple[int, ...], list[EngineShare]] | None:
+    """Returns what `choose_nodes` does, on GPUs that are idle if there are enough, and else on those to wait for.
+
+    An engine is not spread over more nodes for being on idle GPUs: it would be slow for the whole run.
+    """
+    now, later = (choose_nodes(request, gpus, max(usable)) for gpus in (idle, usable))
+    if now is None or later is None:
+        return now or later
+    return later if _width(now[1]) > _width(later[1]) else now
+
+
+def _width(shares: Sequence[EngineShare]) -> int:
+    return max((share.nodes for share in shares), default=1)
+
+
 def choose_nodes(
     request: GpuRequest, gpus: Sequence[int], largest: int
 ) -> tuple[tuple[int, ...], list[EngineShare]] | None:

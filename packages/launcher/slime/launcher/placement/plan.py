@@ -20,7 +20,7 @@ from slime.launcher.placement.nodes import (
     GpuRequest,
     check_shared,
     check_sum,
-    choose_nodes,
+    choose_idle,
     divide_embedded,
     does_not_fit,
     parts_of_engines,
@@ -139,7 +139,7 @@ def plan_placement(
     request = GpuRequest(nodes, ranks, 0 if elsewhere or shares else asked or engine, engine)
     check_sum(request, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
-    chosen = choose_nodes(request, idle, max(usable)) or choose_nodes(request, usable, max(usable))
+    chosen = choose_idle(request, idle, usable)
     if chosen is None:
         raise does_not_fit(request, usable)
     trainer_nodes, engines = chosen
