@@ -14,6 +14,7 @@ from slime.launcher.config import run_config
 from slime.launcher.config.advice import advice
 from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
 from slime.launcher.loops.fully_async import loop_fully_async
+from slime.launcher.metrics import report as files_report
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.types.clients.rollout import StopSignal
 from slime.types.errors import EngineError, InvalidSetting
@@ -76,13 +77,17 @@ class Run:
 
 
 class Report:
-    def __init__(self) -> None:
+    def __init__(self, lacks: bool = False) -> None:
+        self.lacks = lacks
         self.metrics: list[Metrics] = []
         self.evaluated: list[int] = []
 
     def evaluation(self, step: int, metrics: Metrics, examples: list[Any]) -> None:
         assert metrics["eval/held"] == step
         self.evaluated.append(step)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        return self.lacks
 
     def hold(self, step: int, metrics: Metrics) -> None: ...
 
@@ -95,8 +100,8 @@ def config(*more: str) -> run_config.RunConfig:
     return run_config.parse(words, check=False, environment={})
 
 
-def run_loop(run: Run, *more: str) -> Report:
-    report = Report()
+def run_loop(run: Run, *more: str, lacks: bool = False) -> Report:
+    report = Report(lacks)
     configured = config("--num-rollout", str(run.num_rollout), "--fully-async", *more)
     loop_fully_async(configured, run, report)  # type: ignore[arg-type]
     return report
@@ -111,17 +116,36 @@ def test_generation_lasts_from_the_first_step_to_the_last() -> None:
     assert [row.get("perf/engine_wait_time") for row in report.metrics] == [None, 6.0]
 
 
-def test_an_evaluation_goes_on_beside_the_training_and_ends_before_the_next_weights() -> None:
+def test_an_evaluation_goes_on_beside_the_training_and_ends_before_the_next_checkpoint_and_weights() -> None:
     run = Run(3)
     report = run_loop(run, "--eval-prompt-data", "held", "f", "--eval-interval", "1", "--save-interval", "2")
     assert run.events == [
         ("evaluate", 0), ("generate", 0),
         ("seal", 0), ("train", 0), ("push", 1), ("begin evaluation", 1),
-        ("seal", 1), ("train", 1), ("save", 1), ("evaluate", 1), ("push", 2), ("begin evaluation", 2),
-        ("seal", 2), ("train", 2), ("save", 2), ("evaluate", 2), ("push", 3), ("begin evaluation", 3),
+        ("seal", 1), ("train", 1), ("evaluate", 1), ("save", 1), ("push", 2), ("begin evaluation", 2),
+        ("seal", 2), ("train", 2), ("evaluate", 2), ("save", 2), ("push", 3), ("begin evaluation", 3),
         ("end", 0), ("evaluate", 3),
     ]  # fmt: skip
     assert report.evaluated == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_an_evaluation_that_an_earlier_start_was_killed_in_is_made_up_for(lacks: bool) -> None:
+    run = Run(5, first_step=4)
+    flags = ("--eval-prompt-data", "held", "f", "--eval-interval", "2", "--skip-eval-before-train")
+    assert run_loop(run, *flags, lacks=lacks).evaluated == ([4, 5] if lacks else [5])
+    # After three steps none was due.
+    assert run_loop(Run(5, first_step=3), *flags, lacks=lacks).evaluated == [4, 5]
+    assert run_loop(Run(5), *flags, lacks=lacks).evaluated == [2, 4, 5]
+
+
+def test_a_report_knows_which_evaluation_is_missing(tmp_path: Path) -> None:
+    with files_report.Report(tmp_path, num_steps=9) as report:
+        report.started(1, 4)
+        assert not report.lacks_evaluation(4)  # nothing is there: no start of this run came before
+        report.step(4, {}, [])
+        report.evaluation(5, {"eval/held": 1.0, "perf/eval_time": 1.0}, [])
+        assert report.lacks_evaluation(4) and not report.lacks_evaluation(5)
 
 
 def test_generation_ends_with_the_loop_whatever_ends_it() -> None:
@@ -154,6 +178,10 @@ def test_the_name_of_the_original_is_the_flag() -> None:
     [
         ("--async-buffer-size 2", "--async-buffer-size 2 and --fully-async cannot be used together: .*--max-staleness"),
         ("--rollout-function-path a.b", "--rollout-function-path a.b and --fully-async cannot be used together"),
+        (
+            "--rollout-prompt-wait-seconds 5",
+            "--rollout-prompt-wait-seconds 5.0 and --fully-async cannot be used together: .*--rollout-timeout-seconds",
+        ),
         ("--data-source-path a.B", "--data-source-path a.B and --fully-async cannot be used together"),
         ("--rollout-sample-filter-path a.b", "--rollout-sample-filter-path a.b and --fully-async cannot"),
         ("--dump-details d", "--dump-details d and --fully-async cannot be used together: it records the samples"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.launcher.config.catalogue import as_typed
-from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
+from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.types.errors import InvalidSetting
 from slime.types.files import check_readable
 
@@ -157,6 +157,11 @@ def _check_fully_async(args: Mapping[str, Any]) -> None:
         raise _conflict(
             args, "async_buffer_size", "fully_async", "generation is not cut into rollouts; use --max-staleness"
         )
+    if args["rollout_prompt_wait_seconds"] != RolloutSettings.rollout_prompt_wait_seconds:
+        raise _conflict(
+            args, "rollout_prompt_wait_seconds", "fully_async",
+            "generation waits for prompts as long as the trainer waits for groups; use --rollout-timeout-seconds",
+        )  # fmt: skip
     for name, reason in OF_ONE_ITERATION.items():
         if args[name]:
             # Recordings may be asked for by the name of all dumps.

@@ -14,6 +14,7 @@ from functools import partial
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.metrics.report import Report
 from slime.launcher.services.services import Services
+from slime.launcher.services.session import evaluates_at_start
 
 
 def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
@@ -23,10 +24,10 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
     perf/engine_wait_time   what the engines waited for the trainer, with nothing to generate
     rollout/dropped_stale   groups that were rejected as older than --max-staleness
 
-    An evaluation goes on beside generation and training; the next push of weights waits for it.
+    An evaluation goes on beside generation and training; the next checkpoint and push of weights wait for it.
     """
     settings = config.launcher
-    if config.evaluates and not settings.skip_eval_before_train:
+    if evaluates_at_start(config, run.first_step, report):
         report.evaluation(run.first_step, *run.evaluate(run.first_step))
 
     evaluation = None
@@ -36,12 +37,13 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
             metrics, samples = run.seal(step, generation.take_metrics())
             metrics["perf/rollout_wait_time"] = time.perf_counter() - started
             metrics |= run.train_step(step)
+            if evaluation is not None:
+                # Before the checkpoint: a run that goes on from it does not evaluate earlier weights.
+                report.evaluation(step, *run.join(evaluation))
+                evaluation = None
             if config.saves_after(step):
                 report.hold(step, metrics)
                 metrics |= run.save(step, config.checkpoint_dir, settings.save_hf)
-            if evaluation is not None:
-                report.evaluation(step, *run.join(evaluation))
-                evaluation = None
             if config.updates_after(step):
                 metrics |= run.update_weights(step + 1)
             metrics["perf/step_time"] = time.perf_counter() - started

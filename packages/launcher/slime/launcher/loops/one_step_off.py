@@ -17,7 +17,7 @@ from slime.launcher.loops.fully_async import loop_fully_async
 from slime.launcher.loops.prefetch import Prefetch
 from slime.launcher.metrics.report import Report
 from slime.launcher.services.services import Services
-from slime.launcher.services.session import session
+from slime.launcher.services.session import evaluates_at_start, session
 
 
 def train_async(config: RunConfig, report: Report) -> None:
@@ -40,7 +40,7 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
     perf/overlap_time       how long the engines generated while the trainer trained on the rollout
     """
     settings = config.launcher
-    if config.evaluates and not settings.skip_eval_before_train:
+    if evaluates_at_start(config, run.first_step, report):
         report.evaluation(run.first_step, *run.evaluate(run.first_step))
 
     steps = range(run.first_step, run.num_rollout)

@@ -8,7 +8,7 @@ from slime.launcher.config.check_loop import check_synchronous
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.metrics.report import Report
 from slime.launcher.services.services import Services
-from slime.launcher.services.session import session
+from slime.launcher.services.session import evaluates_at_start, session
 
 
 def train(config: RunConfig, report: Report) -> None:
@@ -24,7 +24,7 @@ def train(config: RunConfig, report: Report) -> None:
 
 def loop(config: RunConfig, run: Services, report: Report) -> None:
     settings = config.launcher
-    if config.evaluates and not settings.skip_eval_before_train:
+    if evaluates_at_start(config, run.first_step, report):
         report.evaluation(run.first_step, *run.evaluate(run.first_step))
 
     for step in range(run.first_step, run.num_rollout):

@@ -161,6 +161,12 @@ class Report:
             points[:] = sorted([*(point for point in points if point[0] != step), (step, score)])
         return scores
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Returns whether an earlier start of the run left metrics, and none of an evaluation after `step` steps."""
+        assert self._log is not None, "started() comes first"
+        rows = self._log.rows()
+        return bool(rows) and not any(row["step"] == step and is_evaluation(row) for row in rows)
+
     def evaluation(self, step: int, metrics: Metrics, examples: list[Sample]) -> None:
         """Records held-out scores after `step` steps; the metrics of the last step must have been recorded before."""
         assert self._log is not None and self._samples is not None, "started() comes first"

@@ -45,6 +45,18 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     return metrics
 
 
+def staleness_metrics(step: int, oldest_versions: Sequence[int]) -> dict[str, float]:
+    """Returns mean and maximum of the versions between each sample's oldest token and the training on it.
+
+    oldest_versions: -1 where a sample has none. Weights newer than the trainer's count as its own: --buffer-dir has
+    samples of a run that got further than the checkpoint from which this one goes on.
+    """
+    ages = [max(0, step - version) for version in oldest_versions if version >= 0]
+    if not ages:
+        return {}
+    return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages))}
+
+
 def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[Sample]]:
     """Returns the groups of a step; their samples have no tokens."""
     groups: dict[int, list[Sample]] = {}

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.metrics.kept_samples import SAMPLES_PER_GROUP
-from slime.launcher.metrics.sealed import sealed_metrics
+from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
@@ -196,11 +196,8 @@ class Services:
     def _metrics_of(self, step: int, sealed: SealedStep) -> Metrics:
         metrics = sealed_metrics(sealed, self._args)
         metrics["rollout/trained_tokens"] = float(sum(s.loss_mask_sum for s in sealed if not s.remove_sample))
-        oldest = [summary.oldest_weight_version for summary in sealed if summary.oldest_weight_version >= 0]
-        if not oldest or self.rollout is None or not self.trainers:
-            return metrics
-        metrics["rollout/staleness"] = step - sum(oldest) / len(oldest)
-        metrics["rollout/staleness/max"] = float(step - min(oldest))
+        if self.rollout is not None and self.trainers:
+            metrics |= staleness_metrics(step, [summary.oldest_weight_version for summary in sealed])
         return metrics
 
     def _examples(self, step: int, sealed: SealedStep) -> list[Sample]:

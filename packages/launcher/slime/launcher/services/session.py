@@ -52,3 +52,13 @@ def _exporter(settings: LauncherSettings, report: Report) -> PrometheusServer | 
     exporter = PrometheusServer(settings.metrics_host, settings.metrics_port, num_steps=lambda: report.num_steps)
     report.attach(exporter)
     return exporter
+
+
+def evaluates_at_start(config: RunConfig, first_step: int, report: Report) -> bool:
+    """Returns whether a run evaluates before its first step.
+
+    With --skip-eval-before-train only an evaluation that was due, and that an earlier start did not live to record.
+    """
+    if not config.evaluates or not config.launcher.skip_eval_before_train:
+        return config.evaluates
+    return first_step > 0 and config.evaluates_after(first_step - 1) and report.lacks_evaluation(first_step)
