@@ -13,7 +13,7 @@ from slime.rollout.generate import default
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource
 from slime.types import Sample
-from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, LeaseLost
 
 
 def run(state, buffer, **leases):
@@ -226,6 +226,50 @@ def test_a_cancelled_rollout_gives_everything_back(engine, make_state):
     thread.join(120)
     assert not thread.is_alive() and failure
     assert not buffer.leased and len(buffer.returned) == 2 and not buffer.completed
+
+
+def expire(buffer: FakeBuffer) -> None:
+    """Ends all leases, as the buffer does with those that are not renewed in time."""
+    for group in buffer.leased.values():
+        buffer.waiting.append(next(g for g in buffer.groups if g.group_index == group.group_index))
+    buffer.leased.clear()
+
+
+def test_a_group_whose_lease_expired_is_completed_under_a_new_one():
+    buffer = FakeBuffer(prompt_groups(4, 1))
+    with LeasedDataSource(buffer, worker_id="test") as source:
+        groups = source.get_samples(3)
+        expire(buffer)
+        for group in groups:
+            group[0].status = Sample.Status.COMPLETED
+            if group is groups[-1]:
+                source.reject(group, "dull")
+            else:
+                source.complete(group)
+    assert sorted(buffer.completed) == [0, 1] and buffer.rejected == [(2, "dull")]
+    # The one that never was leased here is given back.
+    assert [group.group_index for group in buffer.waiting] == [3] and not buffer.leased
+
+
+def test_a_group_that_is_leased_again_while_it_is_worked_on_is_not_begun_twice():
+    buffer = FakeBuffer(prompt_groups(2, 1))
+    with LeasedDataSource(buffer, worker_id="test") as source:
+        (first,) = source.get_samples(1)
+        expire(buffer)
+        assert [group[0].group_index for group in source.get_samples(2)] == [1]
+        first[0].status = Sample.Status.COMPLETED
+        source.complete(first)
+        assert list(buffer.completed) == [0] and len(buffer.leased) == 1
+
+
+def test_a_group_that_another_worker_has_is_lost():
+    buffer = FakeBuffer(prompt_groups(1, 1))
+    with LeasedDataSource(buffer, worker_id="test") as source:
+        (group,) = source.get_samples(1)
+        expire(buffer)
+        buffer.lease_groups(1, ttl_seconds=9.0, wait_seconds=0.0, worker_id="another")
+        with pytest.raises(LeaseLost):
+            source.complete(group)
 
 
 def test_leases_are_renewed_while_work_goes_on(engine):

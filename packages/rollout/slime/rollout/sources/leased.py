@@ -21,6 +21,8 @@ POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
 # After so many unusable groups in a row, the settings of the run are wrong, not the groups.
 REFUSED_IN_A_ROW = 1000
+# Groups of others that may wait before one that is leased again.
+MOST_STRANGERS = 64
 
 
 # `render` of slime.rollout.generate.prompts.PromptEncoder.
@@ -116,12 +118,18 @@ class LeasedDataSource:
                 worker_id=self.worker_id,
                 **options,
             )
-            groups = [self._take(lease) for lease in leased]
+            groups = [group for lease in leased if (group := self._take(lease)) is not None]
         return [group for group in groups if self._usable(group)]
 
-    def _take(self, lease: Any) -> list[Sample]:
+    def _take(self, lease: Any) -> list[Sample] | None:
+        """Returns the samples of a lease; None where it is of a group that is worked on here already."""
         group: SampleGroup = lease.group
         with self._lock:
+            if (held := self._leases.get(group.group_index)) is not None:
+                # Its lease could not be renewed, and expired: the work goes on under the new one.
+                log.warning("group %s was leased again while it was worked on", group.group_index)
+                held.token = lease.token
+                return None
             self._leases[group.group_index] = _Lease(lease.token, list(group.samples))
             self._group_of.update((id(sample), group.group_index) for sample in group.samples)
         return group.samples
@@ -153,17 +161,17 @@ class LeasedDataSource:
         if self.names is not None:
             self.names.trust(sample for group in groups for sample in group)
         for group in groups:
-            with self._ending(self._index(group)) as lease:
-                self.buffer.return_group(lease.token, list(group))
+            self._return(group, list(group))
 
     def give_back(self, groups: list[list[Sample]]) -> None:
         for group in groups:
-            with self._ending(self._index(group)) as lease:
-                self.buffer.return_group(lease.token, [])
+            self._return(group, [])
+
+    def _return(self, group: list[Sample], samples: list[Sample]) -> None:
+        self._end(self._index(group), lambda lease: self.buffer.return_group(lease.token, samples))
 
     def reject(self, group: list[Sample], reason: str) -> None:
-        with self._ending(self._index(group)) as lease:
-            self.buffer.reject_group(lease.token, reason)
+        self._end(self._index(group), lambda lease: self.buffer.reject_group(lease.token, reason))
 
     def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
         """Raises InvalidField for samples that break the contract or are of no leased group, LeaseLost where the lease
@@ -200,7 +208,7 @@ class LeasedDataSource:
                 call.advance()
 
     def _complete_as(self, index: int, samples: list[Sample]) -> None:
-        with self._ending(index) as lease:
+        def complete(lease: _Lease) -> None:
             for position, sample in enumerate(samples):
                 sample.group_index = index
                 if sample.index is None and position < len(lease.samples):
@@ -208,6 +216,8 @@ class LeasedDataSource:
                 _finish(sample)
             self.buffer.complete_group(lease.token, samples)
             self.completed.append(samples)
+
+        self._end(index, complete)
 
     def leased_groups(self) -> list[int]:
         with self._lock:
@@ -262,13 +272,42 @@ class LeasedDataSource:
                 self._calls -= 1
                 self._lock.notify_all()
 
-    @contextmanager
-    def _ending(self, index: int) -> Iterator[_Lease]:
-        """Surrounds a call that ends a lease; where it fails, the lease stays, and `close` gives it back."""
+    def _end(self, index: int, call: Callable[[_Lease], Any]) -> None:
+        """Makes a call that ends a lease; where it fails, the lease stays, and `close` gives it back.
+
+        A lease that expired because it could not be renewed is taken again first, unless another worker has the group.
+        """
         with self._calling():
             lease = self._leases[index]
-            yield lease
+            try:
+                call(lease)
+            except LeaseLost:
+                if not self._regain(index):
+                    raise
+                call(lease)
             self.forget(index)
+
+    def _regain(self, index: int) -> bool:
+        """Leases groups that wait until the one at `index`, which is held here, is among them."""
+        strangers: list[str] = []
+        try:
+            # Groups that wait are leased by their index: nearly all before this one are held here too.
+            for _ in range(len(self._leases) + MOST_STRANGERS):
+                leased = self.buffer.lease_groups(
+                    1, ttl_seconds=self.ttl_seconds, wait_seconds=0.0, worker_id=self.worker_id
+                )
+                if not leased:
+                    return False
+                if self._take(leased[0]) is None:
+                    if leased[0].group.group_index == index:
+                        return True
+                else:
+                    strangers.append(leased[0].token)
+                    self.forget(leased[0].group.group_index)
+            return False
+        finally:
+            for token in strangers:
+                self.buffer.return_group(token, [])
 
     def forget(self, index: int) -> None:
         """Leaves a lease that has ended."""

@@ -152,7 +152,7 @@ class OwnLeases(LeasedDataSource):
                 self.own.given.update((first + position, group) for position, group in enumerate(groups))
         return super().get_samples(num_samples)
 
-    def _take(self, lease: Any) -> list[Sample]:
+    def _take(self, lease: Any) -> list[Sample] | None:
         group = lease.group
         given = self.own.given.get(group.group_index)
         if given is not None:

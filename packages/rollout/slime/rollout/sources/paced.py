@@ -80,6 +80,10 @@ class PacedSource(LeasedDataSource):
         self._changed.set()
         super().close()
 
+    def _regain(self, index: int) -> bool:
+        # It may have been rejected as too old; and what is leased again has to be within the pace.
+        return False
+
     def _forget(self, group: list[Sample], error: LeaseLost) -> None:
         index = self.find(group)
         log.info("group %s is left: %s", index, error)
