@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.rollout.on_policy_distillation import post_process_rewards, response_log_probs, reward_func
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 
@@ -46,6 +46,30 @@ def test_a_sample_gets_the_teachers_log_probs_of_its_response() -> None:
 def test_an_answer_about_other_tokens_is_refused(entries: Any) -> None:
     with pytest.raises(InvalidField, match="input_token_logprobs.*4 tokens"):
         asyncio.run(ask(entries))
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([None] * 4, r"input_token_logprobs\[0\]: got null, expected .*here token 5"),
+        ([5, 6, 7, 8], r"\[0\]: got 5, "),
+        ([[None, 5], [-0.5], [-1, 7], [-1, 8]], r"\[1\]: got \[-0.5\], "),
+        ([[None, 5], [-0.5, 6], [None, 7], [-1, 8]], r"\[2\]: got \[null, 7\], .*a number"),
+        ([[None, 5], [-0.5, 6], ["x", 7], [-1, 8]], r'\[2\]: got \["x", 7\], '),
+        ([[None, 5], [-0.5, 6], [-1, 7], [float("nan"), 8]], r"\[3\]: got \[NaN, 8\], "),
+        ("x" * 1000, "got .{150,250}, expected"),
+        ({"5": -1}, "got "),
+    ],
+)
+def test_a_malformed_answer_is_refused_with_what_came(entries: Any, words: str) -> None:
+    with pytest.raises(InvalidField, match=words):
+        asyncio.run(ask(entries))
+
+
+@pytest.mark.parametrize("answer", [None, [1], "no", {"detail": "busy"}, {"meta_info": [1]}])
+def test_an_answer_that_is_no_engines_is_refused_with_what_came(answer: Any) -> None:
+    with pytest.raises(InvalidField, match="--rm-url: got .*expected meta_info.input_token_logprobs"):
+        response_log_probs(answer, TOKENS, 2)
 
 
 def test_the_teachers_address_is_required() -> None:

@@ -10,12 +10,17 @@ the advantages; the reward itself is 0.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.rewards.remote import ask
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, counted
+
+# Characters of an answer that an error shows.
+SHOWN = 200
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
@@ -47,12 +52,25 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 
 def response_log_probs(answer: Any, tokens: Sequence[int], response_length: int) -> list[float]:
     """Returns log-probs of the last `response_length` of `tokens` in an engine's answer. Raises InvalidField."""
+    expected = f"(log-prob, token) of each of the {len(tokens)} tokens that --rm-url was sent, as SGLang answers"
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-    if not isinstance(entries, list) or [entry[1] for entry in entries] != list(tokens):
-        got = counted(len(entries), "entry") if isinstance(entries, list) else None
-        raise InvalidField(
-            "meta_info.input_token_logprobs", got,
-            f"(log-prob, token) of each of the {len(tokens)} tokens that --rm-url was sent, as SGLang answers",
-        )  # fmt: skip
-    return [float(entry[0]) for entry in entries[len(entries) - response_length :]]
+    if not isinstance(meta, dict):
+        raise InvalidField("--rm-url", _short(answer), f"meta_info.input_token_logprobs: {expected}")
+    field, entries = "meta_info.input_token_logprobs", meta.get("input_token_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(tokens):
+        got = counted(len(entries), "entry") if isinstance(entries, list) else _short(entries)
+        raise InvalidField(field, got, expected)
+    for i, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
+        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+            raise InvalidField(f"{field}[{i}]", _short(entry), f"{expected}: here token {token}")
+    first = len(entries) - response_length
+    for i, entry in enumerate(entries[first:], first):
+        # The first token of a prompt has no log-prob, and is no token of a response.
+        if isinstance(entry[0], bool) or not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
+            raise InvalidField(f"{field}[{i}]", _short(entry), f"{expected}: a number")
+    return [float(entry[0]) for entry in entries[first:]]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
