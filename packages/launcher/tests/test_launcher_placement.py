@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.launcher.config.settings import LauncherSettings
@@ -196,6 +196,7 @@ def test_without_gpus_embedded_engines_are_divided_over_nodes(
     assert {share.node: share.embedded for share in placement.engines} == wanted
 
 
+@settings(deadline=None)
 @given(
     gpus=st.lists(st.integers(0, 8), min_size=1, max_size=5).filter(any),
     nodes=st.integers(1, 4),

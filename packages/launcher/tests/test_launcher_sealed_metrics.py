@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.buffer.groups.summaries import encode_summaries
-from slime.launcher.metrics.sealed import sealed_metrics
+from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
@@ -101,3 +101,8 @@ def test_rewards_that_are_objects_without_a_number_are_left_out_of_the_metrics()
     samples = group(0, [1.0, 0.0], [1, 1], [])
     samples[0].reward = {"score": "high"}
     assert sealed_metrics(sealed([samples]), ARGS)["rollout/raw_reward"] == 0.0
+
+
+def test_weights_that_a_run_lost_are_not_newer_than_the_trainer() -> None:
+    assert staleness_metrics(6, [8, 6, 4, -1]) == {"rollout/staleness": 2 / 3, "rollout/staleness/max": 2.0}
+    assert staleness_metrics(6, [-1]) == {}
