@@ -176,6 +176,32 @@ def test_the_sums_of_an_fsdp_rank() -> None:
     assert alone.training == 20_000_000 + 2 * layer + 12 * 10 * 32
 
 
+def test_the_sums_of_an_fsdp_rank_with_whole_weights_count_the_other_models_whole() -> None:
+    million = Held(1_000_000, 0)
+
+    def items(gpu_bytes: float | None, **values: object) -> dict[str, float]:
+        settings = TrainerSettings(
+            hf_checkpoint="m", bf16=True, use_kl_loss=True, use_opd=True, opd_type="trainer", opd_teacher_load="t",
+            **values,
+        )  # fmt: skip
+        memory = trainer_memory(settings, Shape.of(CONFIG), million, Sizes(data=4), 10, gpu_bytes=gpu_bytes)
+        return {item.name: item.num_bytes for item in memory.items}
+
+    # 2 + 4 + 12 / 4 of the policy, 2 each of the reference and the teacher.
+    whole, sharded = items(2 * 13e6), items(2 * 13e6 - 1)
+    assert (whole["weights"], whole["gradients"], whole["optimizer"]) == (2e6, 4e6, 3e6)
+    assert whole["reference model"] == whole["teacher"] == 2e6 and "gathered weights" not in whole
+    assert sharded["weights"] == sharded["reference model"] == sharded["teacher"] == 1e6
+    assert items(None)["teacher"] == 1e6
+    assert items(None, fsdp_sharding="optimizer")["teacher"] == 2e6
+
+
+def test_an_engine_on_the_cpu_holds_packed_weights_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan(words, capsys=capsys)
+    at = next(i for i, line in enumerate(lines) if line.startswith("Memory of an engine"))
+    assert lines[at + 2].startswith("  packed for the CPU besides: ")
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_activations_are_about_what_autograd_keeps(bf16: bool) -> None:
     import torch

@@ -54,6 +54,19 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
         parse("--num-rollout", "5", "--lr-decay-style", "linear", "--lr-warmup-iters", "10")
 
 
+def test_iterations_that_train_the_critic_alone_are_no_part_of_the_policys_decay() -> None:
+    words = ("--advantage-estimator", "ppo", "--lr-decay-style", "linear", "--num-critic-only-steps", "3")
+    trainer = parse("--num-rollout", "10", *words).trainer
+    assert (trainer.lr_decay_iters, trainer.critic_only_updates) == (14, 6)
+    parse("--num-rollout", "10", *words, "--critic-lr-warmup-iters", "19")
+    with pytest.raises(InvalidSetting, match="--critic-lr-warmup-iters must be less than 20, the updates of the run"):
+        parse("--num-rollout", "10", *words, "--critic-lr-warmup-iters", "20")
+    with pytest.raises(InvalidSetting, match="--lr-warmup-iters must be less than 14, the updates of the run"):
+        parse("--num-rollout", "10", *words, "--lr-warmup-iters", "14")
+    # A run of the critic alone.
+    assert parse("--num-rollout", "2", *words).trainer.lr_decay_iters == 1
+
+
 def test_a_critics_warm_up_as_long_as_the_run_is_refused() -> None:
     words = ("--advantage-estimator", "ppo", "--lr-decay-style", "linear", "--critic-lr-warmup-iters", "10")
     with pytest.raises(InvalidSetting, match="--critic-lr-warmup-iters must be less than 10, the updates of the run"):

@@ -300,6 +300,14 @@ def test_weights_stay_whole_only_where_policy_and_critic_both_fit(model: str, mo
         backend.ranks = SimpleNamespace(world_size=2, gather=lambda _, room=room: [room, room])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=0))
     assert plain._keeps_weights_whole() and not critic._keeps_weights_whole()
+    # A reference and a teacher are whole on each rank too: 4 more bytes a parameter than the 12 of the policy.
+    plain.settings = dataclasses.replace(
+        plain.settings, use_kl_loss=True, use_opd=True, opd_type="trainer", opd_teacher_load="t"
+    )
+    assert plain._keeps_weights_whole()
+    room = 2 * plain.num_parameters * 15
+    plain.ranks = SimpleNamespace(world_size=2, gather=lambda _: [room, room])
+    assert not plain._keeps_weights_whole()
 
 
 def test_the_critics_memory_is_given_back_with_the_optimizers(model: str):

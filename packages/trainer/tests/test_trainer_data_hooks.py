@@ -107,6 +107,16 @@ def test_converted_samples_are_planned_and_trained_on(model: str, tmp_path: Path
     assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
 
 
+def test_masks_that_are_not_0_or_1_are_refused():
+    data = train_data(make_samples())
+    mask = [float(value) for value in data["loss_masks"][1]]
+    assert converted({**data, "loss_masks": [*data["loss_masks"][:1], mask, *data["loss_masks"][2:]]}, []).samples
+    for wrong in (0.5, -1, 256, float("nan")):
+        masks = [*data["loss_masks"][:1], [wrong, *mask[1:]], *data["loss_masks"][2:]]
+        with pytest.raises(InvalidField, match=rf"loss_masks.*\[1\]: got {wrong}, expected 0 or 1"):
+            converted({**data, "loss_masks": masks}, [])
+
+
 def test_converted_samples_of_another_form_are_refused(model: str, tmp_path: Path):
     (tmp_path / "converting.py").write_text(CONVERT)
     stack = Stack(model, custom_convert_samples_to_train_data_path=f"{tmp_path / 'converting.py'}:wrong")

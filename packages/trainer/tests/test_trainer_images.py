@@ -162,6 +162,19 @@ def test_images_without_a_model_or_without_their_processor_are_refused(model: st
         Runner(make_settings(directory)).run(0, samples)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"use_kl_loss": True, "ref_load": "model"}, {"advantage_estimator": "ppo", "critic_load": "model"}],
+    ids=["reference", "critic"],
+)
+def test_a_model_of_text_beside_one_that_reads_images_is_refused(
+    model: str, directory: str, kind: str, values: dict[str, Any]
+) -> None:
+    values = {name: model if value == "model" else value for name, value in values.items()}
+    with pytest.raises(NotAvailable, match="reads text alone, as critic, reference or teacher of a policy that reads"):
+        Runner(make_settings(directory, **values)).run(0, make_image_samples(kind))
+
+
 def test_text_alone_trains_on_a_model_that_reads_images(directory: str, kind: str) -> None:
     samples = make_samples()
     for sample in samples:

@@ -212,6 +212,10 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
             _check_experts(flag_name(name), args["hf_checkpoint"])
     if args["multimodal_keys"]:
         _check_processor(args["hf_checkpoint"], args["rollout_engine"])
+        for name in ("critic_load", "ref_load", "opd_teacher_load"):
+            # They see the policy's samples.
+            if args[name] is not None and (Path(args[name]) / "config.json").is_file():
+                require_vision(args[name], f"{as_typed(name, args[name])} with --multimodal-keys")
     if args["load"] is not None and not Path(args["load"]).is_dir():
         raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
     if args["prompt_data"] is not None and args["rollout_global_dataset"]:

@@ -59,7 +59,7 @@ def other_defaults(trainer: TrainerSettings, explicit: Mapping[str, Any]) -> Ite
 
 
 def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: int | None) -> None:
-    """Sets --lr-decay-iters to the updates of the run, where the learning rates depend on it and it was not given.
+    """Sets --lr-decay-iters to the policy's updates in the run, where the rates depend on it and it was not given.
 
     Raises InvalidSetting for a warm-up that is as long as the run.
     """
@@ -71,10 +71,12 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
     if trainer.use_critic:
         warm_ups["--critic-lr-warmup-iters"] = trainer.critic_lr_warmup_iters
     # A run without updates starts a trainer too, for its weights.
-    updates = num_rollout * trainer.updates_per_iteration or max(warm_ups.values()) + 1
+    iterations = max(0, num_rollout - trainer.num_critic_only_steps)
+    updates = iterations * trainer.updates_per_iteration or max(warm_ups.values()) + 1
     for flag, warm_up in warm_ups.items():
-        if warm_up >= updates:
-            raise InvalidSetting.must_be(flag, f"less than {updates}, the updates of the run", got=warm_up)
+        own = updates if flag == "--lr-warmup-iters" else updates + trainer.critic_only_updates
+        if warm_up >= own:
+            raise InvalidSetting.must_be(flag, f"less than {own}, the updates of the run", got=warm_up)
     trainer.lr_decay_iters = flat["lr_decay_iters"] = updates
 
 

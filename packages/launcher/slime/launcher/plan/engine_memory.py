@@ -10,6 +10,8 @@ from slime.launcher.plan.trainer_memory import BYTES, byte_size, kv_bytes
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.settings.rollout import RolloutSettings
 
+PACKED_BYTES = 4
+
 
 @dataclass(frozen=True)
 class EngineMemory:
@@ -25,19 +27,32 @@ class EngineMemory:
 
 
 def engine_memory(
-    kind: EngineKind, settings: RolloutSettings, config: Mapping[str, Any], parameters: int, gpu_bytes: float | None
+    kind: EngineKind,
+    settings: RolloutSettings,
+    config: Mapping[str, Any],
+    parameters: int,
+    gpu_bytes: float | None,
+    *,
+    on_cpu: bool = False,
 ) -> EngineMemory:
-    """Estimates one GPU of an engine. config: of the language model; parameters: of the whole model."""
+    """Estimates one GPU of an engine, or an engine on the CPU.
+
+    config: of the language model; parameters: of the whole model.
+    """
     use = kind.memory(settings)
     dtype = use.dtype or str(config.get("dtype") or config.get("torch_dtype") or use.usual_dtype)
     width = BYTES.get(dtype, 2)
     weights = width * parameters / use.gpus
     share = f" / {use.gpus}" if use.gpus > 1 else ""
+    packed = on_cpu and bool({*use.packed_models} & {*(config.get("architectures") or ())})
     token = kv_bytes(config, use.gpus, width=1 if use.small_cache else width)
     lines = [
         f"weights {byte_size(weights)} = {width} x {parameters:,}{share} ({dtype})",
+        *([f"packed for the CPU besides: {byte_size(PACKED_BYTES * parameters)} = 4 x {parameters:,}"] * packed),
         f"each token in the cache takes {byte_size(token)}",
     ]
+    if packed:
+        weights += PACKED_BYTES * parameters
     if use.fraction is None:
         return EngineMemory(weights, None, None, (*lines, use.because))
     if gpu_bytes is None:

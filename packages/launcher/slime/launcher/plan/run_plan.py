@@ -156,7 +156,12 @@ class Plan:
             return []
         trainer, on_gpu = self.config.trainer, self.placement.has_gpus
         if self.args is None:
-            return [trainer_memory(trainer, self.shape, self.held[0], self.sizes, self.tokens, on_gpu=on_gpu)]
+            return [
+                trainer_memory(
+                    trainer, self.shape, self.held[0], self.sizes, self.tokens, on_gpu=on_gpu,
+                    gpu_bytes=self.hardware.gpu_bytes,
+                )
+            ]  # fmt: skip
         layers = layers_of_stages(self.args, self.sizes)
         return [
             trainer_memory(
@@ -170,8 +175,11 @@ class Plan:
         """Estimates the memory of an engine; None for engines that this run does not start."""
         if self.engine is None or self.num_engines == 0:
             return None
-        gpu_bytes = self.hardware.gpu_bytes if any(share.gpus for share in self.placement.engines) else None
-        return engine_memory(self.engine, self.config.rollout, self.model_config, self.parameters, gpu_bytes)
+        on_gpu = any(share.gpus for share in self.placement.engines)
+        gpu_bytes = self.hardware.gpu_bytes if on_gpu else None
+        return engine_memory(
+            self.engine, self.config.rollout, self.model_config, self.parameters, gpu_bytes, on_cpu=not on_gpu
+        )
 
     def phases(self) -> dict[str, tuple[float, float]]:
         """Returns for each phase the bytes that a GPU of the trainer has to hold, and those that it has.

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.converters.megatron.rank_layout import Sizes
 from slime.launcher.plan.parameter_counts import Held
+from slime.trainer.settings.sharding import compared_models, keeps_weights_whole
 from slime.trainer.settings.trainer import TrainerSettings
 
 GIB = 1 << 30
@@ -119,13 +120,21 @@ def trainer_memory(
     stage: int = 0,
     layers: int | None = None,
     on_gpu: bool = True,
+    gpu_bytes: float | None = None,
 ) -> RankMemory:
     """Estimates the memory of one rank.
 
     tokens: of one forward pass of a replica; args: Megatron's arguments, None for FSDP; layers: of the stage.
     """
     layers = shape.layers if layers is None else layers
-    items = _megatron(settings, held, sizes, args) if args is not None else _fsdp(settings, shape, held, sizes)
+    if args is not None:
+        items = _megatron(settings, held, sizes, args)
+    else:
+        # On a GPU of unknown size the ranks may share everything out.
+        size = gpu_bytes or 0.0 if on_gpu else None
+        compared = compared_models(settings)
+        whole = keeps_weights_whole(settings, held.total, sizes.data, size, compared=compared)
+        items = _fsdp(settings, shape, held, sizes, whole=whole)
     items += _activations(settings, shape, sizes, tokens, args, stage, layers)
     if args is None or stage == sizes.pipeline - 1:
         items.append(_logits(settings, shape, sizes, tokens, in_place=args is None and _compiles(settings)))
@@ -138,9 +147,27 @@ def trainer_memory(
     return RankMemory(tuple(items))
 
 
-def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes) -> list[Item]:
+def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, whole: bool) -> list[Item]:
+    """whole: each rank has all weights and gradients, in bfloat16 and float32."""
     ranks, total = sizes.data, held.total
     share, text = total / ranks, f"{total:,} / {ranks}" if ranks > 1 else f"{total:,}"
+    if whole:
+        everywhere = ", whole on each rank" if ranks > 1 else ""
+        items = [
+            Item("weights", 2 * total, f"bfloat16: 2 x {total:,}{everywhere}"),
+            Item("gradients", 4 * total, f"float32: 4 x {total:,}{everywhere}"),
+            Item("optimizer", 12 * share, f"float32 weights and two moments: 12 x {text}"),
+        ]
+        if settings.needs_reference:
+            items.append(Item("reference model", 2 * total, f"bfloat16: 2 x {total:,}{everywhere}"))
+        if settings.use_critic:
+            words = f"weights, gradients and moments of its own: 6 x {total:,} + 12 x {text}"
+            items.append(Item("critic", 6 * total + 12 * share, words))
+        if settings.loads_teacher:
+            items.append(
+                Item("teacher", 2 * total, f"bfloat16, if it is as large as the policy: 2 x {total:,}{everywhere}")
+            )
+        return items
     items = [
         Item("weights", 4 * share, f"float32: 4 x {text}"),
         Item("gradients", 4 * share, f"float32: 4 x {text}"),
@@ -161,8 +188,6 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes) -> 
         items.append(
             Item("gathered weights", gathered, f"{width} x (2Vh + 2 layers), gradients of one layer", lasting=False)
         )
-    elif settings.bf16:
-        items.append(Item("bfloat16 weights", 2 * total, f"what computes and is sent: 2 x {total:,}"))
     return items
 
 

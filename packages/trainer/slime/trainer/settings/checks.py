@@ -136,7 +136,7 @@ def _check_critic(s: TrainerSettings) -> None:
     if s.use_critic:
         if s.critic_lr is not None and s.min_lr > s.critic_lr:
             _conflict(s, "min_lr", "critic_lr", "the last learning rate must be at most the first")
-        if s.lr_decay_iters is not None and s.lr_decay_iters <= s.critic_lr_warmup_iters:
+        if s.lr_decay_iters is not None and s.lr_decay_iters + s.critic_only_updates <= s.critic_lr_warmup_iters:
             _conflict(s, "lr_decay_iters", "critic_lr_warmup_iters", "the decay must end after the warm-up")
         return
     for name in CRITIC_ONLY:

@@ -42,7 +42,7 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         "auto",
         "State that the ranks of the fsdp backend share out: optimizer (all weights and gradients on each rank, one "
         "exchange per update), parameters (weights and gradients too, one exchange per layer), or auto: optimizer "
-        "where that takes at most half of a GPU in bfloat16 (a quarter beside a critic)",
+        "where that takes at most half of a GPU in bfloat16, reference and teacher counted (a quarter beside a critic)",
         choices=("auto", "optimizer", "parameters"),
     )
     activation_memory_budget: float = setting(
@@ -90,7 +90,8 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
     lr_decay_iters: int | None = setting(
         None,
-        "Optimizer updates until the learning rate is --min-lr, warm-up included (default: those of the run)",
+        "Optimizer updates of the policy until the learning rate is --min-lr, warm-up included (default: those of the "
+        "run); a critic's rate is --min-lr in the same iteration",
         minimum=1,
     )
     weight_decay: float = setting(0.01, "Weight decay of AdamW, for matrices only; vectors are not decayed", minimum=0)
@@ -195,6 +196,11 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         if self.global_batch_size and self.rollout_batch_size:
             return max(1, self.rollout_batch_size * self.n_samples_per_prompt // self.global_batch_size)
         return 1
+
+    @property
+    def critic_only_updates(self) -> int:
+        """Updates of the critic before the first one of the policy."""
+        return self.num_critic_only_steps * self.updates_per_iteration
 
     @property
     def depends_on_length(self) -> bool:

@@ -87,6 +87,17 @@ def converted(data: Any, sources: Sequence[Sample]) -> Converted:
     )
 
 
+def _mask(values: Any, i: int) -> np.ndarray:
+    mask = np.asarray(values)
+    wrong = mask[(mask != 0) & (mask != 1)]
+    if wrong.size:
+        raise InvalidField(
+            f"train data['loss_masks'][{i}]", wrong.flat[0].item(),
+            "0 or 1 for each token; tokens are weighted by --custom-tis-function-path or in a custom loss",
+        )  # fmt: skip
+    return mask.astype(np.uint8)
+
+
 def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> Sample:
     def entry(name: str, default: Any = None) -> Any:
         return default if data.get(name) is None else data[name][i]
@@ -97,7 +108,7 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
         rollout_id=None if rollout is None else int(rollout),
         tokens=np.asarray(entry("tokens"), dtype=np.int32),  # type: ignore[arg-type]
         response_length=int(entry("response_lengths")),
-        loss_mask=np.asarray(entry("loss_masks")).astype(np.uint8),  # type: ignore[arg-type]
+        loss_mask=_mask(entry("loss_masks"), i),  # type: ignore[arg-type]
         rollout_log_probs=entry("rollout_log_probs"),
         teacher_log_probs=entry("teacher_log_probs"),
         status=SampleStatus.TRUNCATED if entry("truncated", 0) else SampleStatus.COMPLETED,

@@ -37,17 +37,13 @@ from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.sharding import compared_models, keeps_weights_whole, whole_bytes
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, WrongState
 from slime.types.experts import experts_of
 from slime.types.vision import vision_of
 
 log = logging.getLogger(__name__)
-
-# Bytes per parameter: bfloat16 weight and float32 gradient; float32 weight and AdamW's moments.
-_WHOLE_BYTES, _SHARDED_BYTES = 6, 12
-# Share of a GPU's memory; activations need the rest.
-_LARGEST_SHARE = 0.5
 
 
 class FsdpBackend(Backend):
@@ -144,22 +140,19 @@ class FsdpBackend(Backend):
 
     def _keeps_weights_whole(self) -> bool:
         """Tells if every rank has all weights and gradients, the same on all ranks."""
-        bf16, ranks, choice = bool(self.settings.bf16), self.ranks.world_size, self.settings.fsdp_sharding
-        if choice == "optimizer" and not bf16:
-            reason = "it shards the float32 weights that are kept beside those in bfloat16"
-            raise InvalidSetting.requires("--fsdp-sharding optimizer", "--bf16", reason)
-        if ranks == 1 or not bf16 or choice != "auto":
-            return bf16 and (ranks == 1 or choice == "optimizer")
-        if self.device.type != "cuda":
-            return True
-        room = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
-        needed = self.num_parameters * (_WHOLE_BYTES + _SHARDED_BYTES / ranks)
-        # Policy and critic decide by themselves, and are on the same GPUs.
-        whole = needed <= _LARGEST_SHARE / (2 if self.settings.use_critic else 1) * room
-        log.info(
-            "each rank keeps %s: whole weights and gradients take %.1f of %.1f GiB (--fsdp-sharding)",
-            "whole weights and gradients" if whole else "a part of weights and gradients", needed / 2**30, room / 2**30,
-        )  # fmt: skip
+        settings, ranks = self.settings, self.ranks.world_size
+        room: float | None = None
+        if self.device.type == "cuda" and ranks > 1:
+            room = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
+        compared = compared_models(settings) if self._has_references else 0
+        whole = keeps_weights_whole(settings, self.num_parameters, ranks, room, compared=compared)
+        if room is not None and settings.bf16 and settings.fsdp_sharding == "auto":
+            needed = whole_bytes(self.num_parameters, ranks, compared)
+            log.info(
+                "each rank keeps %s: whole weights and gradients take %.1f of %.1f GiB (--fsdp-sharding)",
+                "whole weights and gradients" if whole else "a part of weights and gradients",
+                needed / 2**30, room / 2**30,
+            )  # fmt: skip
         return whole
 
     def memory_stays(self, stays: bool) -> None:

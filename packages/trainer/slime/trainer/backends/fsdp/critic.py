@@ -42,9 +42,11 @@ class FsdpCritic(FsdpBackend):
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
     ) -> None:
         """weights: a critic's directory in place of --critic-load (of a checkpoint to resume from)."""
+        decay = settings.lr_decay_iters
         own = dataclasses.replace(
             settings, lr=settings.critic_lr or settings.lr, lr_warmup_iters=settings.critic_lr_warmup_iters,
             lr_warmup_fraction=None, compile=False,
+            lr_decay_iters=None if decay is None else decay + settings.critic_only_updates,
         )  # fmt: skip
         super().__init__(own, ranks, device, weights)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from slime.trainer.backends.shared_attention import fuse
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.errors import NotAvailable
+from slime.types.vision import vision_of
 
 
 class Passes:
@@ -150,6 +153,14 @@ class Passes:
         """[J, V] at the tokens that predict trained ones."""
         images: dict[str, object] = {}
         if batch.images:
+            config: Any = model.config
+            if vision_of(config.to_dict()) is None:
+                # The policy reads them, or they would not have come here.
+                raise NotAvailable.unavailable(
+                    f"a {config.model_type}, which reads text alone, as critic, reference or teacher of a policy that "
+                    "reads images",
+                    "the samples have images",
+                )
             images = {
                 "images": {n: self._input(t) for n, t in batch.images.items()},
                 "image_places": batch.image_places,
