@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launcher_run_files import add_steps, checked, group, kept_row, make_run, metrics_row
 
 from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import recorded
+from slime.launcher.show import answers as answers_module
 from slime.launcher.show.answers import POINTS, Answers, ranges, spread
 from slime.launcher.show.run_files import RunFiles, find_runs, names
 from slime.types.errors import InvalidField, InvalidSetting
@@ -105,6 +108,39 @@ def test_the_overview_says_how_a_run_failed(tmp_path: Path) -> None:
     assert (failed["state"], failed["error"]) == ("failed", "ValueError: no engine")
     assert failed["logs"] == [{"log": "rollout.log", "lines": ["ERROR the engine died", "of hunger"]}]
     assert failed["scores"] == {"gsm": [(0, 0.25), (6, 0.75)]} and failed["model"] == "tiny"
+
+
+def test_every_row_of_a_large_file_is_checked_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers_module, "CHECKED_ROWS", 10)
+    monkeypatch.setattr(answers_module, "CHECK_SECONDS", 0.0)
+    run = make_run(tmp_path / "run", steps=1)
+    rows = [row for number in range(12) for row in group(0, number)]
+    rows[3]["loss_mask"] = rows[47]["loss_mask"] = [0, 1, 1, 1]
+    rows[40]["tokens"] = rows[41]["loss_mask"] = rows[41]["engine_log_probs"] = None
+    write_file(run / DIRECTORY / "000000.parquet", rows)
+    answers, calls = answers_about(run), 1
+    while (found := answers.checks({}))["checked"] < found["files"]:
+        calls += 1
+    assert calls >= 5
+    places = [(finding["check"], finding["row"]) for finding in found["findings"] if not finding["eval"]]
+    assert places == [("mask", 3), ("numbers", 40), ("mask", 47)]
+    assert answers.samples({"step": "0", "start": "47"})["rows"][0]["findings"] == ["mask"]
+
+
+def test_long_samples_are_checked_in_small_memory(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    length = 100_000
+    long = {"tokens": np.zeros(length, np.int32), "response_length": length, "loss_mask": np.ones(length, np.uint8)}
+    for name in ("engine_log_probs", "trainer_log_probs"):
+        long[name] = np.full(length, -1.0, np.float32)
+    spans = [{"start": 0, "end": length, "weight_version": "0"}]
+    write_file(run / DIRECTORY / "000000.parquet", [row | long | {"spans": spans} for row in group(0, 0, 64)])
+    answers = answers_about(run)
+    tracemalloc.start()
+    assert checked(answers)["findings"] == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6  # 83 MB of numbers, which as objects were 800
 
 
 def test_a_file_that_a_resumed_run_writes_again_is_checked_again(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -48,6 +51,64 @@ def test_a_page_follows_a_run_with_more_steps_than_points(tmp_path: Path) -> Non
     add_steps(run, [POINTS * 3 // 2])
     more = answers.answer("curves", {"run": "0", "after": str(after), "edition": str(first["edition"])})
     assert more["whole"] and more["rows"] == first["rows"] + 1
+
+
+LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n" for below, name in itertools.pairwise("abcdefghijkl")
+)
+
+
+@pytest.mark.parametrize("commented", [False, True])
+def test_settings_that_stand_for_more_than_there_is_memory_are_left_out(
+    tmp_path: Path, commented: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laughs = "".join(f"# {line}\n" for line in LAUGHS.splitlines()) if commented else LAUGHS
+    one, two = make_run(tmp_path / "one", settings=laughs), make_run(tmp_path / "two")
+    assert main(["compare", str(one), str(two)]) == 0
+    assert main(["runs", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out) < 10_000
+    assert len(json.dumps(whole_page(one))) < 1e6
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp"
+
+
+def test_nothing_that_a_terminal_would_obey_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["prompt"] = row["label"] = HOSTILE
+            row["response"] = f"{HOSTILE}{row['index']}"
+
+    settings = f"{json.dumps('lr' + HOSTILE)}: {json.dumps(HOSTILE)}\n"
+    run = make_run(tmp_path / "run", settings=settings, fault=write)
+    other = make_run(tmp_path / f"other{HOSTILE.replace('/', '')}")
+    with pytest.raises(ValueError), run_state.recorded(run, "train"):
+        (run / "logs").mkdir()
+        (run / "logs" / "rollout.log").write_text(f"ERROR {HOSTILE}\n{HOSTILE}\n")
+        raise ValueError(HOSTILE)
+    for words in (["show", str(run), str(other), "--text", "--step", "3"], ["runs", str(tmp_path)],
+                  ["compare", str(run), str(other)], ["show", str(tmp_path / HOSTILE), "--text"]):  # fmt: skip
+        main(words)
+    printed = "".join(capsys.readouterr())
+    assert "\\x1b[2J\\x9b31m\\u202egnp" in printed
+    assert not set(printed) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_run_whose_path_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    parent = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    one, two = make_run(parent / "one"), make_run(Path(os.fsdecode(os.fsencode(parent) + b"/tw\xf6")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
+    environment |= {"LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8:strict"}
+    for words in (["runs", parent], ["runs", parent, "--json"], ["compare", one, two], ["compare", one, two, "--json"],
+                  ["show", two, "--text"], ["show", two, "--html", parent / "page.html"], ["show", parent]):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "slime.launcher.cli", *map(os.fsencode, words)],
+            capture_output=True, timeout=120, env=environment,
+        )  # fmt: skip
+        assert b"Traceback" not in done.stderr, done.stderr.decode("utf-8", "replace")
+        assert done.returncode == (2 if words == ["show", parent] else 0)
+        (done.stdout + done.stderr).decode()
+    assert whole_page(two)
 
 
 @pytest.mark.parametrize("name", ["start", "count", "row", "run", "step"])

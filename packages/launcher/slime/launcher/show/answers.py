@@ -6,15 +6,17 @@ the answers to a bounded choice of them into the file, and the page finds them t
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from slime.launcher.metrics.kept_samples import ROW_GROUP, KeptFile, count_rows, read_rows
+from slime.launcher.metrics.kept_samples import ROW_GROUP, KeptFile, count_rows, iterate_rows, read_rows
 from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Rules, SampleFinding, run_checks
 from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts
@@ -29,10 +31,13 @@ SHORT_TEXT = 300
 NEIGHBOURS = 32
 # Tokens of one sample that are sent.
 MOST_TOKENS = 40_000
-# Seconds of each request in which further files are checked, and rows of a file that are.
+# Seconds of each request in which further samples are checked, and the samples and tokens that are checked together.
 CHECK_SECONDS = 0.3
 CHECKED_ROWS = 1024
+CHECKED_TOKENS = 4_000_000
+# Findings that are sent, and that are kept of one file.
 MOST_FINDINGS = 500
+MOST_OF_FILE = 10_000
 LIGHT = (
     "step", "dataset", "group_index", "index", "prompt", "response", "label", "reward", "reward_json", "status",
     "response_length", "spans",
@@ -40,6 +45,16 @@ LIGHT = (
 
 Query = Mapping[str, str]
 Number = TypeVar("Number", int, float)
+
+
+@dataclass
+class CheckedFile:
+    """modified: when the file was written. rows: how many are checked. whole: all of them."""
+
+    modified: float
+    rows: int = 0
+    whole: bool = False
+    findings: list[SampleFinding] = field(default_factory=list)
 
 
 class Answers:
@@ -50,7 +65,9 @@ class Answers:
         self.runs = list(runs)
         self._regrade = regrade
         self._tokens = [TokenTexts(_model_directories(run)) for run in runs]
-        self._checked: list[dict[Path, tuple[float, list[SampleFinding]]]] = [{} for _ in runs]
+        self._checked: list[dict[Path, CheckedFile]] = [{} for _ in runs]
+        # Requests come from several threads, and a file is checked on from where the last one ended.
+        self._checking = threading.Lock()
         self._calls: dict[str, Callable[[Query], Any]] = {
             "runs": self.overview, "curves": self.curves, "settings": self.settings, "steps": self.steps,
             "samples": self.samples, "sample": self.sample, "checks": self.checks, "pairs": self.pairs,
@@ -158,7 +175,7 @@ class Answers:
         }  # fmt: skip
 
     def checks(self, query: Query) -> dict[str, Any]:
-        """Returns the checks and what they found so far; every call checks further files for a moment."""
+        """Returns the checks and what they found so far; every call checks further samples for a moment."""
         number, run = _number(query, "run", 0), self._run(query)
         files = run.kept()
         done = self._checked[number]
@@ -167,16 +184,18 @@ class Answers:
         for file in [*files[-1:], *spread(files)]:
             if time.monotonic() > until:
                 break
-            if file.path not in done or file is files[-1]:
-                self._check(number, file)
+            if file.path not in done or not done[file.path].whole or file is files[-1]:
+                self._check(number, file, until)
         found = [
             {"step": file.step, "eval": file.evaluation, **finding.as_dict()}
             for file in files
-            for finding in done.get(file.path, (0.0, []))[1]
+            if file.path in done
+            for finding in done[file.path].findings
         ]
         listed = [*CHECKS, *([(*REGRADED, None)] if self._regrade else [])]
         return {
-            "files": len(files), "checked": sum(file.path in done for file in files), "findings": found[:MOST_FINDINGS],
+            "files": len(files), "checked": sum(file.path in done and done[file.path].whole for file in files),
+            "findings": found[:MOST_FINDINGS],
             "checks": [
                 {"check": key, "title": title, "meaning": meaning, "count": sum(f["check"] == key for f in found)}
                 for key, title, meaning, _ in listed
@@ -203,27 +222,55 @@ class Answers:
             pairs = [list(pair) for pair in zip(old, new, strict=False)]
         return {"before": first.step, "after": last.step, "eval": first.evaluation, "pairs": pairs}
 
-    def _check(self, number: int, file: KeptFile) -> list[SampleFinding]:
-        """Returns the findings of a file, which a resumed run may write again."""
+    def _check(self, number: int, file: KeptFile, until: float = math.inf) -> list[SampleFinding]:
+        """Checks a file to its end or until that time, and returns its findings. A resumed run may write it again."""
+        with self._checking:
+            return self._check_alone(number, file, until)
+
+    def _check_alone(self, number: int, file: KeptFile, until: float) -> list[SampleFinding]:
         done = self._checked[number]
         try:
             modified = file.path.stat().st_mtime
         except OSError:
             # A run that resumes removes the samples of the steps that it does again.
             return []
-        if file.path not in done or done[file.path][0] != modified:
-            try:
-                found = self._findings(self.runs[number], read_rows(file.path, COLUMNS, stop=CHECKED_ROWS))
-            except InvalidFile as error:
-                found = [SampleFinding("numbers", 0, str(error))]
-            done[file.path] = (modified, found)
-        return done[file.path][1]
+        if file.path not in done or done[file.path].modified != modified:
+            done[file.path] = CheckedFile(modified)
+        checked = done[file.path]
+        while not checked.whole:
+            self._check_on(number, file, checked)
+            if time.monotonic() > until:
+                break
+        return checked.findings
+
+    def _check_on(self, number: int, file: KeptFile, checked: CheckedFile) -> None:
+        """Checks the next samples of a file."""
+        rows: list[dict[str, Any]] = []
+        tokens = 0
+        try:
+            for row in iterate_rows(file.path, COLUMNS, start=checked.rows, arrays=True):
+                rows.append(row)
+                tokens += 0 if row["tokens"] is None else len(row["tokens"])
+                if len(rows) >= CHECKED_ROWS or tokens > CHECKED_TOKENS:
+                    break
+            else:
+                checked.whole = True
+        except InvalidFile as error:
+            rows, checked.whole = [], True
+            checked.findings.append(SampleFinding("numbers", checked.rows, str(error)))
+        found = self._findings(self.runs[number], rows)
+        room = max(0, MOST_OF_FILE - len(checked.findings))
+        checked.findings += [replace(finding, row=finding.row + checked.rows) for finding in found[:room]]
+        checked.rows += len(rows)
 
     def _page_findings(self, number: int, file: KeptFile, start: int, stop: int) -> list[SampleFinding]:
         """Returns the findings of some rows: of a large file that is not checked yet, from these rows alone."""
-        if file.path in self._checked[number] or count_rows(file.path) <= ROW_GROUP:
+        done = self._checked[number].get(file.path)
+        if (done is not None and done.whole) or count_rows(file.path) <= ROW_GROUP:
             return self._check(number, file)
-        found = self._findings(self.runs[number], read_rows(file.path, COLUMNS, start=start, stop=stop))
+        found = self._findings(
+            self.runs[number], list(iterate_rows(file.path, COLUMNS, start=start, stop=stop, arrays=True))
+        )
         return [replace(finding, row=finding.row + start) for finding in found]
 
     def _findings(self, run: RunFiles, rows: list[dict[str, Any]]) -> list[SampleFinding]:

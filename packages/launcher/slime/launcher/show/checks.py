@@ -74,7 +74,7 @@ def mask(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
         values = row["loss_mask"]
         # Conversations of a supervised run come from no model.
         from_model = row["spans"] or row["engine_log_probs"] is not None
-        if values is None or not any(values) or not from_model:
+        if values is None or not np.any(values) or not from_model:
             continue
         trained, generated = np.asarray(values, bool), _generated(row)
         if len(trained) != row["response_length"]:
@@ -160,11 +160,11 @@ def rewards(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
 
 def numbers(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
     for number, row in enumerate(rows):
-        if len(row["tokens"] or ()) < (row["response_length"] or 0):
-            yield SampleFinding(
-                "numbers", number, f"{counted(len(row['tokens']), 'token')}, of which {row['response_length']} respond"
-            )
-        engine = np.asarray(row["engine_log_probs"] or (), np.float64)
+        tokens = 0 if row["tokens"] is None else len(row["tokens"])
+        if tokens < (row["response_length"] or 0):
+            text = f"{counted(tokens, 'token')}, of which {row['response_length']} respond"
+            yield SampleFinding("numbers", number, text)
+        engine = np.asarray(() if row["engine_log_probs"] is None else row["engine_log_probs"], np.float64)
         wrong = np.flatnonzero(engine > 1e-3)
         if len(wrong):
             yield SampleFinding("numbers", number, f"log-prob {engine[wrong[0]]:.3g} of {_places(wrong)} is above 0")

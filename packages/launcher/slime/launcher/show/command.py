@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slime.launcher.cli.help import CommandParser
-from slime.launcher.show.run_files import RunFiles, find_runs, names
+from slime.launcher.show.run_files import RunFiles, find_runs, names, printable
 from slime.types.errors import InvalidSetting, SlimeError
 from slime.types.settings import Parser
 
@@ -34,7 +34,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         runs = _opened(options.run)
         return _compare(options, runs) if command == "compare" else _show(options, runs)
     except SlimeError as error:
-        print(f"slime: error: {error}", file=sys.stderr)
+        print(printable(f"slime: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, `head` for one, has had enough.
@@ -91,7 +91,7 @@ def _runs(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2, default=str))
     elif not rows:
-        print(f"no runs below {options.dir}")
+        print(printable(f"no runs below {options.dir}"))
     else:
         _console().print(listing(rows))
     return 0
@@ -121,13 +121,14 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
         from slime.launcher.show.text import text
 
         for number in range(len(runs)):
-            print("\n".join(text(answers, number, options.step)))
+            for line in text(answers, number, options.step):
+                print(printable(line))
         return 0
     if options.html is not None:
         from slime.launcher.show.html_page import write_html
 
         size = write_html(Path(options.html), answers)
-        print(f"wrote {options.html}, {size / 1e6:.1f} MB")
+        print(printable(f"wrote {options.html}, {size / 1e6:.1f} MB"))
         return 0
     server = serve(answers, options.port)
     port = server.server_port

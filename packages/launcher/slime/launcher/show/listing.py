@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from slime.launcher.show.run_files import LAST, RunFiles, finite
+from slime.launcher.show.run_files import LAST, RunFiles, finite, printable
 
 # Metrics of the comparison, where the runs have them.
 COMPARED = (
@@ -43,8 +43,9 @@ def listing(rows: Sequence[dict[str, Any]]) -> Table:
         )
         state = row["state"]
         table.add_row(
-            row["name"], Text(state, style=COLOURS.get(state, "default")), f"{row['steps']}{total}",
-            shown(row["reward"]), scores or "-", age(row["age_seconds"]), row["model"] or "-",
+            printable(row["name"]), Text(printable(state), style=COLOURS.get(state, "default")),
+            printable(f"{row['steps']}{total}"), shown(row["reward"]), printable(scores) or "-",
+            age(row["age_seconds"]), printable(row["model"]) or "-",
         )  # fmt: skip
     return table
 
@@ -64,11 +65,11 @@ def compared(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def comparison(found: dict[str, Any]) -> list[Table]:
-    names = [run["name"] for run in found["runs"]]
+    names = [printable(run["name"]) for run in found["runs"]]
     tables = []
     settings = Table("setting", *names, title="Settings that differ", title_justify="left", box=None, pad_edge=False)
     for name, values in found["settings"].items():
-        settings.add_row(name, *("-" if value is None else str(value) for value in values))
+        settings.add_row(printable(str(name)), *("-" if value is None else printable(str(value)) for value in values))
     tables.append(settings)
     means = f"Metrics, means of the last {LAST} steps"
     metrics = Table("metric", *names, title=means, title_justify="left", box=None, pad_edge=False)
@@ -79,7 +80,7 @@ def comparison(found: dict[str, Any]) -> list[Table]:
     if found["scores"]:
         scores = Table("set", *names, title="Evaluation, first → last", title_justify="left", box=None, pad_edge=False)
         for name, pairs in found["scores"].items():
-            scores.add_row(name, *("-" if p is None else f"{shown(p[0])} → {shown(p[1])}" for p in pairs))
+            scores.add_row(printable(name), *("-" if p is None else f"{shown(p[0])} → {shown(p[1])}" for p in pairs))
         tables.append(scores)
     return tables
 

@@ -78,7 +78,8 @@ def _equal(a: float | Exception | None, b: float) -> bool:
 def _sample(row: Row) -> Sample:
     sample = Sample(
         group_index=row["group_index"], index=row["index"], prompt=row["prompt"], response=row["response"],
-        label=row["label"], tokens=row["tokens"] or [], response_length=row["response_length"] or 0,
+        label=row["label"], tokens=[] if row["tokens"] is None else row["tokens"],
+        response_length=row["response_length"] or 0,
         status=SampleStatus(row["status"]), metadata=json.loads(row["metadata"] or "{}"),
     )  # fmt: skip
     return sample

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,9 @@ DEPTH = 3
 LAST = 3
 LOG_TAIL_BYTES = 64 << 10
 LOG_LINES = 30
+# Characters that show text in another order than it is in.
+DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+MOST_SETTINGS_BYTES = 4 << 20
 # A directory that changed so recently is listed again.
 LISTING_NS = 2 * 10**9
 # The largest whole number that a browser reads exactly.
@@ -138,7 +142,8 @@ class RunFiles:
     @cached_property
     def _settings_text(self) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            text = (self.path / SETTINGS).read_text(encoding="utf-8", errors="replace")
+            with (self.path / SETTINGS).open("rb") as file:
+                text = file.read(MOST_SETTINGS_BYTES).decode("utf-8", "replace")
         except OSError:
             return {}, {}
         # The settings with their defaults, and the run's own name, are comments of the file.
@@ -230,13 +235,32 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if type(step) is int and 0 <= step <= MOST_STEP else None
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses aliases, which a run never writes: a few lines of them can stand for more text than there is memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
 def _yaml(text: str) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, _PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         # ValueError: a date that there is not.
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def printable(text: str) -> str:
+    """Spells out what a terminal would obey, or could not show: a log or a sample may hold any character."""
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char in DIRECTIONS or unicodedata.category(char) in ("Cc", "Cs")
+        else char
+        for char in text
+    )
 
 
 def finite(value: Any) -> float | None:
