@@ -99,8 +99,11 @@ def test_a_run_whose_path_is_not_utf_8_is_shown(tmp_path: Path) -> None:
     one, two = make_run(parent / "one"), make_run(Path(os.fsdecode(os.fsencode(parent) + b"/tw\xf6")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
     environment |= {"LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8:strict"}
-    for words in (["runs", parent], ["runs", parent, "--json"], ["compare", one, two], ["compare", one, two, "--json"],
-                  ["show", two, "--text"], ["show", two, "--html", parent / "page.html"], ["show", parent]):  # fmt: skip
+    commands = (
+        ["runs", parent], ["runs", parent, "--json"], ["compare", one, two], ["compare", one, two, "--json"],
+        ["show", two, "--text"], ["show", two, "--html", parent / "page.html"], ["show", parent],
+    )  # fmt: skip
+    for words in commands:
         done = subprocess.run(
             [sys.executable, "-m", "slime.launcher.cli", *map(os.fsencode, words)],
             capture_output=True, timeout=120, env=environment,

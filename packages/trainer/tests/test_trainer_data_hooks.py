@@ -111,7 +111,7 @@ def test_masks_that_are_not_0_or_1_are_refused():
     data = train_data(make_samples())
     mask = [float(value) for value in data["loss_masks"][1]]
     assert converted({**data, "loss_masks": [*data["loss_masks"][:1], mask, *data["loss_masks"][2:]]}, []).samples
-    for wrong in (0.5, -1, 256, float("nan")):
+    for wrong in (0.5, -1.0, 256.0, float("nan")):
         masks = [*data["loss_masks"][:1], [wrong, *mask[1:]], *data["loss_masks"][2:]]
         with pytest.raises(InvalidField, match=rf"loss_masks.*\[1\]: got {wrong}, expected 0 or 1"):
             converted({**data, "loss_masks": masks}, [])

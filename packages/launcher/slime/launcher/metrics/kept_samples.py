@@ -176,8 +176,9 @@ def _unreadable(path: Path, reason: str) -> InvalidFile:
 def count_rows(path: Path) -> int:
     import pyarrow.parquet as pq
 
-    with _readable(path):
-        return pq.read_metadata(path).num_rows
+    # pyarrow opens no path that is not UTF-8.
+    with _readable(path), path.open("rb") as opened:
+        return pq.read_metadata(opened).num_rows
 
 
 def _with_arrays(table: Any) -> Iterator[dict[str, Any]]:
@@ -220,7 +221,7 @@ def iterate_rows(
     import pyarrow.parquet as pq
 
     wanted = [name for name, _, _ in SCHEMA] if columns is None else list(columns)
-    with _readable(path), pq.ParquetFile(path) as file:
+    with _readable(path), path.open("rb") as opened, pq.ParquetFile(opened) as file:
         missing = sorted(set(wanted) - set(file.schema_arrow.names))
         if missing:
             raise _unreadable(path, f"it has no column {missing[0]}")

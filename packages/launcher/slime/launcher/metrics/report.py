@@ -16,6 +16,7 @@ from rich.table import Table
 from slime.launcher.metrics.files import Metrics, MetricsLog, is_evaluation, plot_reward
 from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
 from slime.launcher.metrics.kept_samples import KeptSamples
+from slime.launcher.metrics.printable import printable
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.metrics.sinks.base import Sink
 from slime.launcher.run_directory.state import RunState
@@ -247,7 +248,8 @@ class Report:
         (first, before), (last, after) = self._examples[0], self._examples[-1]
         for old, new in list(zip(before, after, strict=False))[:SHOWN_EXAMPLES]:
             self._print(
-                f"\nprompt  {_prompt_text(old)}" + (f"   (answer: {old.label})" if old.label is not None else "")
+                f"\nprompt  {printable(_prompt_text(old))}"
+                + (f"   (answer: {printable(str(old.label))})" if old.label is not None else "")
             )
             if first != last:
                 self._print(f"  after step {first:<4} reward {_reward(old)}  {old.response!r}")

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from slime.launcher.show.run_files import LAST, RunFiles, finite, printable
+from slime.launcher.metrics.printable import printable
+from slime.launcher.show.run_files import LAST, RunFiles, finite
 
 # Metrics of the comparison, where the runs have them.
 COMPARED = (

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-import unicodedata
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +31,6 @@ DEPTH = 3
 LAST = 3
 LOG_TAIL_BYTES = 64 << 10
 LOG_LINES = 30
-# Characters that show text in another order than it is in.
-DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 MOST_SETTINGS_BYTES = 4 << 20
 # A directory that changed so recently is listed again.
 LISTING_NS = 2 * 10**9
@@ -251,16 +248,6 @@ def _yaml(text: str) -> dict[str, Any]:
         # ValueError: a date that there is not.
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def printable(text: str) -> str:
-    """Spells out what a terminal would obey, or could not show: a log or a sample may hold any character."""
-    return "".join(
-        char.encode("unicode_escape").decode()
-        if char in DIRECTIONS or unicodedata.category(char) in ("Cc", "Cs")
-        else char
-        for char in text
-    )
 
 
 def finite(value: Any) -> float | None:

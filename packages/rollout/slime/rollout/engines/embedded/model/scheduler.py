@@ -300,7 +300,7 @@ class Scheduler:
     def _fill_batch(self) -> None:
         """Takes sequences in order of arrival as long as they fit."""
         batch = self._batch
-        if batch is not None and (self._options.deterministic or not batch.joinable):
+        if not self._requests or (batch is not None and (self._options.deterministic or not batch.joinable)):
             return
         if batch is None and self._apart:
             batch = self._batch = self._new_batch()
