@@ -39,7 +39,7 @@ class Batch(ABC):
 
     @property
     def free_tokens(self) -> int | None:
-        """How many more tokens of new sequences its memory is planned for; None where nobody counts."""
+        """Tokens of new sequences that there is memory for besides; None where nobody counts."""
         return None
 
     def take_back(self) -> list[Response]:
