@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.cli.help import CommandParser
+from slime.rollout.engines.registry import KINDS
 from slime.types.errors import ConfigError, EngineError, InvalidSetting, SlimeError
 from slime.types.settings import build
-
-ENGINES = ("embedded", "sglang")
 
 
 def parser(command: str) -> CommandParser:
@@ -29,7 +28,7 @@ def parser(command: str) -> CommandParser:
     reader.add_argument("--system", metavar="TEXT", help="System message (default: none)")
     reader.add_argument("--temperature", type=float, default=1.0, metavar="X", help="Sampling temperature; 0 is greedy")
     reader.add_argument("--max-tokens", type=int, default=512, metavar="N", help="Most tokens of an answer")
-    reader.add_argument("--engine", choices=ENGINES, default="embedded", help="Engine to start")
+    reader.add_argument("--engine", choices=tuple(KINDS), default="embedded", help="Engine to start")
     return reader
 
 
