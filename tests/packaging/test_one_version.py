@@ -68,6 +68,12 @@ def test_one_command_sets_the_version_everywhere(tmp_path: Path) -> None:
         set_version.main("2.5", tmp_path)
 
 
+def test_slime_all_passes_every_extra_of_the_launcher_on() -> None:
+    extras = {name: PROJECTS[name]["project"]["optional-dependencies"] for name in ("all", "launcher")}
+    assert extras["all"].keys() == extras["launcher"].keys()
+    assert all(each[0].startswith(f"slime-launcher[{name}]==") for name, each in extras["all"].items())
+
+
 def test_the_projects_say_the_same_of_themselves() -> None:
     for field in ("license", "license-files", "authors", "requires-python", "keywords", "classifiers"):
         values = {name: repr(project["project"][field]) for name, project in PROJECTS.items()}
