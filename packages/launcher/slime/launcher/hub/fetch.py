@@ -30,6 +30,8 @@ def fetch(values: dict[str, Any]) -> None:
     if isinstance(values.get("prompt_data"), str):
         values["prompt_data"] = local_dataset(values["prompt_data"], "--prompt-data")
     words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
+    if not all(isinstance(word, str) for word in words):
+        return  # refused where the sets are read
     if len(words) == 1 and (name := dataset_name(split_slice(words[0], "--eval-prompt-data")[0])):
         words.insert(0, name.last)
     sets = [
