@@ -231,6 +231,9 @@ class Rollout:
         transports = KINDS["sglang"].weight_transports
         return [Engine(self.engine.name, self.engine.url, "sglang", True, 0, weight_transports=transports)]
 
+    def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        return []
+
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
         return None
 

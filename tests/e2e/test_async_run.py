@@ -58,7 +58,7 @@ def test_ctrl_c_and_a_service_that_dies_end_the_run_at_once(inputs: Path, tmp_pa
     assert process.returncode == 130, output
     wait_for(lambda: gone(children), DEADLINE, "every process has ended")
 
-    process = command("train-async", inputs, tmp_path / "killed", *long)
+    process = command("train-async", inputs, tmp_path / "killed", *long, "--no-use-fault-tolerance")
     wait_for(lambda: trained_a_step(tmp_path / "killed"), DEADLINE, "a step")
     children = descendants(process)
     (engine,) = [p for p in children if "slime.rollout.engines.embedded" in command_line(p)]

@@ -75,8 +75,8 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(tmp_path: Path) -> N
         assert not (left := [p for p in processes_with(marked) if alive(p)]), (where, left)
 
 
-def test_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    process = quickstart(tmp_path)
+def test_without_fault_tolerance_an_engine_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    process = quickstart(tmp_path, "--no-use-fault-tolerance")
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     children = descendants(process)
     (engine,) = [p for p in children if "slime.rollout.engines.embedded" in command_line(p)]

@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ import pytest
 
 from slime.buffer.service import serve as serve_buffer
 from slime.buffer.settings import BufferSettings
+from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.service import serve as serve_rollout
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
-from slime.types.clients import BufferClient, RolloutClient
+from slime.types.clients import BufferClient, Engine, RolloutClient
 from slime.types.errors import EngineError, MissingFile, SlimeError
 from slime.types.rpc import RpcSettings, RunningService
 
@@ -100,7 +102,7 @@ def pair(checkpoint, prompts) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def other(checkpoint, prompts) -> Iterator[Pair]:
-    pair = Pair(checkpoint, prompts, deterministic=True)
+    pair = Pair(checkpoint, prompts, deterministic=True, use_fault_tolerance=False)
     yield pair
     pair.close()
 
@@ -145,15 +147,7 @@ def test_code_that_a_client_of_the_buffer_names_is_not_run(pair, tmp_path):
 
 
 def test_new_weights_serve_after_the_commit(pair, checkpoint):
-    from slime.rollout.engines.client import EngineClient
-
-    (engine,) = pair.rollout.begin_weight_update(1)
-
-    async def push() -> None:
-        async with EngineClient(engine.url, engine.name, api_key=engine.api_key) as client:
-            await client.update_weights_from_disk(str(checkpoint), 1)
-
-    asyncio.run(push())
+    asyncio.run(load(pair.rollout.begin_weight_update(1), checkpoint, 1))
     pair.rollout.commit_weight_update(1)
     assert pair.rollout.generate(1, 2, timeout=60).metrics["rollout/weight_version_min"] == 1
 
@@ -175,7 +169,7 @@ def test_a_cancelled_rollout_leaves_no_lease(pair):
         assert time.monotonic() < deadline
 
 
-def test_an_engine_that_dies_ends_the_rollout_and_no_prompt_is_lost(other):
+def test_without_fault_tolerance_an_engine_that_dies_ends_the_rollout_and_no_prompt_is_lost(other):
     (engine,) = other.rollout.status().engines
     port = int(engine.url.rsplit(":", 1)[1])
     (process,) = [p for p in psutil.Process().children() if port in {c.laddr.port for c in p.net_connections("tcp")}]
@@ -185,6 +179,63 @@ def test_an_engine_that_dies_ends_the_rollout_and_no_prompt_is_lost(other):
             other.rollout.generate(rollout_id, 8, timeout=60)
     assert other.buffer.stats().groups.get("leased", 0) == 0
     assert not other.rollout.status().engines[0].healthy
+
+
+def test_engines_that_hang_or_die_cost_no_sample_and_come_back_with_the_weights(checkpoint, prompts):
+    probes = dict(rollout_health_check_interval=0.5, rollout_health_check_timeout=3.0)
+    pair = Pair(checkpoint, prompts, rollout_num_engines=2, rollout_max_response_len=24, **probes)
+    try:
+        hung = generate_with_a_lost_engine(pair, 0, lambda process: None)
+        wait_for(lambda: all(engine.healthy for engine in pair.rollout.status().engines))
+        engines = pair.rollout.begin_weight_update(1)
+        asyncio.run(load(engines, checkpoint, 1))
+        pair.rollout.commit_weight_update(1)
+
+        dead = generate_with_a_lost_engine(pair, 1, psutil.Process.kill)
+        wait_for(lambda: pair.rollout.status().engines[0].awaits_weights)
+        (returned,) = pair.rollout.begin_joining(1)
+        asyncio.run(load([returned], checkpoint, 1))
+        pair.rollout.commit_weight_update(1)
+        assert not any(engine.awaits_weights for engine in pair.rollout.status().engines)
+        last = pair.rollout.generate(2, 8, timeout=300).metrics
+    finally:
+        pair.close()
+    assert (hung["rollout/weight_version_max"], dead["rollout/weight_version_min"]) == (0, 1)
+    assert last["rollout/weight_version_min"] == 1
+
+
+def generate_with_a_lost_engine(pair: Pair, rollout_id: int, end: Callable[[psutil.Process], None]) -> dict[str, float]:
+    """Generates 8 groups while the first engine is stopped, and then ended by `end`; returns the metrics."""
+    port = int(pair.rollout.status().engines[0].url.rsplit(":", 1)[1])
+    (process,) = [p for p in psutil.Process().children() if port in {c.laddr.port for c in p.net_connections("tcp")}]
+    process.suspend()
+    before = {stored.group.group_index for stored in pair.buffer.read_groups(states=["completed"])}
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(pair.rollout.generate, rollout_id, 8, timeout=300)
+        wait_for(lambda: pair.rollout.status().engines[0].in_flight)
+        end(process)
+        metrics = generating.result(300).metrics
+    assert metrics["rollout/engine_restarts"] >= 1
+    groups = [stored.group for stored in pair.buffer.read_groups(states=["completed"])]
+    new = [group for group in groups if group.group_index not in before]
+    indexes = [sample.index for group in new for sample in group.samples]
+    assert len(new) == 8 and len(indexes) == len(set(indexes)) == 32
+    assert pair.buffer.stats().groups.get("leased", 0) == 0
+    return metrics
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def load(engines: Iterable[Engine], checkpoint: Path, version: int) -> None:
+    """Loads weights, as a trainer does between the begin of an update and its commit."""
+    for engine in engines:
+        async with EngineClient(engine.url, engine.name, api_key=engine.api_key) as client:
+            await client.update_weights_from_disk(str(checkpoint), version)
 
 
 def test_a_model_directory_without_a_tokenizer(checkpoint, prompts, tmp_path):
@@ -211,7 +262,6 @@ def test_log_probs_of_a_teacher_reach_the_buffer(checkpoint, prompts):
 
 
 def test_responses_go_on_under_new_weights_where_generation_never_ends(checkpoint, prompts):
-    from slime.rollout.engines.client import EngineClient
     from slime.types.clients.rollout import StopSignal
     from slime.types.pace import TrainerPace
 
@@ -225,9 +275,7 @@ def test_responses_go_on_under_new_weights_where_generation_never_ends(checkpoin
             failures.append(error)
 
     async def push(version: int) -> None:
-        (engine,) = await asyncio.to_thread(pair.rollout.begin_weight_update, version)
-        async with EngineClient(engine.url, engine.name, api_key=engine.api_key) as client:
-            await client.update_weights_from_disk(str(checkpoint), version)
+        await load(await asyncio.to_thread(pair.rollout.begin_weight_update, version), checkpoint, version)
         await asyncio.to_thread(pair.rollout.commit_weight_update, version)
 
     thread = threading.Thread(target=generate)

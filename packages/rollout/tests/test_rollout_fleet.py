@@ -51,7 +51,7 @@ def mortal():
 
 
 def test_an_engine_that_dies_ends_the_rollout_with_its_name_and_last_lines(mortal, make_state):
-    state = make_state(mortal, rollout_batch_size=2)
+    state = make_state(mortal, rollout_batch_size=2, use_fault_tolerance=False)
     buffer = FakeBuffer(prompt_groups(2, 1))
     with pytest.raises(EngineError, match=r"(?s)mortal-0.*exit code 3.*the last words"):
         with LeasedDataSource(buffer, worker_id="test") as source:
@@ -63,7 +63,7 @@ def test_an_engine_that_dies_ends_the_rollout_with_its_name_and_last_lines(morta
 
 
 def test_a_death_between_rollouts_is_noticed(mortal, make_state):
-    state = make_state(mortal)
+    state = make_state(mortal, use_fault_tolerance=False)
     heard: list[EngineError] = []
     done = asyncio.run_coroutine_threadsafe(_wait_for_failure(state.fleet, heard), state.loop.loop)
     mortal._process.kill()

@@ -16,12 +16,12 @@ from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.generate.prompts import check_directory, check_transformers, load_tokenizer
-from slime.rollout.generate.state import RolloutState, flat_args, fleet_options
+from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import split_url
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
 
 
 def open_state(
@@ -36,6 +36,12 @@ def open_state(
     """
     check_directory(settings.hf_checkpoint)
     check_transformers(settings.hf_checkpoint)
+    if hosted and settings.use_fault_tolerance:
+        raise NotAvailable.unavailable(
+            "--use-fault-tolerance", "engines on several nodes cannot be started again during the run",
+            "all engines on one node",
+        )  # fmt: skip
+    restart_limits(settings)
     if settings.rm_type:
         reward_function(settings.rm_type)
     plugins = RolloutPlugins(settings)

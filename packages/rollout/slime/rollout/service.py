@@ -40,6 +40,7 @@ from slime.types.rpc.auth import check_exposure
 from slime.v1 import buffer_pb2, rollout_pb2, rollout_pb2_grpc
 
 EXAMPLES = 3
+ENGINE_RESTARTS = "rollout/engine_restarts"
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -63,6 +64,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._names = WireNames(settings, state.tokenizer)
         self._continuous = ContinuousCall()
         self._running = 0
+        # Restarts of engines that an iteration has reported.
+        self._restarts_told = 0
         self._lock = threading.Lock()
         self._newest_writer: Writer | None = None
 
@@ -73,6 +76,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             engines=[self._engine_message(member) for member in self.fleet.members],
             weight_version=self.engine_weights.version,
             running_rollouts=self._running,
+            engine_restarts=self.fleet.num_restarts,
+            restarts_engines=self.fleet.restarts is not None,
         )
 
     def Generate(
@@ -143,8 +148,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 ),
             )
             self._continuous.call = job.call
+            before = self.fleet.num_restarts
             for event in self._run(job, context):
                 if isinstance(event, Progress):
+                    if restarts := self.fleet.num_restarts - before:
+                        job.call.metrics[ENGINE_RESTARTS] = float(restarts)
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
 
     def Evaluate(
@@ -194,11 +202,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.BeginWeightUpdateRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginWeightUpdateResponse:
         fresh = self._check_writer(request.writer)
-        members = self.fleet.loop.run(
-            self.engine_weights.begin(
-                request.weight_version, supersede=fresh, interrupt=self._continuous.source is not None
-            )
-        )
+        if request.joining:
+            begin = self.engine_weights.begin_joining(request.weight_version)
+        else:
+            interrupt = self._continuous.source is not None
+            begin = self.engine_weights.begin(request.weight_version, supersede=fresh, interrupt=interrupt)
+        members = self.fleet.loop.run(begin)
         engines = [self._engine_message(member) for member in members]
         for member, engine in zip(members, engines, strict=True):
             # Only the trainer, which sends the weights, gets the key.
@@ -281,6 +290,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds)
+        restarts, self._restarts_told = self.fleet.num_restarts - self._restarts_told, self.fleet.num_restarts
+        if restarts:
+            timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log
         if log is not None and log(rollout_id, args, samples, extra, seconds):
             return timing
@@ -329,7 +341,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.Engine(
             name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
             healthy=member.healthy and self.engine_weights.stopped is None, tp_size=member.abilities.tp_size,
-            weight_transports=member.kind.weight_transports,
+            weight_transports=member.kind.weight_transports, awaits_weights=member.awaits_weights,
+            in_flight=self.fleet.router.load_of(member),
         )  # fmt: skip
 
 

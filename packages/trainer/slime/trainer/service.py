@@ -109,7 +109,13 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         version = request.weight_version
         if version < 0:
             raise InvalidField("weight_version", version, "at least 0")
-        metrics = self._run(f"UpdateWeights {version}", request, context, lambda: self._trainer.update_weights(version))
+        joining = request.joining
+        metrics = self._run(
+            f"UpdateWeights {version}",
+            request,
+            context,
+            lambda: self._trainer.update_weights(version, joining=joining),
+        )
         return trainer_pb2.UpdateWeightsResponse(metrics=metrics)
 
     def SaveCheckpoint(

@@ -198,15 +198,18 @@ class Trainer:
         answer = self._process_rewards(self._args, list(self.buffer.read_step(step, range(len(summaries)))))
         return processed_rewards(answer, len(summaries))
 
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Pushes the policy to every engine of the rollout service as `version`."""
+    def update_weights(self, version: int, *, joining: bool = False) -> dict[str, float]:
+        """Pushes the policy to every engine of the rollout service as `version`.
+
+        joining: only to those that were started again and wait for weights.
+        """
         if self._weight_sender is None:
             raise WrongState("this trainer was started without engines", field="weight_version", value=version)
         started = time.perf_counter()
         self._memory.need(*self.backend.parts_of_weights(getattr(torch, self.settings.wire_dtype)))
-        if self._step.preparation.old_policies is not None:
+        if self._step.preparation.old_policies is not None and not (joining and version == self.state.weight_version):
             self._step.preparation.old_policies.keep(version)
-        sent = self._weight_sender.push(version, release=lambda: self._memory.release(WEIGHTS))
+        sent = self._weight_sender.push(version, release=lambda: self._memory.release(WEIGHTS), joining=joining)
         self._memory.measure()
         self.state = dataclasses.replace(self.state, weight_version=version)
         metrics = {

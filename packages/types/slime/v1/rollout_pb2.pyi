@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class Engine(_message.Message):
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     API_KEY_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
@@ -30,17 +32,23 @@ class Engine(_message.Message):
     tp_size: int
     api_key: str
     weight_transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    awaits_weights: bool
+    in_flight: int
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("engines", "weight_version", "running_rollouts")
+    __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines")
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_ENGINES_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
     weight_version: int
     running_rollouts: int
-    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ...) -> None: ...
+    engine_restarts: int
+    restarts_engines: bool
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ..., engine_restarts: _Optional[int] = ..., restarts_engines: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("writer", "rollout_id", "num_groups", "pace")
@@ -105,12 +113,14 @@ class EvaluateResponse(_message.Message):
     def __init__(self, completed_samples: _Optional[int] = ..., num_samples: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., examples: _Optional[_Iterable[_Union[_sample_pb2.Sample, _Mapping]]] = ..., done: bool = ...) -> None: ...
 
 class BeginWeightUpdateRequest(_message.Message):
-    __slots__ = ("writer", "weight_version")
+    __slots__ = ("writer", "weight_version", "joining")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     weight_version: int
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ...) -> None: ...
+    joining: bool
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ..., joining: bool = ...) -> None: ...
 
 class BeginWeightUpdateResponse(_message.Message):
     __slots__ = ("engines",)

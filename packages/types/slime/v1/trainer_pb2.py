@@ -26,7 +26,7 @@ from slime.v1 import buffer_pb2 as slime_dot_v1_dot_buffer__pb2
 from slime.v1 import tensor_pb2 as slime_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/trainer.proto\x12\x08slime.v1\x1a\x15slime/v1/buffer.proto\x1a\x15slime/v1/tensor.proto\"\x10\n\x0eGetInfoRequest\"\x97\x01\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x03\x12\x11\n\tnext_step\x18\x06 \x01(\x03\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\"r\n\x10TrainStepRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\x12\x1a\n\x12log_prob_positions\x18\x04 \x03(\x05\"\xff\x01\n\x11TrainStepResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.slime.v1.TrainStepResponse.MetricsEntry\x12<\n\tlog_probs\x18\x02 \x03(\x0b\x32).slime.v1.TrainStepResponse.LogProbsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x41\n\rLogProbsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.slime.v1.Tensor:\x02\x38\x01\"P\n\x14UpdateWeightsRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\"\x86\x01\n\x15UpdateWeightsResponse\x12=\n\x07metrics\x18\x01 \x03(\x0b\x32,.slime.v1.UpdateWeightsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x15SaveCheckpointRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\"&\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x12\x45xportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t2\x89\x03\n\x0eTrainerService\x12>\n\x07GetInfo\x12\x18.slime.v1.GetInfoRequest\x1a\x19.slime.v1.GetInfoResponse\x12\x44\n\tTrainStep\x12\x1a.slime.v1.TrainStepRequest\x1a\x1b.slime.v1.TrainStepResponse\x12P\n\rUpdateWeights\x12\x1e.slime.v1.UpdateWeightsRequest\x1a\x1f.slime.v1.UpdateWeightsResponse\x12S\n\x0eSaveCheckpoint\x12\x1f.slime.v1.SaveCheckpointRequest\x1a .slime.v1.SaveCheckpointResponse\x12J\n\x0b\x45xportModel\x12\x1c.slime.v1.ExportModelRequest\x1a\x1d.slime.v1.ExportModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/trainer.proto\x12\x08slime.v1\x1a\x15slime/v1/buffer.proto\x1a\x15slime/v1/tensor.proto\"\x10\n\x0eGetInfoRequest\"\x97\x01\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x03\x12\x11\n\tnext_step\x18\x06 \x01(\x03\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\"r\n\x10TrainStepRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\x12\x1a\n\x12log_prob_positions\x18\x04 \x03(\x05\"\xff\x01\n\x11TrainStepResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.slime.v1.TrainStepResponse.MetricsEntry\x12<\n\tlog_probs\x18\x02 \x03(\x0b\x32).slime.v1.TrainStepResponse.LogProbsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x41\n\rLogProbsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.slime.v1.Tensor:\x02\x38\x01\"a\n\x14UpdateWeightsRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0f\n\x07joining\x18\x03 \x01(\x08\"\x86\x01\n\x15UpdateWeightsResponse\x12=\n\x07metrics\x18\x01 \x03(\x0b\x32,.slime.v1.UpdateWeightsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x15SaveCheckpointRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\"&\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x12\x45xportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t2\x89\x03\n\x0eTrainerService\x12>\n\x07GetInfo\x12\x18.slime.v1.GetInfoRequest\x1a\x19.slime.v1.GetInfoResponse\x12\x44\n\tTrainStep\x12\x1a.slime.v1.TrainStepRequest\x1a\x1b.slime.v1.TrainStepResponse\x12P\n\rUpdateWeights\x12\x1e.slime.v1.UpdateWeightsRequest\x1a\x1f.slime.v1.UpdateWeightsResponse\x12S\n\x0eSaveCheckpoint\x12\x1f.slime.v1.SaveCheckpointRequest\x1a .slime.v1.SaveCheckpointResponse\x12J\n\x0b\x45xportModel\x12\x1c.slime.v1.ExportModelRequest\x1a\x1d.slime.v1.ExportModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,19 +52,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINSTEPRESPONSE_LOGPROBSENTRY']._serialized_start=561
   _globals['_TRAINSTEPRESPONSE_LOGPROBSENTRY']._serialized_end=626
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=628
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=708
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=711
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=845
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=725
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=728
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=862
   _globals['_UPDATEWEIGHTSRESPONSE_METRICSENTRY']._serialized_start=513
   _globals['_UPDATEWEIGHTSRESPONSE_METRICSENTRY']._serialized_end=559
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=847
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=932
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=934
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=972
-  _globals['_EXPORTMODELREQUEST']._serialized_start=974
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1008
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1010
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=1045
-  _globals['_TRAINERSERVICE']._serialized_start=1048
-  _globals['_TRAINERSERVICE']._serialized_end=1441
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=864
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=949
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=951
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=989
+  _globals['_EXPORTMODELREQUEST']._serialized_start=991
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1025
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1027
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=1062
+  _globals['_TRAINERSERVICE']._serialized_start=1065
+  _globals['_TRAINERSERVICE']._serialized_end=1458
 # @@protoc_insertion_point(module_scope)

@@ -65,12 +65,14 @@ class TrainStepResponse(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., log_probs: _Optional[_Mapping[int, _tensor_pb2.Tensor]] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("writer", "weight_version")
+    __slots__ = ("writer", "weight_version", "joining")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     weight_version: int
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ...) -> None: ...
+    joining: bool
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., weight_version: _Optional[int] = ..., joining: bool = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("metrics",)

@@ -29,7 +29,6 @@ PLANNED: dict[str, str] = {
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",
-    "an engine that dies ends the run; start the run again with --load": "use-fault-tolerance",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "a secret: set WANDB_API_KEY; a command line that gives the key is taken with a warning": "wandb-key",

@@ -6,6 +6,8 @@ samples are recorded ones, or those of a rollout function that needs no engine.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
 from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.replay import Replay
+from slime.launcher.services.returning import ReturningEngines
 from slime.launcher.services.start import Progress, start_services
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.untrained import UntrainedSteps
@@ -31,8 +34,10 @@ from slime.types import Sample
 from slime.types.clients import RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
 from slime.types.clients.trainer import TrainedStep
-from slime.types.errors import DataLoss
+from slime.types.errors import DataLoss, DeadlineExceeded, EngineError, SlimeError
 from slime.types.pace import TrainerPace
+
+log = logging.getLogger(__name__)
 
 # Time for the service itself to load, added to the start time of the engines.
 SERVICE_START_SECONDS = 60.0
@@ -64,6 +69,12 @@ class Services:
         # Samples for people to look at, by step and place in it, until their step is trained.
         self._kept: dict[int, dict[int, Sample]] = {}
         self._pace: TrainerPace | None = None
+        # Calls of the trainer are collective: every rank must get them in the same order.
+        self._trainer_turn = threading.Lock()
+        # The version that the trainer's weights have, or will have, at the engines.
+        self._trained_version = 0
+        self._restarts_engines = False
+        self._returning: ReturningEngines | None = None
         self.notes: list[str] = []
         self._settings = config.launcher
         self._args = SimpleNamespace(**config.flat)
@@ -101,8 +112,14 @@ class Services:
         self._open_run()
         self.addresses = started.addresses()
         self.authority.write(self.output_dir / ACCESS, self.addresses)
+        self._trained_version = self.first_step
+        if self.rollout is not None and self.config.has_engines:
+            self._restarts_engines = self.rollout.status().restarts_engines
         if self.first_step or self.config.trainer.load is not None:
             self.update_weights(self.first_step)
+        if self.rollout is not None and self.trainers and self._restarts_engines:
+            self._returning = ReturningEngines(self.rollout.status, self._send_to_returning)
+            self._supervisor.begin(self._returning.watch)
 
     @property
     def authority(self) -> Authority:
@@ -123,6 +140,8 @@ class Services:
         self._untrained = UntrainedSteps(self, self._sealed_steps)
 
     def _stop(self) -> None:
+        if self._returning is not None:
+            self._returning.stop()
         with uninterrupted():
             self._supervisor.stop()
 
@@ -250,7 +269,10 @@ class Services:
             except DataLoss as error:
                 return error
 
-        results = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])
+        with self._trainer_turn:
+            results = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])
+            if not any(isinstance(result, DataLoss) for result in results):
+                self._trained_version = step + 1
         trained = [result for result in results if isinstance(result, TrainedStep)]
         if len(trained) < len(results):
             raise next(result for result in results if isinstance(result, DataLoss))
@@ -320,15 +342,52 @@ class Services:
         return {key: time.perf_counter() - started}
 
     def update_weights(self, version: int) -> Metrics:
-        """Pushes the policy to the engines as `version`."""
+        """Pushes the policy to the engines as `version`; once more where an engine dies meanwhile and is replaced."""
         if not self.config.has_engines:
             return {}
         self.progress("updating weights", 0, 0)
-        metrics = self._on_every_rank(
-            lambda trainer: trainer.update_weights(version, timeout=self._settings.update_timeout_seconds)
-        )
+        metrics = self._push(version) if self._restarts_engines else self._push_once(version)
         self._trainer_stays = metrics.get("perf/train_memory_stays", 0.0) > 0
         return metrics
+
+    def _push_once(self, version: int) -> Metrics:
+        deadline = self._settings.update_timeout_seconds
+        results = self._on_every_rank(lambda trainer: trainer.update_weights(version, timeout=deadline))
+        return results[0] if results else {}
+
+    def _push(self, version: int) -> Metrics:
+        rollout, deadline = self.rollout, self._settings.update_timeout_seconds
+        assert rollout is not None, "a run with engines has a rollout service"
+
+        def push(trainer: TrainerClient) -> Metrics | SlimeError:
+            # Errors are collected, so that no rank is called again before all have answered.
+            try:
+                return trainer.update_weights(version, timeout=deadline)
+            except (EngineError, DeadlineExceeded) as error:
+                return error
+
+        def restarts() -> int:
+            return self._supervisor.call(rollout.status).engine_restarts
+
+        while True:
+            before = restarts()
+            results = self._on_every_rank(push)
+            errors = [result for result in results if isinstance(result, SlimeError)]
+            if not errors:
+                return next((result for result in results if isinstance(result, dict)), {})
+            # The service bounds the restarts.
+            if restarts() == before:
+                raise errors[0]
+            log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
+
+    def _send_to_returning(self) -> None:
+        """Sends the trainer's weights to engines that were started again."""
+        deadline = self._settings.update_timeout_seconds
+        with self._trainer_turn:
+            version = self._trained_version
+            self._supervisor.call_all(
+                [partial(trainer.update_weights, version, deadline, joining=True) for trainer in self.trainers]
+            )
 
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
@@ -376,6 +435,6 @@ class Services:
         """Returns the value of a call that was begun. Raises its error, or that of a service that failed meanwhile."""
         return self._supervisor.join(future)
 
-    def _on_every_rank(self, function: Callable[[TrainerClient], object]) -> Metrics:
-        results = self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])
-        return results[0] if results and isinstance(results[0], dict) else {}
+    def _on_every_rank(self, function: Callable[[TrainerClient], T]) -> list[T]:
+        with self._trainer_turn:
+            return self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])

@@ -86,8 +86,8 @@ class EngineClient(EngineHTTP):
         """Returns when the engine has made a token. SGLang takes a second for it, and cannot while it is paused."""
         await self.get("/health_generate", timeout_seconds=timeout_seconds)
 
-    async def model_info(self) -> JSON:
-        return await self.get("/model_info")
+    async def model_info(self, timeout_seconds: float | None = None) -> JSON:
+        return await self.get("/model_info", timeout_seconds=timeout_seconds)
 
     async def server_info(self) -> JSON:
         """Returns the flags that the server runs with, and its state."""

@@ -7,6 +7,7 @@ tells the engine that we are gone, however we went.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -55,8 +56,13 @@ class EngineProcess:
         self.kind = kind
         self.grace_seconds = grace_seconds
         self._host = host
+        self._start_again = functools.partial(
+            EngineProcess,
+            name, kind, command, host=host, env=env, grace_seconds=grace_seconds, api_key=api_key,
+        )  # fmt: skip
         self._port: int | None = None
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._stopping = threading.Lock()
         self._announced: int | None
         self._parent_end: int | None
         self._announced, announce_fd = os.pipe()
@@ -125,6 +131,11 @@ class EngineProcess:
         self._port = int(message["port"])
         return self
 
+    def start_again(self) -> EngineProcess:
+        """Starts another process with the same name, command and key; it does not serve yet. Ends this one first."""
+        self.stop(0)
+        return self._start_again()
+
     def poll(self) -> int | None:
         """Returns the exit code, negative for a signal, or None while it runs."""
         return self._process.poll()
@@ -134,10 +145,14 @@ class EngineProcess:
             raise self._death()
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Harmless when called again."""
-        if self._announced is None:
-            # The system may have given its process id to another process.
-            return
+        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Harmless when called again, also
+        from another thread."""
+        with self._stopping:
+            if self._announced is not None:
+                # Afterwards the system may give its process id to another process.
+                self._stop(grace_seconds)
+
+    def _stop(self, grace_seconds: float | None) -> None:
         self._signal_group(signal.SIGTERM)
         self._await_exit(self.grace_seconds if grace_seconds is None else grace_seconds)
         self._signal_group(signal.SIGKILL)
@@ -148,6 +163,11 @@ class EngineProcess:
             if descriptor is not None:
                 os.close(descriptor)
                 setattr(self, name, None)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the engine's process group, from any thread; `stop` cleans up."""
+        if self._announced is not None:
+            self._signal_group(signal.SIGKILL)
 
     def __enter__(self) -> EngineProcess:
         return self

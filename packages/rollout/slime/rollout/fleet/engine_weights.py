@@ -4,6 +4,7 @@
                               └──────abort(v)──────> not serving, until a later begin and commit
 
 An engine that does not hold the committed version does not serve. The engine's own update call drops its caches.
+Engines that were started again are sent weights while the others serve: `begin_joining`, then commit or abort.
 
 Where trainer and engines share GPUs, the engines' memory is released while the trainer works:
 
@@ -14,11 +15,16 @@ Where trainer and engines share GPUs, the engines' memory is released while the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Collection
 
+from slime.rollout.engines.base import RunningEngine
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import MEMORY_PARTS, Member
-from slime.types.errors import InvalidField, WrongState
+from slime.types.errors import InvalidField, SlimeError, WrongState
+
+log = logging.getLogger(__name__)
 
 
 class EngineWeights:
@@ -32,6 +38,10 @@ class EngineWeights:
         # The reason why the engines do not serve outside of an update; None where they serve.
         self.stopped: str | None = None
         self._weights_lost = False
+        # The engines of the update that is open, as they were when it began.
+        self._taking_part: list[tuple[Member, RunningEngine]] = []
+        # The version of the open update of engines that were started again.
+        self._joining: int | None = None
         self._lock = asyncio.Lock()
 
     async def begin(self, version: int, *, supersede: bool = False, interrupt: bool = False) -> list[Member]:
@@ -55,9 +65,44 @@ class EngineWeights:
                     expected=str(self.pending),
                 )
             self._check_memory("weights", "before a weight update")
+            self.fleet.weights_as_started, self._joining = False, None
             await self._hold(f"weight update {version} is under way", interrupt=interrupt)
             self.pending, self.stopped = version, None
-            return list(self.fleet.members)
+            return self._take_part(self.fleet.alive)
+
+    async def begin_joining(self, version: int) -> list[Member]:
+        """Holds the engines that were started again and wait for weights, while the others serve; returns them.
+
+        Returns no engine where `version` is another one than that of the engines that serve: a later update has all of
+        them. Requests that wait for one of these engines alone are sent elsewhere then. Raises WrongState while an
+        update is open.
+        """
+        async with self._lock:
+            if self.fleet.error is not None:
+                raise self.fleet.error
+            if self.pending is not None:
+                raise WrongState(
+                    f"weight update {self.pending} is open, engines cannot join",
+                    field="weight_version", value=version, expected="no open update",
+                )  # fmt: skip
+            waiting = [member for member in self.fleet.alive if member.awaits_weights]
+            if self.stopped is not None:
+                return []
+            if version != self.version and self.fleet.router.in_rotation:
+                for member in waiting:
+                    self.fleet.router.take_out(member, awaited=False)
+                return []
+            await self.fleet.each(lambda member: member.hold(), waiting)
+            self._joining = version
+            return self._take_part(waiting)
+
+    def _take_part(self, members: Collection[Member]) -> list[Member]:
+        self._taking_part = [(member, member.engine) for member in members if not member.out]
+        return [member for member, _ in self._taking_part]
+
+    def _still_there(self) -> list[Member]:
+        """Returns the members of the open update without those that were lost since it began."""
+        return [member for member, engine in self._taking_part if member.engine is engine and not member.out]
 
     async def commit(self, version: int) -> None:
         """Raises InvalidField naming an engine that holds another version; then nothing serves. Raises WrongState while
@@ -65,23 +110,40 @@ class EngineWeights:
 
         Idempotent."""
         async with self._lock:
+            if self._joining == version:
+                await self._check_versions(version)
+                await self.fleet.each(self._let_serve, self._still_there())
+                self.version, self._joining = version, None
+                return
             if self.pending is None and self.version == version and self.stopped is None:
                 return
             self._check_open(version)
             for part in MEMORY_PARTS:
                 self._check_memory(part, "before the commit")
-            for member in self.fleet.members:
-                held = await member.read_version()
-                if held != version:
-                    raise InvalidField(
-                        "weight_version", version, f"{held}, which engine {member.name} holds",
-                        f"weight_version: got {version}, but engine {member.name} holds weight version {held}: it did "
-                        "not take part in the update",
-                    )  # fmt: skip
-                member.weight_version = held
+            await self._check_versions(version)
             self._weights_lost = False
-            await self._serve()
+            await self._serve(self._still_there())
             self.version, self.pending = version, None
+
+    async def _check_versions(self, version: int) -> None:
+        async def check(member: Member) -> None:
+            held = await member.read_version()
+            if held != version:
+                raise InvalidField(
+                    "weight_version", version, f"{held}, which engine {member.name} holds",
+                    f"weight_version: got {version}, but engine {member.name} holds weight version {held}: it did "
+                    "not take part in the update",
+                )  # fmt: skip
+            member.weight_version = held
+
+        await self.fleet.each(check, self._still_there())
+
+    async def _let_serve(self, member: Member) -> None:
+        await member.serve()
+        if member.awaits_weights:
+            log.info("engine %s serves again, with weight version %d", member.name, member.weight_version)
+        member.awaits_weights = False
+        self.fleet.router.put_back(member)
 
     def _check_open(self, version: int) -> None:
         if self.pending != version:
@@ -91,13 +153,25 @@ class EngineWeights:
             )  # fmt: skip
 
     async def abort(self, version: int, reason: str) -> None:
-        """Leaves the engines held. Requests that wait, and later ones, fail until an update is committed."""
+        """Leaves the engines held. Requests that wait, and later ones, fail until an update is committed; where an
+        engine was lost and is started again they go on waiting, for then the update is repeated."""
         async with self._lock:
+            if self._joining == version:
+                self._joining = None
+                return
             if self.pending is None and self.stopped is not None:
                 return
             self._check_open(version)
             self.pending = None
-            await self._stop(f"weight update {version} was aborted: {reason or 'no reason given'}")
+            if self.fleet.restarts is not None:
+                # A transfer fails before the death behind it is known here.
+                with contextlib.suppress(SlimeError):
+                    await self.fleet.each(self._ask, self._still_there())
+            lost = len(self._still_there()) < len(self._taking_part)
+            await self._stop(f"weight update {version} was aborted: {reason or 'no reason given'}", refuse=not lost)
+
+    async def _ask(self, member: Member) -> None:
+        await member.client.model_info(self.fleet.options.health_timeout)
 
     async def offload(self, parts: Collection[str]) -> None:
         """Stops serving and releases these parts of the engines' GPU memory (all where none is named).
@@ -171,12 +245,13 @@ class EngineWeights:
             raise
         await self.fleet.each(lambda member: member.hold())
 
-    async def _stop(self, reason: str) -> None:
+    async def _stop(self, reason: str, *, refuse: bool = True) -> None:
         self.stopped = reason
-        await self.fleet.router.shut(reason, refuse=True)
+        await self.fleet.router.shut(reason, refuse=refuse)
 
-    async def _serve(self) -> None:
-        await self.fleet.each(lambda member: member.serve())
+    async def _serve(self, members: Collection[Member] | None = None) -> None:
+        with_weights = [member for member in self.fleet.alive if not member.awaits_weights]
+        await self.fleet.each(self._let_serve, with_weights if members is None else members)
         self.stopped = None
         await self.fleet.router.open()
 

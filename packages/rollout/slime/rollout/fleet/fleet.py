@@ -1,7 +1,10 @@
-"""The engines of a rollout service: watched, called, and failing together.
+"""The engines of a rollout service: watched, called, and started again when they die or hang.
 
-One engine that dies or stops answering makes the fleet fail: every call on it raises EngineError with the engine's name
-and its last lines. Methods with `async` run on the fleet's loop; `generate` and `abort` may be awaited from any.
+    in rotation --dies, or misses two probes--> out --started again--> awaits weights --sent them--> in rotation
+
+What an engine that is out had in flight is sent again, to the others or to its successor. Without restarts, or after
+too many of them, the fleet fails: every call on it raises EngineError with the engine's name and its last lines.
+Methods with `async` run on the fleet's loop; `generate` and `abort` may be awaited from any.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from slime.rollout.calls.event_loop import LoopThread
@@ -20,6 +24,7 @@ from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.member import Member
+from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router, Withdrawn
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
 
@@ -36,7 +41,8 @@ INTERRUPT_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers tell the experts."""
+    """concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers tell the experts.
+    restarts: None: the fleet fails with an engine."""
 
     concurrency: int = 512
     request_timeout: float = 14400.0
@@ -44,24 +50,14 @@ class FleetOptions:
     health_timeout: float = 30.0
     health_first_wait: float = 0.0
     routed_experts: bool = False
+    restarts: RestartLimits | None = None
 
 
 class Fleet:
     def __init__(self, engines: Sequence[RunningEngine], loop: LoopThread, options: FleetOptions | None = None) -> None:
         self.loop = loop
         self.options = options or FleetOptions()
-        self.members = [
-            Member(
-                engine,
-                EngineClient(
-                    engine.url,
-                    engine.name,
-                    generate_timeout_seconds=self.options.request_timeout,
-                    api_key=engine.api_key,
-                ),
-            )
-            for engine in engines
-        ]
+        self.members = [Member(engine, self._client(engine)) for engine in engines]
         for engine in engines:
             # Functions of the user may call the engines by themselves.
             remember(engine.url, engine.api_key)
@@ -69,10 +65,29 @@ class Fleet:
         self.error: EngineError | None = None
         self._failed: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[EngineError], None]] = []
+        self._on_new_address: list[Callable[[], None]] = []
         # The engine of each request that was sent.
         self._sent: dict[str, Member] = {}
         self._interrupting = False
         self._watchers: list[asyncio.Task[None]] = []
+        self.restarts = None if self.options.restarts is None else Restarts(self.options.restarts)
+        self._returning: set[asyncio.Task[None]] = set()
+        # False once weights were sent: an engine that starts again has those of its checkpoint.
+        self.weights_as_started = True
+
+    def _client(self, engine: RunningEngine) -> EngineClient:
+        timeout = self.options.request_timeout
+        return EngineClient(engine.url, engine.name, generate_timeout_seconds=timeout, api_key=engine.api_key)
+
+    @property
+    def alive(self) -> list[Member]:
+        """The members whose process runs, in rotation or not."""
+        return [member for member in self.members if not member.out]
+
+    @property
+    def num_restarts(self) -> int:
+        """Counts the engines that were lost and started again, each as often as it was."""
+        return 0 if self.restarts is None else self.restarts.count
 
     @property
     def seeded(self) -> bool:
@@ -95,13 +110,15 @@ class Fleet:
 
     def stop(self, grace_seconds: float | None = None) -> None:
         """Ends the engines that are ours, all at the same time."""
+        if self.restarts is not None:
+            self.restarts.stop()
         self.loop.run(self._close(), timeout=30)
         stop_all([member.engine for member in self.members], grace_seconds)
 
     async def _close(self) -> None:
-        for watcher in self._watchers:
+        for watcher in (watchers := [*self._watchers, *self._returning]):
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*watchers, return_exceptions=True)
         await asyncio.gather(*(self._last_call(member) for member in self.members))
         for member in self.members:
             await member.client.close()
@@ -118,38 +135,115 @@ class Fleet:
         except (SlimeError, TimeoutError) as error:
             log.info("engine %s is stopped while it still works: %s", member.name, error)
 
+    def on_new_address(self, listener: Callable[[], None]) -> None:
+        """`listener` is called on the loop's thread when an engine that was started again has another URL."""
+        self._on_new_address.append(listener)
+
     def on_failure(self, listener: Callable[[EngineError], None]) -> Callable[[], None]:
         """`listener` is called once, on the loop's thread, when an engine fails. Returns how to stop listening."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     async def _watch_process(self, member: Member) -> None:
-        while not member.exited:
+        while self.error is None:
             await asyncio.sleep(0.1)
-        await self._fail(member, None)
+            if member.exited and not member.out:
+                await self._lose(member, None)
 
     async def _watch_health(self, member: Member) -> None:
         await asyncio.sleep(self.options.health_first_wait)
         misses = 0
-        while True:
+        while self.error is None:
             await asyncio.sleep(self.options.health_interval)
+            if member.out:
+                misses = 0
+                continue
+            engine = member.engine
             try:
                 await member.probe(self.options.health_timeout)
                 misses, member.healthy = 0, True
             except SlimeError as error:
+                if member.engine is not engine or member.out:
+                    continue
                 # A busy engine may miss one probe.
                 misses, member.healthy = misses + 1, False
                 if misses == 2:
-                    await self._fail(
+                    await self._lose(
                         member,
                         EngineError(f"engine {member.name} failed two health probes: {error}", field=member.name),
                     )
-                    return
+
+    async def _lose(self, member: Member, error: EngineError | None) -> None:
+        """Takes a member out whose process has died or, with `error`, does not answer, and has it started again. Where
+        that cannot be, the fleet fails."""
+        member.healthy = False
+        if self.restarts is None or not isinstance(member.engine, EngineProcess):
+            await self._fail(member, error)
+            return
+        if member.out or self.error is not None:
+            return
+        member.out, member.awaits_weights = True, False
+        self.restarts.count += 1
+        in_flight = self.router.load_of(member)
+        self.router.take_out(member, awaited=True)
+        reason = await asyncio.to_thread(_death, member, error)
+        log.error(
+            "engine %s is out and is started again; what it had in flight (%s) is sent again. In rotation: %s. The "
+            "reason: %s",
+            member.name, counted(in_flight, "sample"),
+            ", ".join(other.name for other in self.router.in_rotation) or "none", reason.message,
+        )  # fmt: skip
+        task = asyncio.create_task(self._start_again(member, member.engine, reason, time.monotonic()))
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
+
+    async def _start_again(self, member: Member, gone: EngineProcess, reason: SlimeError, since: float) -> None:
+        assert self.restarts is not None
+        while True:
+            try:
+                self.restarts.check(member.name, reason.message)
+            except EngineError as error:
+                await self._end(error)
+                return
+            try:
+                engine = await asyncio.to_thread(self.restarts.start, gone)
+                await self._take_back(member, engine)
+                break
+            except SlimeError as error:
+                log.error("engine %s did not start again: %s", member.name, error.message)
+                reason = error
+        log.warning(
+            "engine %s was started again in %.1f s, and %s",
+            member.name, time.monotonic() - since, "waits for weights" if member.awaits_weights else "serves",
+        )  # fmt: skip
+
+    async def _take_back(self, member: Member, engine: EngineProcess) -> None:
+        """Raises SlimeError where the engine that has just started is gone again; then it is stopped."""
+        former, remaining = member.client, member.url
+        member.replace(engine, self._client(engine))
+        try:
+            await member.learn()
+        except BaseException:
+            await asyncio.to_thread(engine.stop, 0)
+            raise
+        finally:
+            await former.close()
+        remember(remaining, None)
+        remember(engine.url, engine.api_key)
+        for listener in self._on_new_address:
+            listener()
+        member.out, member.healthy = False, True
+        if self.weights_as_started:
+            self.router.put_back(member)
+        else:
+            member.awaits_weights = True
 
     async def _fail(self, member: Member, error: EngineError | None) -> EngineError:
         """Makes the fleet fail with `error`, or with what is known of the death of the member's process."""
         member.healthy = False
-        found = await asyncio.to_thread(_death, member, error)
+        return await self._end(await asyncio.to_thread(_death, member, error))
+
+    async def _end(self, found: EngineError) -> EngineError:
         if self.error is not None:
             return self.error
         self.error = found
@@ -218,27 +312,43 @@ class Fleet:
         extra: dict[str, Any] = {"image_data": images} if any(images or ()) else {}
         if self.options.routed_experts:
             extra["return_routed_experts"] = True
+        outputs: Any = None
+        answered = begun = False
+
+        def pass_on(output: Any) -> None:
+            nonlocal begun
+            begun = True
+            assert on_output is not None
+            on_output(output)
+
         try:
-            async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
-                self._sent.update(dict.fromkeys(keys, chosen))
-                try:
-                    if on_output is None:
-                        outputs = await chosen.client.generate(
-                            input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
-                        )
-                    else:
-                        (ids,), (params,), rid = input_ids, sampling_params, rids[0] if rids else None
-                        output = await chosen.client.generate(
-                            ids, params, rid=rid, return_logprob=True, headers=headers, on_output=on_output
-                        )
-                        outputs = [output]
-                except EngineError as error:
-                    raise await self._explain(chosen, error) from error
-                finally:
-                    for key in keys:
-                        self._sent.pop(key, None)
-                if self._interrupting:
-                    _mark_interrupted(outputs)
+            while not answered:
+                async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
+                    self._sent.update(dict.fromkeys(keys, chosen))
+                    engine = chosen.engine
+                    try:
+                        if on_output is None:
+                            outputs = await chosen.client.generate(
+                                input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
+                            )
+                        else:
+                            (ids,), (params,), rid = input_ids, sampling_params, rids[0] if rids else None
+                            output = await chosen.client.generate(
+                                ids, params, rid=rid, return_logprob=True, headers=headers, on_output=pass_on
+                            )
+                            outputs = [output]
+                        answered = True
+                    except EngineError as error:
+                        # An engine that is lost gave nothing back: the whole request is sent again.
+                        await self._explain(chosen, engine, error)
+                        if begun:
+                            # The caller has passed on tokens that another try need not repeat.
+                            raise
+                    finally:
+                        for key in keys:
+                            self._sent.pop(key, None)
+                    if self._interrupting:
+                        _mark_interrupted(outputs)
         except Withdrawn:
             return [_never_sent(rid) for rid in keys or [""] * len(input_ids)]
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
@@ -250,14 +360,22 @@ class Fleet:
             )
         return outputs
 
-    async def _explain(self, member: Member, error: EngineError) -> EngineError:
-        """Tells a death from a failed request: a dying process breaks its connections before it can be waited for."""
-        if not isinstance(member.engine, EngineProcess):
-            return error
-        deadline = time.monotonic() + 2.0
-        while not member.exited and time.monotonic() < deadline and "is gone" in error.message:
-            await asyncio.sleep(0.02)
-        return await self._fail(member, error) if member.exited else error
+    async def _explain(self, member: Member, engine: RunningEngine, error: SlimeError) -> None:
+        """Returns where a call failed because `engine`, which was the member's, is lost and is being replaced. Raises
+        the fleet's error where its loss ends the fleet, and `error` where it is not lost."""
+        if isinstance(engine, EngineProcess) and member.engine is engine and not member.out:
+            # A dying process breaks its connections before it can be waited for.
+            deadline = time.monotonic() + 2.0
+            while not member.exited and time.monotonic() < deadline and "is gone" in error.message:
+                await asyncio.sleep(0.02)
+            hangs = isinstance(error, DeadlineExceeded) and self.restarts is not None
+            if member.exited or hangs:
+                found = EngineError(error.message, field=member.name)
+                await self._lose(member, found)
+        if self.error is not None:
+            raise self.error from error
+        if member.engine is engine and not member.out:
+            raise error
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
         """Ends requests early: those of `rids`, or all. Their answers come with finish reason "abort"."""
@@ -266,10 +384,10 @@ class Fleet:
     async def _abort(self, rids: Sequence[str] | None) -> None:
         self.router.withdraw(rids)
         if rids is None:
-            await asyncio.gather(*(member.client.abort() for member in self.members))
+            await self.each(lambda member: member.client.abort())
             return
-        sent = [(self._sent[rid], rid) for rid in rids if rid in self._sent]
-        await asyncio.gather(*(member.client.abort(rid) for member, rid in sent))
+        sent = {(self._sent[rid], rid) for rid in rids if rid in self._sent}
+        await asyncio.gather(*(self._call(member, partial(_abort_request, rid)) for member, rid in sent))
 
     async def interrupt(self, timeout: float) -> None:
         """Ends what is in flight; its answers have what was generated so far, and the finish reason `INTERRUPTED`.
@@ -291,16 +409,25 @@ class Fleet:
         finally:
             self._interrupting = False
 
-    async def each(self, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:
-        """`action` on all members at once; a dead one is reported with its last lines."""
+    async def each(
+        self, action: Callable[[Member], Coroutine[Any, Any, Any]], members: Collection[Member] | None = None
+    ) -> None:
+        """`action` on these members, or all, at once; those that are out or lost meanwhile are left alone. Raises the
+        fleet's error where a death ends the fleet."""
+        await asyncio.gather(*(self._call(member, action) for member in (self.members if members is None else members)))
 
-        async def one(member: Member) -> None:
-            try:
-                await action(member)
-            except EngineError as error:
-                raise await self._explain(member, error) from error
+    async def _call(self, member: Member, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:
+        if member.out:
+            return
+        engine = member.engine
+        try:
+            await action(member)
+        except (EngineError, DeadlineExceeded) as error:
+            await self._explain(member, engine, error)
 
-        await asyncio.gather(*(one(member) for member in self.members))
+
+async def _abort_request(rid: str, member: Member) -> None:
+    await member.client.abort(rid)
 
 
 def _never_sent(rid: str) -> dict[str, Any]:

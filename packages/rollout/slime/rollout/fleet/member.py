@@ -19,6 +19,8 @@ class Member:
     """weight_version: the last one read from the engine. released: parts of its GPU memory that it gave back.
 
     held: its generation is paused, and it is not asked to prove its health by generating.
+    out: its process has died or hangs, and another one is being started. awaits_weights: it was started again, and gets
+    no requests before it has been sent the weights that serve.
     """
 
     def __init__(self, engine: RunningEngine, client: EngineClient) -> None:
@@ -31,12 +33,20 @@ class Member:
         self.weight_version = 0
         self.abilities = Abilities()
         self.held = False
+        self.out = False
+        self.awaits_weights = False
         self.released: set[str] = set()
         self._probe: asyncio.Future[None] | None = None
 
     @property
     def exited(self) -> bool:
         return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
+
+    def replace(self, engine: RunningEngine, client: EngineClient) -> None:
+        """Puts a process that has just started in the place of one that has ended."""
+        self.engine, self.client, self.url = engine, client, engine.url
+        self.held = False
+        self.released = set()
 
     async def learn(self) -> None:
         """Reads the weight version and what the engine can do. Raises EngineError where it is gone."""
@@ -70,7 +80,7 @@ class Member:
     async def probe(self, timeout_seconds: float) -> None:
         """Has it make a token; where it is held, only answer. Raises SlimeError."""
         if self.held:
-            await self.client.model_info()
+            await self.client.model_info(timeout_seconds)
             return
         self._probe = asyncio.ensure_future(self.client.health_generate(timeout_seconds))
         try:

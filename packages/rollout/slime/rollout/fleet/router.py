@@ -47,6 +47,8 @@ class Router(Generic[E]):
         self.concurrency = concurrency
         self._in_flight = {engine.name: 0 for engine in self.engines}
         self._sessions: OrderedDict[str, E] = OrderedDict()
+        # Engines that get no request, by name; True where requests that ask for one of them wait for it.
+        self._out: dict[str, bool] = {}
         self._shut: str | None = None
         self._refusing = False
         self._error: SlimeError | None = None
@@ -56,6 +58,24 @@ class Router(Generic[E]):
     @property
     def in_flight(self) -> int:
         return sum(self._in_flight.values())
+
+    @property
+    def in_rotation(self) -> list[E]:
+        return [engine for engine in self.engines if engine.name not in self._out]
+
+    def load_of(self, engine: E) -> int:
+        """Samples in flight at this engine."""
+        return self._in_flight[engine.name]
+
+    def take_out(self, engine: E, *, awaited: bool) -> None:
+        """Sends nothing more to it. Requests that ask for it wait until it is put back where `awaited`; all others, and
+        the sessions that it served, go to other engines."""
+        self._out[engine.name] = awaited
+        self._place_waiters()
+
+    def put_back(self, engine: E) -> None:
+        self._out.pop(engine.name, None)
+        self._place_waiters()
 
     @asynccontextmanager
     async def admit(
@@ -108,7 +128,10 @@ class Router(Generic[E]):
         for position, waiter in enumerate(self._waiters):
             if waiter.place.done():  # cancelled
                 continue
-            chosen = waiter.engine or self.choose(waiter.session_id)
+            chosen = self._asked_for(waiter)
+            if chosen is None:
+                left.append(waiter)
+                continue
             load = self._in_flight[chosen.name]
             if load and load + waiter.samples > self.concurrency:
                 left.append(waiter)
@@ -120,11 +143,20 @@ class Router(Generic[E]):
             waiter.place.set_result(chosen)
         self._waiters = left
 
+    def _asked_for(self, waiter: _Waiter[E]) -> E | None:
+        """Returns the engine that the request may go to now; None where it has to wait for one that is out."""
+        if waiter.engine is not None and waiter.engine.name not in self._out:
+            return waiter.engine
+        if waiter.engine is not None and self._out[waiter.engine.name]:
+            return None
+        return self.choose(waiter.session_id) if self.in_rotation else None
+
     def choose(self, session_id: str | None = None) -> E:
-        if session_id is not None and session_id in self._sessions:
+        bound = None if session_id is None else self._sessions.get(session_id)
+        if session_id is not None and bound is not None and bound.name not in self._out:
             self._sessions.move_to_end(session_id)
-            return self._sessions[session_id]
-        chosen = min(self.engines, key=lambda engine: self._in_flight[engine.name])
+            return bound
+        chosen = min(self.in_rotation, key=lambda engine: self._in_flight[engine.name])
         if session_id is not None:
             self._sessions[session_id] = chosen
             if len(self._sessions) > SESSIONS_KEPT:

@@ -15,14 +15,16 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RemoteEngine
+from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import read_key
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.restarts import RestartLimits
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.experts import experts_of
 from slime.utils.eval_config import build_eval_dataset_configs
 
@@ -197,11 +199,18 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
         args.over_sampling_batch_size = args.rollout_batch_size
     args.rollout_max_prompt_len = settings.max_prompt_len
     args.eval_reward_key = settings.eval_reward_key or settings.reward_key
-    args.rollout_engine_urls = [member.url for member in fleet.members]
+    args.rollout_engine_urls, args.sglang_model_routers = [], {}
+    _set_addresses(args, fleet)
+    fleet.on_new_address(lambda: _set_addresses(args, fleet))
+    return args
+
+
+def _set_addresses(args: argparse.Namespace, fleet: Fleet) -> None:
+    """Writes where the engines are; copies of `args` share the list and the dictionary."""
+    args.rollout_engine_urls[:] = [member.url for member in fleet.members]
     first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
     args.sglang_router_ip, args.sglang_router_port = (first.hostname, first.port) if first else (None, None)
-    args.sglang_model_routers = {"default": (args.sglang_router_ip, args.sglang_router_port)}
-    return args
+    args.sglang_model_routers["default"] = (args.sglang_router_ip, args.sglang_router_port)
 
 
 def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +221,6 @@ def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str
         "sglang_dp_size": 1,
         "sglang_enable_deterministic_inference": settings.deterministic,
         "use_distributed_post": False,
-        "use_fault_tolerance": False,
         "ci_test": False,
     }
 
@@ -236,6 +244,26 @@ def fleet_options(settings: RolloutSettings) -> FleetOptions:
         health_timeout=settings.rollout_health_check_timeout,
         health_first_wait=settings.rollout_health_check_first_wait,
         routed_experts=settings.use_rollout_routing_replay,
+        restarts=restart_limits(settings),
+    )
+
+
+def restart_limits(settings: RolloutSettings) -> RestartLimits | None:
+    """Returns None where engines are not started again. Raises NotAvailable where that was asked for and cannot be."""
+    shares_gpus = settings.offloads and bool(visible_gpus())
+    if settings.use_fault_tolerance and shares_gpus:
+        raise NotAvailable.unavailable(
+            "--use-fault-tolerance",
+            "engines that are offloaded while the trainer works cannot be started again during the run",
+            "engines on GPUs of their own, without --colocate and --offload-rollout",
+        )
+    by_default = not (settings.rollout_external_engine_addrs or shares_gpus)
+    if not (by_default if settings.use_fault_tolerance is None else settings.use_fault_tolerance):
+        return None
+    return RestartLimits(
+        most=settings.rollout_engine_max_restarts,
+        window_seconds=settings.rollout_engine_restart_window,
+        start_seconds=settings.rollout_engine_start_seconds,
     )
 
 

@@ -210,6 +210,18 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_health_check_interval: float = setting(30.0, "Seconds between health probes of an engine", above=0)
     rollout_health_check_timeout: float = setting(30.0, "Seconds until a health probe counts as failed", above=0)
     rollout_health_check_first_wait: float = setting(0.0, "Seconds before the first health probe", minimum=0)
+    use_fault_tolerance: bool | None = setting(
+        None,
+        "Start an engine again that dies or misses two health probes, and go on with what it had in flight; without, "
+        "its end is the end of the run (default: on where one node has all engines of the run, and they share no GPUs "
+        "with the trainer)",
+    )
+    rollout_engine_max_restarts: int = setting(
+        5, "Most restarts of one engine within --rollout-engine-restart-window; one more ends the run", minimum=1
+    )
+    rollout_engine_restart_window: float = setting(
+        600.0, "Seconds over which the restarts of an engine are counted", above=0
+    )
     rollout_weight_update_wait_seconds: float = setting(
         600.0, "Seconds that a weight update waits for running requests", above=0
     )
@@ -309,6 +321,12 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         if self.rollout_external_engine_addrs and self.colocate:
             raise InvalidSetting.conflict(
                 "--colocate", "--rollout-external-engine-addrs", "external engines have no GPU to share"
+            )
+        if self.use_fault_tolerance and self.rollout_external_engine_addrs:
+            raise InvalidSetting.conflict(
+                "--use-fault-tolerance",
+                "--rollout-external-engine-addrs",
+                "only engines that the run has started can be started again",
             )
         if self.rollout_external_engine_addrs and counted_by_engines(self.rollout_engine):
             raise InvalidSetting.conflict(

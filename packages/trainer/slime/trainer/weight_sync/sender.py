@@ -42,14 +42,14 @@ class WeightSender:
         self._transports: dict[str, WeightTransport] = {}
         self._check: EqualityCheck | None = None
 
-    def push(self, version: int, release: Callable[[], None] = lambda: None) -> int:
+    def push(self, version: int, release: Callable[[], None] = lambda: None, *, joining: bool = False) -> int:
         """Sends the policy to every engine of the rollout service as `version`; returns the bytes that rank 0 sent.
 
-        release: see `transaction.push`.
+        release, joining: see `transaction.push`.
         """
         timeout = self._settings.update_weight_timeout_seconds
         send = partial(self._send, version=version)
-        return push(self._rollout, self._ranks, version, send, timeout, release)
+        return push(self._rollout, self._ranks, version, send, timeout, release, joining=joining)
 
     def _send(self, engines: Sequence[Engine], version: int) -> int:
         name = transport_for(engines, self._settings)

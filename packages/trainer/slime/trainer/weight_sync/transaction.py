@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slime.trainer.process.collective import Ranks
 from slime.types.clients import Engine
@@ -18,6 +18,8 @@ class Engines(Protocol):
     """The methods of `slime.types.clients.RolloutClient` that rank 0 calls."""
 
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]: ...
+
+    def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]: ...
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None: ...
 
@@ -33,15 +35,24 @@ def push(
     send: Callable[[list[Engine]], int],
     timeout_seconds: float,
     release: Callable[[], None] = lambda: None,
+    *,
+    joining: bool = False,
 ) -> int:
     """Pushes a version to the engines of a rollout service; collective, returns the result of `send`.
 
     send(engines) transfers the weights and fails on all ranks if it fails on one. release() gives this rank's memory to
-    the engines, before they take back what they need to serve. A failure aborts the update and is raised.
+    the engines, before they take back what they need to serve. joining: only to engines that were started again and
+    wait for weights; returns 0 where there are none. A failure aborts the update and is raised.
     """
-    members = ranks.from_first(
-        lambda: [dataclasses.asdict(engine) for engine in rollout.begin_weight_update(version, timeout=timeout_seconds)]
-    )
+
+    def begin() -> list[dict[str, Any]]:
+        begin = rollout.begin_joining if joining else rollout.begin_weight_update
+        return [dataclasses.asdict(engine) for engine in begin(version, timeout=timeout_seconds)]
+
+    members = ranks.from_first(begin)
+    if joining and not members:
+        ranks.together(release)
+        return 0
     try:
         sent = send([Engine(**member) for member in members])
         ranks.together(release)

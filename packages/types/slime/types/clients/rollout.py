@@ -25,7 +25,8 @@ class Engine:
 
     tp_size: its tensor-parallel ranks, each of which takes part in weight updates. api_key: the key that its callers
     send, empty for none; only `begin_weight_update` returns it. weight_transports: the values of
-    --update-weight-transport that it supports, the best one first.
+    --update-weight-transport that it supports, the best one first. awaits_weights: it was started again, and serves
+    once it has been sent weights. in_flight: samples that it generates or has queued.
     """
 
     name: str
@@ -36,13 +37,20 @@ class Engine:
     tp_size: int = 1
     api_key: str = field(default="", repr=False)
     weight_transports: tuple[str, ...] = ()
+    awaits_weights: bool = False
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)
 class RolloutStatus:
+    """engine_restarts: how often an engine died or hung, and was started again, since the service began.
+    restarts_engines: whether engines are started again."""
+
     engines: list[Engine]
     weight_version: int
     running_rollouts: int
+    engine_restarts: int = 0
+    restarts_engines: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,10 @@ class RolloutClient(Client):
 
     def status(self) -> RolloutStatus:
         answer = self._call("GetStatus", rollout_pb2.GetStatusRequest())
-        return RolloutStatus(_engines(answer.engines), answer.weight_version, answer.running_rollouts)
+        engines = _engines(answer.engines)
+        return RolloutStatus(
+            engines, answer.weight_version, answer.running_rollouts, answer.engine_restarts, answer.restarts_engines
+        )
 
     def generate(
         self, rollout_id: int, num_groups: int, timeout: float, on_progress: Progress | None = None
@@ -153,6 +164,14 @@ class RolloutClient(Client):
         request = rollout_pb2.BeginWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
         return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
 
+    def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        """Begins an update of the engines that were started again and wait for weights, while the others serve; returns
+        its members. There are none where the others serve another version."""
+        request = rollout_pb2.BeginWeightUpdateRequest(
+            writer=self._writer(), weight_version=weight_version, joining=True
+        )
+        return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
+
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
         """Checks that every member holds `weight_version` and lets it serve."""
         request = rollout_pb2.CommitWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
@@ -180,7 +199,16 @@ class RolloutClient(Client):
 def _engines(messages: Any) -> list[Engine]:
     return [
         Engine(
-            m.name, m.url, m.kind, m.healthy, m.weight_version, m.tp_size or 1, m.api_key, tuple(m.weight_transports)
-        )
+            m.name,
+            m.url,
+            m.kind,
+            m.healthy,
+            m.weight_version,
+            m.tp_size or 1,
+            m.api_key,
+            tuple(m.weight_transports),
+            m.awaits_weights,
+            m.in_flight,
+        )  # fmt: skip
         for m in messages
     ]

@@ -56,9 +56,11 @@ class TrainerClient(Client):
         found = {position: tensor_from_proto(tensor) for position, tensor in answer.log_probs.items()}
         return TrainedStep(dict(answer.metrics), found)
 
-    def update_weights(self, weight_version: int, timeout: float) -> dict[str, float]:
-        """Pushes the policy's weights to the engines (collective)."""
-        request = trainer_pb2.UpdateWeightsRequest(writer=self._writer(), weight_version=weight_version)
+    def update_weights(self, weight_version: int, timeout: float, *, joining: bool = False) -> dict[str, float]:
+        """Pushes the policy's weights to the engines (collective); joining: to those that were started again alone."""
+        request = trainer_pb2.UpdateWeightsRequest(
+            writer=self._writer(), weight_version=weight_version, joining=joining
+        )
         return dict(self._call("UpdateWeights", request, timeout).metrics)
 
     def save_checkpoint(self, step: int, path: str, timeout: float) -> str:

@@ -1,0 +1,113 @@
+"""Weights for engines that were started again, and updates that are repeated after the loss of one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.launcher.placement.plan import Placement
+from slime.launcher.services import returning
+from slime.launcher.services.returning import MOST_FAILURES, ReturningEngines
+from slime.launcher.services.services import Services
+from slime.types.clients.rollout import Engine, RolloutStatus
+from slime.types.errors import EngineError, Unavailable
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returning, "POLL_SECONDS", 0.0)
+
+
+def status(*awaits: bool, restarts: int = 0) -> RolloutStatus:
+    engines = [Engine(f"engine-{i}", "", "", True, 0, awaits_weights=value) for i, value in enumerate(awaits)]
+    return RolloutStatus(engines, 0, 0, restarts)
+
+
+def watch(statuses: list[Any], send: Any = lambda: None) -> list[int]:
+    """Watches while there are statuses; returns how many were left at each call of `send`."""
+    sent: list[int] = []
+
+    def next_status() -> RolloutStatus:
+        found = statuses.pop(0)
+        if not statuses:
+            watcher.stop()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def count() -> None:
+        sent.append(len(statuses))
+        send()
+
+    watcher = ReturningEngines(next_status, count)
+    thread = threading.Thread(target=watcher.watch)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return sent
+
+
+def test_weights_are_sent_while_an_engine_waits_for_them() -> None:
+    statuses = [status(False, False), status(False, True, restarts=1), Unavailable("gone"), status(True), status(False)]
+    assert watch(statuses) == [3, 1]
+
+
+def test_a_transfer_that_fails_is_repeated_a_bounded_number_of_times() -> None:
+    def fail() -> None:
+        raise EngineError("it died again")
+
+    watcher = ReturningEngines(lambda: status(True), fail)
+    with pytest.raises(EngineError, match="it died again"):
+        watcher.watch()
+    assert len(watch([status(True)] * (MOST_FAILURES - 1), lambda: None)) == MOST_FAILURES - 1
+
+
+class Rollout:
+    def __init__(self) -> None:
+        self.restarts = 0
+
+    def status(self) -> RolloutStatus:
+        return status(restarts=self.restarts)
+
+
+class Trainer:
+    """Fails `failures` times; engine_dies: because an engine is lost."""
+
+    def __init__(self, rollout: Rollout, failures: int, engine_dies: bool) -> None:
+        self.rollout, self.failures, self.engine_dies = rollout, failures, engine_dies
+        self.versions: list[int] = []
+
+    def update_weights(self, version: int, timeout: float) -> dict[str, float]:
+        self.versions.append(version)
+        if len(self.versions) <= self.failures:
+            self.rollout.restarts += self.engine_dies
+            raise EngineError("rank 0 to engine engine-0: connection reset")
+        return {"perf/update_weights_bytes": 1.0}
+
+
+@pytest.mark.parametrize("engine_dies", [True, False])
+def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, engine_dies: bool) -> None:
+    numbers = dict(
+        start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0, update_timeout_seconds=1.0
+    )
+    config: Any = SimpleNamespace(
+        launcher=SimpleNamespace(**numbers),
+        rollout=SimpleNamespace(**numbers),
+        flat={},
+        has_engines=True,
+    )
+    services: Any = Services(config, Placement(1), tmp_path, lambda *_: None)
+    rollout = Rollout()
+    ranks = [Trainer(rollout, 2, engine_dies), Trainer(rollout, 2, False)]
+    services.rollout, services.trainers, services._restarts_engines = rollout, ranks, True
+    if engine_dies:
+        assert services.update_weights(4) == {"perf/update_weights_bytes": 1.0}
+        assert [rank.versions for rank in ranks] == [[4] * 3] * 2
+    else:
+        with pytest.raises(EngineError, match="connection reset"):
+            services.update_weights(4)
+        assert [rank.versions for rank in ranks] == [[4]] * 2
