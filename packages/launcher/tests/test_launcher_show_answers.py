@@ -123,7 +123,7 @@ def test_every_row_of_a_large_file_is_checked_a_part_at_a_time(tmp_path: Path, m
         calls += 1
     assert calls >= 5
     places = [(finding["check"], finding["row"]) for finding in found["findings"] if not finding["eval"]]
-    assert places == [("mask", 3), ("numbers", 40), ("mask", 47)]
+    assert sorted(places) == [("mask", 3), ("mask", 47), ("numbers", 40)]
     assert answers.samples({"step": "0", "start": "47"})["rows"][0]["findings"] == ["mask"]
 
 

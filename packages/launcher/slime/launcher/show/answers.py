@@ -182,10 +182,12 @@ class Answers:
         until = time.monotonic() + CHECK_SECONDS
         # The newest first, then what lies farthest from those that are done.
         for file in [*files[-1:], *spread(files)]:
-            if time.monotonic() > until:
-                break
-            if file.path not in done or not done[file.path].whole or file is files[-1]:
+            is_new = file.path not in done or not done[file.path].whole
+            if is_new or file is files[-1]:
                 self._check(number, file, until)
+            # A call does at least one part, or nobody would see the end.
+            if is_new and time.monotonic() > until:
+                break
         found = [
             {"step": file.step, "eval": file.evaluation, **finding.as_dict()}
             for file in files
