@@ -37,6 +37,8 @@ CONTRACT_TESTS = {
         "--custom-eval-rollout-log-function-path", "--custom-reward-post-process-path",
     },
 }  # fmt: skip
+# packages/rollout/tests/test_rollout_agents_in_process.py plays such agents.
+PLAYED = {"--custom-agent-path"}
 # Settings that a function is used with, in a training step on a tiny model.
 TRAINED: dict[str, dict[str, Any]] = {
     "--custom-reward-post-process-path": {},
@@ -94,7 +96,7 @@ def test_the_page_shows_every_plugin_of_the_command_line() -> None:
     shown = {flag for _, flag, *_ in SHOWN}
     assert available - not_functions - shown == set()
     assert all(flag in content(PAGE) for flag in available - {"--custom-config-path", "--megatron-config-path"})
-    assert shown == set().union(*CONTRACT_TESTS.values()) | set(TRAINED)
+    assert shown == set().union(*CONTRACT_TESTS.values()) | set(TRAINED) | PLAYED
 
 
 @pytest.mark.parametrize(("flag", "file", "name"), [shown[1:4] for shown in SHOWN])

@@ -51,6 +51,13 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     before = sorted(tmp_path.rglob("*"))
     code, text = examine(*words, capsys=capsys)
     assert code == 0, text
+    (tmp_path / "agents.py").write_text("async def agent(base_url, sample):\n    return 0.0\n")
+    own = [*words[:8], "--custom-agent-path", f"{tmp_path}/agents.py:agent", "--sglang-reasoning-parser", "glm45"]
+    code, text = examine(*own, "--sglang-tool-call-parser", "glm45", capsys=capsys)
+    assert code == 0 and "agents.py:agent loads and takes its arguments" in text, text
+    for arguments in (own, words):
+        code, text = examine(*arguments, "--sglang-tool-call-parser", "of_nobody", capsys=capsys)
+        assert code == 1 and "--sglang-tool-call-parser of_nobody is not supported" in text and "kimi_k2" in text
     for part in (
         "a Qwen3 (qwen3)",
         "tokenizer of 2 tokens",

@@ -23,6 +23,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, 
     rollout/truncated_ratio       share of samples that ran into the length limit
     rollout/weight_version_min    oldest weight version of any token, and _max
     passrate/pass@k               with --log-passrate
+    rollout/agents/...            see `agent_metrics`
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -51,6 +52,37 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, 
         }
     if args.log_passrate:
         metrics |= {f"passrate/{key}": value for key, value in pass_rates(rewards).items()}
+    return metrics | agent_metrics(samples)
+
+
+def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Metrics of the episodes of agents; empty where there were none.
+
+    rollout/agents/episodes, /failed   numbers of episodes
+    rollout/agents/segments, /turns    means an episode, of those that did not fail
+    rollout/agents/branches            segments that begin inside another one
+    rollout/agents/drifted_turns       turns whose history was encoded again, and gave other tokens
+    """
+    episodes: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        session = sample.metadata.get("gateway_session_id") if isinstance(sample.metadata, dict) else None
+        if session is not None:
+            episodes.setdefault(session, []).append(sample)
+    if not episodes:
+        return {}
+    good = [sample for episode in episodes.values() for sample in episode if "episode_error" not in sample.metadata]
+    count = len({sample.metadata["gateway_session_id"] for sample in good})
+    metrics: dict[str, float] = {
+        "rollout/agents/episodes": len(episodes),
+        "rollout/agents/failed": len(episodes) - count,
+    }
+    if good:
+        metrics |= {
+            "rollout/agents/segments": len(good) / count,
+            "rollout/agents/turns": sum(sample.metadata["num_turns"] for sample in good) / count,
+            "rollout/agents/branches": sum(sample.metadata["branch"] for sample in good),
+            "rollout/agents/drifted_turns": sum(sample.metadata["drifted_turns"] for sample in good),
+        }
     return metrics
 
 

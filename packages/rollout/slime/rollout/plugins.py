@@ -21,6 +21,7 @@ class RolloutPlugins:
     def __init__(self, args: Any) -> None:
         path = getattr(args, "custom_generate_function_path", None)
         self.generate = load_generate(path) if path else None
+        self.agent = load_setting(args, "custom_agent_path")
         self.reward = load_setting(args, "custom_rm_path")
         self.dynamic_filter = load_setting(args, "dynamic_sampling_filter_path")
         self.sample_filter = load_setting(args, "rollout_sample_filter_path")

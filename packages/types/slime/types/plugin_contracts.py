@@ -93,6 +93,10 @@ CONTRACTS: dict[str, Contract] = {
         ("args", "sample", "sampling_params"), "a Sample, or a list of them",
         alternatives=(("args", "samples"),), optional=("evaluation",), names=("custom_generate", "generate"),
     ),
+    "--custom-agent-path": Contract(
+        ("base_url", "sample"), "a reward, or None where the run's reward function gives it",
+        optional=("api_key", "model", "sampling_params", "evaluation", "args"), names=("agent",),
+    ),
     "--rollout-sample-hook-path": Contract(
         ("args", "sample"), "the Sample, or None", optional=("rollout_id", "evaluation"),
     ),

@@ -106,7 +106,8 @@ def check_run(args: Mapping[str, Any]) -> None:
 def _check_reward_key(args: Mapping[str, Any]) -> None:
     key, rm_type = args["reward_key"], args["rm_type"]
     # A function of the user's scores samples as it likes.
-    if not key or not rm_type or args["custom_rm_path"] or args["custom_generate_function_path"]:
+    own = ("custom_rm_path", "custom_generate_function_path", "custom_agent_path")
+    if not key or not rm_type or any(args[name] for name in own):
         return
     if args["rollout_function_path"] == DEFAULT_ROLLOUT_FUNCTION and not may_return_dict(rm_type):
         raise InvalidSetting.conflict(
@@ -290,7 +291,7 @@ def check_plugins(args: Mapping[str, Any]) -> None:
         if flag_name(name) in CONTRACTS and value and value != flag.default:
             for path in value if isinstance(value, list) else [value]:
                 load_plugin(path, flag=flag_name(name))
-    if args["rollout_function_path"] == AGENT_ROLLOUT:
+    if args["rollout_function_path"] == AGENT_ROLLOUT or args["custom_agent_path"]:
         _check_agents(args)
 
 

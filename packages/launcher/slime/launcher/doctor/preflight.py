@@ -21,7 +21,7 @@ from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
 from slime.types.errors import InvalidFile, InvalidSetting
 
 # A run with one of these plug-ins may score samples itself and needs no reward function.
-OWN_WAYS = ("rollout_function_path", "custom_generate_function_path")
+OWN_WAYS = ("rollout_function_path", "custom_generate_function_path", "custom_agent_path")
 
 
 def check_start(config: RunConfig) -> None:

@@ -6,11 +6,16 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from slime.rollout.agents.agentcore import AgentCore
 from slime.rollout.agents.gateway import Gateway
 from slime.rollout.agents.http_agent import HTTPAgent
+from slime.rollout.agents.in_process import InProcessAgent
 from slime.rollout.agents.merge import failed_sample, merge_turns
 from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
@@ -26,22 +31,27 @@ log = logging.getLogger(__name__)
 class Episodes:
     """Runs episodes of one service. Opened by `start`, closed by `stop`, both on the loop of `state`.
 
+    agent: a function of the user that plays them in this process; None for the remote agent of the settings.
+
     Raises ConfigError and its kin for settings that cannot work.
     """
 
-    def __init__(self, state: RolloutState, settings: AgentSettings) -> None:
+    def __init__(self, state: RolloutState, settings: AgentSettings, agent: InProcessAgent | None = None) -> None:
         self.state = state
         self.settings = settings
+        self.agent = agent
         self.gateway = Gateway(state, settings)
         self._transport: Transport | None = None
         self._places = asyncio.Semaphore(settings.max_concurrent)
 
     async def start(self) -> None:
-        self._transport = HTTPAgent(self.settings) if self.settings.region is None else AgentCore(self.settings)
+        if self.agent is None:
+            self._transport = HTTPAgent(self.settings) if self.settings.region is None else AgentCore(self.settings)
         try:
             await self.gateway.start()
         except BaseException:
-            await self._transport.close()
+            if self._transport is not None:
+                await self._transport.close()
             raise
 
     async def stop(self) -> None:
@@ -49,11 +59,11 @@ class Episodes:
         if self._transport is not None:
             await self._transport.close()
 
-    async def run(self, origin: Sample, sampling_params: JSON) -> list[Sample]:
+    async def run(self, origin: Sample, sampling_params: JSON, evaluation: bool = False) -> list[Sample]:
         """Runs an episode of `origin`. Returns its samples with their reward, or one FAILED sample.
 
         An episode fails where the agent fails, does not answer in `acr_timeout` seconds, asks the model nothing or
-        gives no reward. Raises ConfigError.
+        gives no reward, which only an agent in this process may leave to the run. Raises ConfigError.
         """
         async with self._places:
             session_id = str(uuid.uuid4())
@@ -61,7 +71,7 @@ class Episodes:
                 origin.rollout_id = uuid.uuid4().int >> 66
             try:
                 async with asyncio.timeout(self.settings.acr_timeout):
-                    segments = await self._run(session_id, origin, sampling_params)
+                    segments = await self._run(session_id, origin, sampling_params, evaluation)
             except ConfigError:
                 raise
             except TimeoutError:
@@ -69,6 +79,8 @@ class Episodes:
             except SlimeError as error:
                 segments = [failed_sample(origin, f"{type(error).__name__}: {error}")]
         for sample in segments:
+            if sample is origin:
+                continue
             sample.metadata |= {
                 "gateway_session_id": session_id,
                 "task_index": origin.group_index,
@@ -82,26 +94,44 @@ class Episodes:
                 sample.session_id = session_id
         return segments
 
-    async def _run(self, session_id: str, origin: Sample, sampling_params: JSON) -> list[Sample]:
-        assert self._transport is not None, "start() comes first"
+    async def _run(self, session_id: str, origin: Sample, sampling_params: JSON, evaluation: bool) -> list[Sample]:
         session = Session(session_id, dict(sampling_params), origin.index if self.state.seeded else None)
+        session.ends_aborted = self.agent is not None
+        reward: Any = None
         base_url = self.gateway.open_session(session)
         started = time.monotonic()
         try:
-            result = await self._transport.run(session_id, self._payload(session, origin, base_url))
+            reward = await self._play(session, origin, base_url, evaluation)
+        except SlimeError:
+            if not (session.ends_aborted and session.aborted):
+                raise
         finally:
             await self.gateway.close_session(session_id)
+        if session.ends_aborted and session.aborted:
+            # It is begun anew, like any sample that was aborted without a token.
+            origin.status = Sample.Status.ABORTED
+            return [origin]
         seconds = time.monotonic() - started
-        reward = extract_reward(result)
         if not any(turn.completion_ids for turn in session.turns):
             return [failed_sample(origin, "the agent made no request to the model")]
         segments = merge_turns(session.turns, origin, self._decode, self.state.args)
         key = getattr(self.state.args, "reward_key", None)
         for sample in segments:
             trim(self.state, sample)
-            sample.reward = {key: reward} if key else reward
+            if reward is not None:
+                sample.reward = {key: reward} if key and not isinstance(reward, dict) else reward
         segments[0].non_generation_time = max(0.0, seconds - session.generation_seconds)
         return segments
+
+    async def _play(self, session: Session, origin: Sample, base_url: str, evaluation: bool) -> Any:
+        if self.agent is not None:
+            keywords = {
+                "api_key": self.gateway.api_key or "none", "model": self.settings.model_id,
+                "sampling_params": dict(session.sampling_params), "evaluation": evaluation, "args": self.state.args,
+            }  # fmt: skip
+            return await self.agent.play(base_url, origin, keywords)
+        assert self._transport is not None, "start() comes first"
+        return extract_reward(await self._transport.run(session.id, self._payload(session, origin, base_url)))
 
     def _payload(self, session: Session, origin: Sample, base_url: str) -> JSON:
         params = {
@@ -121,3 +151,52 @@ class Episodes:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.state.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@dataclass
+class _SharedEpisodes:
+    """Episodes that several calls use at once: opened with the first of them, closed with the last."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    episodes: Episodes | None = None
+    users: int = 0
+
+
+_SHARED: WeakKeyDictionary[RolloutState, _SharedEpisodes] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def shared_episodes(
+    state: RolloutState, settings: AgentSettings, agent: InProcessAgent | None = None
+) -> AsyncIterator[Episodes]:
+    """Settings are those of the first of the calls that share them."""
+    shared = _SHARED.setdefault(state, _SharedEpisodes())
+    async with shared.lock:
+        if shared.episodes is None:
+            episodes = Episodes(state, settings, agent)
+            await episodes.start()
+            shared.episodes = episodes
+        shared.users += 1
+    try:
+        yield shared.episodes
+    finally:
+        async with shared.lock:
+            shared.users -= 1
+            if not shared.users:
+                closing, shared.episodes = shared.episodes, None
+                await closing.stop()
+
+
+async def play(state: RolloutState, sample: Sample, sampling_params: JSON, evaluation: bool) -> list[Sample]:
+    """Plays an episode of `sample` with the function of `--custom-agent-path`. Returns its samples, or `sample`
+    itself where it was aborted."""
+
+    function = state.plugins.agent
+    assert function is not None, "the run has an agent"
+
+    async def played() -> list[Sample]:
+        async with shared_episodes(state, settings, InProcessAgent(function)) as episodes:
+            return await episodes.run(sample, sampling_params, evaluation)
+
+    settings = AgentSettings.from_args(state.args)
+    return await state.loop.bridge(played())

@@ -1,8 +1,10 @@
 """Merges the turns of an episode into samples.
 
-Turns whose prompt starts with all of the turn before are one sample: the tokens between, of the user or of tools, have
-loss mask 0 and log-prob 0, completions have mask 1 and the engine's log-probs. A turn that does not continue the one
-before starts a new sample.
+The turns of an episode are a tree: a turn is the child of the one whose tokens its prompt begins with, of several the
+longest. A sample is a line of turns, each the child of the one before: the tokens between them, of the user or of
+tools, have loss mask 0 and log-prob 0, completions have mask 1 and the engine's log-probs. The first child of a turn
+continues its sample; a further one starts a sample whose prompt is all that came before. So each completion is trained
+once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.agents.sessions import Turn
+from slime.rollout.agents.render import same_messages
+from slime.rollout.agents.sessions import JSON, Turn
 from slime.types import Sample
 
 
@@ -25,14 +28,59 @@ def merge_turns(
     They share a `rollout_id`: that of `origin`, the sample that the episode is of, or its index. One is TRUNCATED
     exactly where its last turn ended by length. Raises InvalidField where the engine's answers do not fit together.
     """
-    segments: list[list[Turn]] = []
-    for turn in turns:
-        last = segments[-1][-1].all_ids if segments else None
-        if last is not None and turn.prompt_ids[: len(last)] == last:
-            segments[-1].append(turn)
-        else:
-            segments.append([turn])
-    return [_segment(position, segment, origin, decode, args) for position, segment in enumerate(segments)]
+    parents, drifted = parents_of(turns), drifted_turns(turns)
+    # The sample that ends with a turn, by the turn's place.
+    ends: dict[int, list[int]] = {}
+    lines: list[list[int]] = []
+    for place, parent in enumerate(parents):
+        line = ends.pop(parent, None) if parent is not None else None
+        if line is None:
+            line = []
+            lines.append(line)
+        line.append(place)
+        ends[place] = line
+    samples = []
+    for position, line in enumerate(lines):
+        sample = _segment(position, [turns[place] for place in line], origin, decode, args)
+        sample.metadata |= {
+            "branch": parents[line[0]] is not None,
+            "drifted_turns": sum(place in drifted for place in line),
+        }
+        samples.append(sample)
+    return samples
+
+
+def parents_of(turns: Sequence[Turn]) -> list[int | None]:
+    """Returns the place of each turn's parent, the longest of the earlier turns whose tokens its prompt begins with."""
+    # Comparing bytes takes a small part of the time of comparing lists.
+    tokens = [np.asarray(turn.all_ids, np.int32).tobytes() for turn in turns]
+    prompts = [np.asarray(turn.prompt_ids, np.int32).tobytes() for turn in turns]
+    parents: list[int | None] = []
+    for place, prompt in enumerate(prompts):
+        before = [i for i in range(place) if prompt.startswith(tokens[i])]
+        parents.append(max(before, key=lambda i: (len(tokens[i]), -i), default=None))
+    return parents
+
+
+def drifted_turns(turns: Sequence[Turn]) -> set[int]:
+    """Finds the turns that continue an earlier one by their messages, and not by their tokens: the text of the
+    answer was encoded again, and gave other tokens."""
+    parents = parents_of(turns)
+    drifted = set()
+    for place, turn in enumerate(turns):
+        # The last message is the answer of the turn itself.
+        asked = turn.messages[:-1]
+        known = [i for i in range(place) if _continues(asked, turns[i].messages)]
+        if known:
+            longest = max(known, key=lambda i: len(turns[i].messages))
+            parent = parents[place]
+            if parent is None or len(turns[parent].messages) < len(turns[longest].messages):
+                drifted.add(place)
+    return drifted
+
+
+def _continues(messages: Sequence[JSON], known: Sequence[JSON]) -> bool:
+    return 0 < len(known) < len(messages) and same_messages(known, messages[: len(known)])
 
 
 def _segment(position: int, turns: list[Turn], origin: Sample, decode: Callable[[list[int]], str], args: Any) -> Sample:

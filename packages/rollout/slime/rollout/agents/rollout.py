@@ -5,36 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from slime.rollout.agents.episodes import Episodes
+from slime.rollout.agents.episodes import Episodes, shared_episodes
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.calls.call import CALL
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.generate.group import flatten, run_hooks
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, rollout_sampling_params, state_of
+from slime.rollout.metrics import agent_metrics
 from slime.rollout.settings.eval_overrides import set_args
 from slime.types import Sample
 from slime.types.errors import InvalidField
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _SharedEpisodes:
-    """Episodes that several calls use at once: opened with the first of them, closed with the last."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    episodes: Episodes | None = None
-    users: int = 0
-
-
-_SHARED: WeakKeyDictionary[RolloutState, _SharedEpisodes] = WeakKeyDictionary()
 
 
 def generate_rollout(
@@ -51,26 +37,6 @@ def generate_rollout(
     state = state_of(args)
     work = _evaluate(state, args, settings, data_source) if evaluation else _train(state, args, settings, data_source)
     return state.loop.run(state.fleet.guard(work))  # type: ignore[arg-type, return-value]
-
-
-@asynccontextmanager
-async def _episodes(state: RolloutState, settings: AgentSettings) -> AsyncIterator[Episodes]:
-    """Settings are those of the first of the calls that share them."""
-    shared = _SHARED.setdefault(state, _SharedEpisodes())
-    async with shared.lock:
-        if shared.episodes is None:
-            episodes = Episodes(state, settings)
-            await episodes.start()
-            shared.episodes = episodes
-        shared.users += 1
-    try:
-        yield shared.episodes
-    finally:
-        async with shared.lock:
-            shared.users -= 1
-            if not shared.users:
-                closing, shared.episodes = shared.episodes, None
-                await closing.stop()
 
 
 async def _train(state: RolloutState, args: Any, settings: AgentSettings, source: Any) -> RolloutFnTrainOutput:
@@ -90,14 +56,14 @@ async def _train(state: RolloutState, args: Any, settings: AgentSettings, source
             dropped[reason] = dropped.get(reason, 0) + 1
             await asyncio.to_thread(source.reject, group, reason)
 
-    async with _episodes(state, settings) as episodes:
+    async with shared_episodes(state, settings) as episodes:
         while len(accepted) < target:
             leased = await asyncio.to_thread(source.get_samples, target - len(accepted))
             await _all([one(episodes, group) for group in leased])
     accepted.sort(key=lambda group: group[0][0].group_index or 0)
     if state.plugins.sample_filter is not None:
         await asyncio.to_thread(state.plugins.sample_filter, args, accepted)
-    metrics = _metrics([episode for group in accepted for episode in group])
+    metrics: dict[str, Any] = agent_metrics(flatten(accepted))
     metrics |= {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
     return RolloutFnTrainOutput(samples=accepted, metrics=metrics)  # type: ignore[arg-type]
 
@@ -145,7 +111,7 @@ async def _evaluate(state: RolloutState, args: Any, settings: AgentSettings, sou
     if call is not None:
         call.total = sum(len(samples) for samples in sets.values())
     output = RolloutFnEvalOutput(metrics={})
-    async with _episodes(state, settings) as episodes:
+    async with shared_episodes(state, settings) as episodes:
         for name, samples in sets.items():
             params = eval_sampling_params(set_args(args, name))
             done = await _all([_counted(episodes, sample, params) for sample in samples])
@@ -191,17 +157,3 @@ def _reward(args: Any, episode: list[Sample]) -> float:
 
 def _failed(episode: list[Sample]) -> bool:
     return episode[0].status is Sample.Status.FAILED
-
-
-def _metrics(episodes: Sequence[list[Sample]]) -> dict[str, Any]:
-    """rollout/agents/episodes, /failed; of those that did not fail, the mean of /segments and /turns an episode."""
-    good = [episode for episode in episodes if not _failed(episode)]
-    metrics: dict[str, Any] = {
-        "rollout/agents/episodes": len(episodes),
-        "rollout/agents/failed": len(episodes) - len(good),
-    }
-    if good:
-        metrics["rollout/agents/segments"] = sum(len(episode) for episode in good) / len(good)
-        turns = sum(sample.metadata["num_turns"] for episode in good for sample in episode)
-        metrics["rollout/agents/turns"] = turns / len(good)
-    return metrics

@@ -22,7 +22,7 @@ from slime.rollout.doors import Workers
 from slime.rollout.fleet.fleet import INTERRUPTED
 from slime.rollout.generate.seeds import sampling_seed
 from slime.rollout.generate.state import RolloutState
-from slime.types.errors import EngineError, InvalidField, Unavailable, WrongState
+from slime.types.errors import EngineError, InvalidField, NotFound, Unavailable, WrongState
 
 OnPart = Callable[[Generated], None]
 
@@ -52,6 +52,9 @@ class SessionBackend:
     def check(self, request: ModelRequest) -> None:
         if request.count != 1:
             raise InvalidField("n", request.count, "1: an episode is one trajectory")
+        if self._session.aborted and self._session.ends_aborted:
+            # Clients try again after other errors.
+            raise NotFound("the episode was aborted", field="session", expected="a session that is open")
 
     def render(self, request: ModelRequest) -> list[int]:
         turns = list(self._session.turns)
@@ -134,6 +137,7 @@ class SessionBackend:
         finally:
             session.generation_seconds += time.monotonic() - started
         if turn.finish_reason == "abort":
+            session.aborted = True
             raise Unavailable("the engine ended the request before its answer was whole", field="finish_reason")
         if session.id not in self._open_sessions:
             raise closed(session.id)

@@ -56,12 +56,15 @@ class Turn:
 @dataclass
 class Session:
     """sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the seeds of its requests, None
-    where they carry none."""
+    where they carry none. aborted: an engine was told to end a request of it; ends_aborted: there are none after
+    that."""
 
     id: str
     sampling_params: JSON
     sample_index: int | None = None
     turns: list[Turn] = field(default_factory=list)
+    ends_aborted: bool = False
+    aborted: bool = False
     requests: int = 0
     generation_seconds: float = 0.0
     open_requests: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Settings of remote agents: keys of the file of `--custom-config-path`, or variables of the environment."""
+"""Settings of agents: keys of the file of `--custom-config-path`, or variables of the environment."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
     """agent_runtime_arn: of AgentCore, or `http://host:port/invocations` of an agent that is called directly.
+    custom_agent_path: an agent in the rollout service instead.
     s3_bucket: where agents leave results; needed with an ARN.
     exp_id: first part of the keys of results. model_id: what the model is called before agents.
     acr_timeout: seconds an episode may take. acr_tps_limit: calls of agents a second. max_concurrent: episodes at once.
@@ -40,7 +41,8 @@ class AgentSettings:
     gateway_host is not the loopback.
     """
 
-    agent_runtime_arn: str
+    agent_runtime_arn: str = ""
+    custom_agent_path: str | None = None
     s3_bucket: str | None = None
     exp_id: str = "slime"
     gateway_host: str = "127.0.0.1"
@@ -78,7 +80,9 @@ class AgentSettings:
             value = given(args, field.name)
             if value is not None:
                 values[field.name] = _typed(field.name, field.type, value)
-        if "agent_runtime_arn" not in values:
+        if "custom_agent_path" in values:
+            values.setdefault("cumulative_token_mode", True)
+        elif "agent_runtime_arn" not in values:
             raise InvalidSetting.required(
                 "agent_runtime_arn", "an ARN of bedrock-agentcore, or http://host:port/invocations"
             )
@@ -90,7 +94,8 @@ class AgentSettings:
 
     def _check(self) -> None:
         url = urlsplit(self.agent_runtime_arn)
-        if self.region is None and not (url.scheme in ("http", "https") and url.hostname):
+        remote = self.custom_agent_path is None
+        if remote and self.region is None and not (url.scheme in ("http", "https") and url.hostname):
             expected = "arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME, or http://host:port/invocations"
             raise InvalidSetting.must_be("agent_runtime_arn", expected, got=self.agent_runtime_arn)
         if self.region is not None and not self.s3_bucket:

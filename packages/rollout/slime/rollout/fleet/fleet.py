@@ -334,7 +334,13 @@ class Fleet:
                         else:
                             (ids,), (params,), rid = input_ids, sampling_params, rids[0] if rids else None
                             output = await chosen.client.generate(
-                                ids, params, rid=rid, return_logprob=True, headers=headers, on_output=pass_on
+                                ids,
+                                params,
+                                rid=rid,
+                                return_logprob=True,
+                                headers=headers,
+                                on_output=pass_on,
+                                **extra,
                             )
                             outputs = [output]
                         answered = True

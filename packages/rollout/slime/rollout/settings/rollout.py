@@ -52,6 +52,11 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     custom_generate_function_path: str | None = setting(
         None, "Function that generates one sample (or the samples of a group) in place of the default"
     )
+    custom_agent_path: str | None = setting(
+        None,
+        "Agent that plays the episode of a sample: a function that talks to the model over OpenAI's or Anthropic's "
+        "protocol and returns a reward",
+    )
     rollout_sample_hook_path: list[str] = setting(
         list, "Function called on each generated sample before its reward; may be repeated", append=True
     )
@@ -275,7 +280,14 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
             )
         if self.overlong_penalty != type(self).overlong_penalty and self.overlong_buffer_len is None:
             raise InvalidSetting.requires(f"--overlong-penalty {self.overlong_penalty:g}", "--overlong-buffer-len")
-        replaces_default = self.custom_generate_function_path or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        if self.custom_agent_path is not None and self.custom_generate_function_path is not None:
+            raise InvalidSetting.conflict(
+                f"--custom-agent-path {self.custom_agent_path}",
+                f"--custom-generate-function-path {self.custom_generate_function_path}",
+                "each of them generates the samples",
+            )
+        own = self.custom_generate_function_path or self.custom_agent_path
+        replaces_default = own or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         if self.max_turns is not None and not replaces_default:
             raise InvalidSetting.requires(
                 f"--max-turns {self.max_turns}",

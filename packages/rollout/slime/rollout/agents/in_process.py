@@ -1,0 +1,102 @@
+"""Agents that run in the rollout service: the function of `--custom-agent-path`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import math
+import numbers
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.types import Sample
+from slime.types.errors import InvalidField, RemoteError, SlimeError
+from slime.types.plugin_contracts import accepted
+
+log = logging.getLogger(__name__)
+
+
+class InProcessAgent:
+    """Each episode runs in a thread, an async function on an event loop of its own there: a call that blocks holds up
+    nobody else, least of all the gateway that it waits for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    async def play(self, base_url: str, sample: Sample, keywords: Mapping[str, Any]) -> Any:
+        """Returns the reward of an episode; None where the agent leaves it to the run.
+
+        Raises RemoteError where the agent raises, InvalidField for a reward that is none.
+        """
+        taken = accepted(self._function, dict(keywords))
+        episode = _Episode(lambda: self._function(base_url, sample, **taken))
+        try:
+            answer = await episode.run()
+        except SlimeError:
+            raise
+        except Exception as error:
+            log.warning("the agent failed on sample %s", sample.index, exc_info=error)
+            raise RemoteError(
+                f"the agent raised {type(error).__name__}: {error}", field="--custom-agent-path"
+            ) from error
+        return reward_of(answer)
+
+
+class _Episode:
+    """One call in a thread of its own, which is told of a cancellation."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> Any:
+        waiting = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = waiting.create_future()
+
+        def work() -> None:
+            try:
+                result, error = asyncio.run(self._main()), None
+            except BaseException as raised:
+                result, error = None, raised
+            with contextlib.suppress(RuntimeError):
+                waiting.call_soon_threadsafe(_settle, done, result, error)
+
+        threading.Thread(target=work, name="slime-agent", daemon=True).start()
+        try:
+            return await done
+        finally:
+            self._cancel()
+
+    async def _main(self) -> Any:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        answer = self._call()
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _cancel(self) -> None:
+        if self._loop is not None and self._task is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    elif isinstance(error, Exception):
+        done.set_exception(error)
+    else:
+        done.set_exception(RuntimeError(f"the agent ended with {type(error).__name__}"))
+
+
+def reward_of(answer: Any) -> Any:
+    """Raises InvalidField."""
+    if answer is None or isinstance(answer, dict):
+        return answer
+    if isinstance(answer, numbers.Real) and math.isfinite(answer):
+        return float(answer)
+    raise InvalidField("reward", answer, "a finite number, a dict of rewards (--reward-key), or None")

@@ -1,0 +1,184 @@
+"""Agents in the rollout service: `--custom-agent-path`, from the function to samples with rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_agents_fakes import END, Letters, Speaker
+
+from slime.rollout.generate.group import generate_and_rm
+from slime.rollout.generate.state import RolloutState
+from slime.rollout.metrics import rollout_metrics
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.types import Sample
+from slime.types.errors import InvalidSetting
+from slime.types.plugin_contracts import CONTRACTS
+
+AGENTS = '''
+import time
+
+import anthropic
+import openai
+
+
+async def agent(base_url, sample, api_key, model, sampling_params):
+    """Two turns, and a second answer to the first."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": sample.prompt}]
+        first = await client.chat.completions.create(model=model, messages=messages)
+        messages.append({"role": "assistant", "content": first.choices[0].message.content})
+        for question in ("and", "or"):
+            more = [*messages, {"role": "user", "content": question}]
+            await client.chat.completions.create(model=model, messages=more)
+    sample.metadata["seen"] = sampling_params["max_new_tokens"]
+    return 0.5
+
+
+async def blocking(base_url, sample):
+    """A client that blocks, in an async function."""
+    with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="none") as client:
+        client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": sample.prompt}])
+
+
+def plain(base_url, sample, evaluation):
+    with openai.OpenAI(base_url=base_url, api_key="none") as client:
+        client.responses.create(model="m", input=sample.prompt)
+    return {"score": 1.0 if evaluation else 0.0}
+
+
+async def wrong(base_url, sample):
+    raise KeyError("city")
+
+
+async def idle(base_url, sample):
+    return 1
+
+
+def slow(base_url, sample):
+    time.sleep(2)
+
+
+async def text(base_url, sample):
+    await blocking(base_url, sample)
+    return "good"
+
+
+def stubborn(base_url, sample):
+    """Goes on after every error."""
+    try:
+        plain(base_url, sample, False)
+    except openai.OpenAIError:
+        pass
+    return 1.0
+
+
+def score(args, sample, **kwargs):
+    return float(len(sample.response))
+'''
+
+
+@pytest.fixture
+def speaker() -> Iterator[Speaker]:
+    engine = Speaker()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def play(speaker: Speaker, make_state: Callable[..., RolloutState], tmp_path: Path) -> Callable[..., list[Sample]]:
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    def run(name: str, *, evaluation: bool = False, **values: Any) -> list[Sample]:
+        score = f"{tmp_path}/agents.py:score"
+        values = {
+            "custom_agent_path": f"{tmp_path}/agents.py:{name}",
+            "custom_rm_path": score,
+            "rm_type": None,
+        } | values
+        settings = {key: value for key, value in values.items() if key != "acr_timeout"}
+        state = make_state(speaker, rollout_max_response_len=50, **settings)
+        state.args.acr_timeout = values.get("acr_timeout")
+        state.tokenizer, state.context_len, state.stop_texts = Letters(), 2000, {END: "<|im_end|>"}
+        sample = Sample(index=3, group_index=1, prompt="hi", metadata={})
+        generated = state.loop.run(
+            generate_and_rm(state.args, sample, dict(state.sampling_params), evaluation), timeout=120
+        )
+        return generated if isinstance(generated, list) else [generated]
+
+    return run
+
+
+def test_an_agents_turns_are_samples_with_its_reward(speaker: Speaker, play: Callable[..., list[Sample]]) -> None:
+    speaker.lines = ["one", "two", "three"]
+    first, second = play("agent")
+    assert first.response.startswith("one<|im_end|>") and first.response.endswith("two")
+    assert second.response == "three" and second.prompt == "hi"
+    assert [sample.reward for sample in (first, second)] == [0.5, 0.5]
+    assert first.effective_response_length == len("one") + len("two") + 2 and set(second.loss_mask) == {1}
+    assert {sample.rollout_id for sample in (first, second)} == {3} and first.metadata["seen"] == 50
+    metrics = rollout_metrics([[first, second]], RolloutSettings(hf_checkpoint="none"))
+    assert metrics["rollout/agents/branches"] == 1 and metrics["rollout/agents/drifted_turns"] == 0
+    assert metrics["rollout/agents/turns"] == 3
+
+
+def test_an_agent_may_block_and_leave_the_reward_to_the_run(
+    speaker: Speaker, play: Callable[..., list[Sample]]
+) -> None:
+    speaker.lines = ["four", "x"]
+    (sample,) = play("blocking")
+    assert sample.response == "four" and sample.reward == 4.0
+    (sample,) = play("plain", evaluation=True, reward_key="score")
+    assert sample.reward == {"score": 1.0} and sample.status is Sample.Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("wrong", "the agent raised KeyError: 'city'"),
+        ("idle", "the agent made no request to the model"),
+        ("slow", "no result in 0.2 s"),
+        ("text", "reward: got good, expected a finite number"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_sample_alone(
+    speaker: Speaker, play: Callable[..., list[Sample]], name: str, reason: str
+) -> None:
+    speaker.lines = ["x"]
+    started = time.monotonic()
+    (sample,) = play(name, acr_timeout=0.2 if name == "slow" else None)
+    assert sample.status is Sample.Status.FAILED and sample.remove_sample and sample.reward is None
+    assert reason in sample.metadata["episode_error"]
+    assert name != "slow" or time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("name", ["plain", "stubborn"])
+def test_an_episode_that_is_aborted_is_begun_anew_later(
+    speaker: Speaker, play: Callable[..., list[Sample]], name: str
+) -> None:
+    speaker.lines = ["late"] * 3
+    prompt = Letters().encode(Letters().apply_chat_template([{"role": "user", "content": "hi"}]))
+    speaker.held_prompts.add(tuple(prompt))
+    assert speaker._abort is not None
+    speaker._loop.call_soon_threadsafe(speaker._abort.set)
+    (sample,) = play(name)
+    assert sample.status is Sample.Status.ABORTED and not sample.response_length and sample.reward is None
+    assert len(speaker.requests) == 1, "a client that tries again is refused"
+
+
+def test_an_agent_is_checked_before_anything_starts() -> None:
+    contract = CONTRACTS["--custom-agent-path"]
+
+    async def agent(base_url: str, sample: Sample) -> None:
+        await asyncio.sleep(0)
+
+    def other(sample: Sample) -> None:
+        return None
+
+    assert contract.fits(agent) and not contract.fits(other)
+    with pytest.raises(InvalidSetting, match="--custom-agent-path a:b and --custom-generate-function-path c:d"):
+        RolloutSettings(hf_checkpoint="none", custom_agent_path="a:b", custom_generate_function_path="c:d").validate()
