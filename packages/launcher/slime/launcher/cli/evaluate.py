@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -120,8 +121,7 @@ def evaluation_settings(run: RecordedRun, *, with_sets: bool = True) -> dict[str
 
 
 def _run(words: list[str], output: Path, *, as_json: bool) -> int:
-    import contextlib
-
+    """Runs the evaluation, writes its rows and scores, and prints the scores."""
     from slime.launcher.cli.train import run_train
     from slime.launcher.config import run_config
 
