@@ -130,7 +130,7 @@ def test_no_secret_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_flag_of_other_tools_names_ours() -> None:
-    with pytest.raises(UnknownFlag, match="--use-wandb, --use-trackio, --use-mlflow or --use-swanlab"):
+    with pytest.raises(UnknownFlag, match="--use-wandb or --use-trackio or --use-mlflow or --use-swanlab"):
         run_config.parse([*BASE, "--report-to", "mlflow"], check=False, environment={})
 
 

@@ -51,7 +51,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset-name": "--prompt-data FILE",
     "data": "--prompt-data FILE",
     "train-files": "--prompt-data FILE",
-    "report-to": "--use-wandb, --use-trackio, --use-mlflow or --use-swanlab",
+    "report-to": "--use-wandb or --use-trackio or --use-mlflow or --use-swanlab",
     "num-gpus": "--actor-num-gpus-per-node N and --rollout-num-gpus N",
     "n-gpus": "--actor-num-gpus-per-node N and --rollout-num-gpus N",
     "num-nodes": "--actor-num-nodes N",
