@@ -59,7 +59,9 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def plug_in_view(config: Any) -> Namespace:
-    return flat_args(config.rollout, SimpleNamespace(members=[SimpleNamespace(url="http://127.0.0.1:1")]))  # type: ignore[arg-type]
+    engine = SimpleNamespace(url="http://127.0.0.1:1")
+    fleet = SimpleNamespace(members=[engine], on_new_address=lambda listener: None)
+    return flat_args(config.rollout, fleet)  # type: ignore[arg-type]
 
 
 def sampled(name: str) -> Callable[[Any], Any]:
@@ -125,6 +127,8 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
 # Flag -> the test that shows its default, where it takes a trainer or a rollout service; test_files_to_touch.py of
 # tests/packaging, which has all tests at hand, looks for them.
 SHOWN_BY: dict[str, str] = {
+    "use_fault_tolerance": "packages/rollout/tests/test_rollout_lost_engines.py::"
+    "test_engines_are_started_again_where_that_is_possible",
     "async_buffer_size": "packages/launcher/tests/test_launcher_async.py::"
     "test_by_default_each_rollout_is_made_with_the_weights_of_one_step_before",
     "load_debug_rollout_data_subsample": "packages/launcher/tests/test_launcher_replay.py::"
