@@ -305,10 +305,11 @@ def test_a_rollout_and_an_evaluation_share_the_gateway(agent, make_run):
         assert evaluation.result(60).metrics["eval/other-failed"] == 1
 
 
-def test_a_dead_engine_ends_the_rollout(directory, agent, make_run):
+def test_a_dead_engine_that_is_not_started_again_ends_the_rollout(directory, agent, make_run):
     options = EmbeddedOptions(model_path=str(directory), threads=1)
     with start_embedded(options, env={"PYTHONPATH": search_path()}) as process:
         run = make_run(agent, engine=process.wait_ready(120))
+        run.state.fleet.restarts = None
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="embedded-0"):
             run.train([{"task": "s3"}])
