@@ -135,7 +135,8 @@ def test_a_new_field_takes_one_line_in_the_proto_and_one_in_the_declaration(tmp_
 
     changed = {name for name, data in contents(tree).items() if before.get(name) != data}
     written = {str(DECLARATION), str(PROTO)}
-    assert changed == written | {f"packages/types/slime/v1/sample_pb2.{suffix}" for suffix in ("py", "pyi")}
+    generated = ("sample_pb2.py", "sample_pb2.pyi", "sample.proto")
+    assert changed == written | {f"packages/types/slime/v1/{name}" for name in generated}
 
     (tree / DECLARATION).write_bytes(before[str(DECLARATION)])
     other_half = python(tree, IMPORT)
