@@ -218,6 +218,17 @@ def test_an_evaluation_alone_has_one_score_and_one_response(tmp_path: Path) -> N
     assert "before" not in printed and "answer" not in printed
 
 
+def test_a_prompt_with_images_is_shown_by_its_last_message(tmp_path: Path) -> None:
+    shown, text = report(tmp_path, num_steps=0)
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which colour?"}]
+    prompt: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    with shown:
+        shown.started(76_032, 0, 0)
+        shown.evaluation(0, {"eval/colours": 0.5}, [Sample(prompt=prompt, response="red", reward=0.5)])
+        shown.finished()
+    assert "<image>Which colour?" in text.getvalue() and "Be brief" not in text.getvalue()
+
+
 def test_evaluations_before_and_after_the_first_step_are_both_kept(tmp_path: Path) -> None:
     sink = Recorder()
     with Report(tmp_path, num_steps=2, sinks=[sink], console=Console(quiet=True)) as shown:

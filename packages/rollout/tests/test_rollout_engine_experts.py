@@ -14,6 +14,7 @@ import torch
 from rollout_tiny_model import write_tiny_model
 from safetensors.torch import load_file, save
 
+from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.model.checks import WeightChecker
@@ -21,6 +22,9 @@ from slime.rollout.engines.embedded.model.names import disk_tensors
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.generate.state import flat_args, fleet_options
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidField, NotAvailable
 
 PROMPT = [2, 3, 4, 41]
@@ -209,3 +213,11 @@ def test_answers_tell_which_experts_each_token_was_sent_to(first: Path) -> None:
 def test_an_engine_that_records_no_experts_refuses_to_return_them(call: Any) -> None:
     with pytest.raises(InvalidField, match="enable-return-routed-experts"):
         call(lambda c: c.generate(PROMPT, SAMPLED, return_routed_experts=True))
+
+
+def test_args_tell_the_shape_of_experts_also_where_the_launcher_leaves_it_open(first: Path) -> None:
+    settings = RolloutSettings(hf_checkpoint=str(first), use_rollout_routing_replay=True, rm_type="random")
+    fleet = Fleet([], LoopThread(), fleet_options(settings))
+    args = flat_args(settings, fleet, {"num_layers": None, "moe_router_topk": None})
+    fleet.loop.stop()
+    assert (args.num_layers, args.moe_router_topk) == (2, 2)

@@ -301,8 +301,12 @@ def _values(row: dict[str, Any]) -> Metrics:
 
 
 def _prompt_text(sample: Sample) -> str:
+    """Returns the prompt, or the text of its last message, with <image> where that has one."""
     prompt = unrendered(sample)
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or f"<{part.get('type')}>") for part in content)
 
 
 def _reward(sample: Sample) -> str:

@@ -193,7 +193,7 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     for name, value in settings.sglang_args.items():
         setattr(args, f"sglang_{name}", value)
     for name, value in other_names(settings, args).items():
-        if not hasattr(args, name):
+        if getattr(args, name, None) is None:
             setattr(args, name, value)
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
