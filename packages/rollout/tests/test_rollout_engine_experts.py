@@ -198,16 +198,23 @@ def test_answers_tell_which_experts_each_token_was_sent_to(first: Path) -> None:
     async def ask(engine: EngineProcess) -> Any:
         async with EngineClient(engine.url, engine.name) as client:
             answers = await client.generate(prompts, params, return_routed_experts=True)
-            return answers, await client.generate(PROMPT, SAMPLED), await client.server_info()
+            without, info = await client.generate(PROMPT, SAMPLED), await client.server_info()
+            await client.pause("in_place")
+            ended = asyncio.ensure_future(client.generate(prompts, params, return_routed_experts=True))
+            while not ended.done():
+                await client.abort()
+            return answers, without, info, await ended
 
     with start_embedded(options) as process:
-        answers, without, info = asyncio.run(ask(process.wait_ready(120)))
+        answers, without, info, ended = asyncio.run(ask(process.wait_ready(120)))
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = [*prompt, *answer["output_ids"]]
         found = decoded(answer["meta_info"], len(tokens) - 1)
         assert found.tolist() == experts_of(first, tokens).tolist()
     assert "routed_experts" not in without["meta_info"]
     assert info["enable_return_routed_experts"] is True
+    # They were aborted before they ran.
+    assert [(a["output_ids"], "routed_experts" in a["meta_info"]) for a in ended] == [([], False)] * 3
 
 
 def test_an_engine_that_records_no_experts_refuses_to_return_them(call: Any) -> None:

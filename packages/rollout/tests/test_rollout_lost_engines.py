@@ -27,7 +27,7 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import EngineError, InvalidSetting, NotAvailable, WrongState
 
 # An engine process in a few lines: its answer to /generate is its name. One that "dies" does so at the first request;
-# one that "holds" answers no prompt that begins with 9.
+# one that "stops" fails that request and ends a little later; one that "holds" answers no prompt that begins with 9.
 ENGINE = """
     import http.server, json, os, sys, threading, time
     announce, name, behaviour = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -48,6 +48,10 @@ ENGINE = """
                 version[0] = body["weight_version"]
             if self.path != "/generate":
                 return self.answer({})
+            if behaviour == "stops":
+                threading.Timer(0.2, os._exit, [0]).start()
+                self.close_connection = True
+                return self.send_error(500, "the engine is stopping")
             if behaviour == "dies":
                 print("the last words", flush=True); os._exit(3)
             print("has", body["input_ids"], flush=True)
@@ -170,6 +174,36 @@ def test_an_engine_that_dies_again_and_again_ends_the_fleet_with_its_name_and_la
         engines.send([1]).result(120)
     with pytest.raises(EngineError, match="engine-0"):
         engines.send([1]).result(120)
+
+
+def test_an_engine_that_hangs_again_at_once_is_started_again_once_more(open_engines) -> None:
+    engines = open_engines("answers", health_interval=0.5, health_timeout=0.2)
+    ready = start("engine-0", "answers")
+    engines.members[0].engine._start_again = lambda: ready  # type: ignore[attr-defined]
+    # Before its first probe.
+    engines.fleet.on_new_address(lambda: engines.members[0].url == ready.url and os.kill(ready.pid, signal.SIGSTOP))
+    engines.signal(0, signal.SIGSTOP)
+    wait_for(lambda: engines.fleet.num_restarts == 2 and not engines.members[0].out, 60)
+    assert engines.send([1]).result(120) == "engine-0"
+
+
+def test_an_engine_that_the_system_cannot_start_again_ends_the_fleet(open_engines) -> None:
+    engines = open_engines("answers")
+
+    def full() -> EngineProcess:
+        raise OSError(24, "Too many open files")
+
+    engines.members[0].engine._start_again = full  # type: ignore[attr-defined]
+    engines.signal(0, signal.SIGKILL)
+    with pytest.raises(EngineError, match="engine-0 cannot be started again: .*Too many open files"):
+        engines.send([1]).result(60)
+
+
+def test_a_request_that_an_engine_fails_while_it_ends_is_sent_again(open_engines) -> None:
+    engines = open_engines("stops", "answers")
+    assert engines.send([1], engines.members[1]).result(120) == "engine-1"
+    engines.members[0].engine._start_again = lambda: start("engine-0", "answers")  # type: ignore[attr-defined]
+    assert engines.send([1], engines.members[0]).result(120) == "engine-0"
 
 
 def test_without_restarts_the_death_of_one_engine_ends_the_fleet(open_engines) -> None:

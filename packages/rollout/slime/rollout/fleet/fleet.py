@@ -34,6 +34,8 @@ T = TypeVar("T")
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
 LAST_CALL_SECONDS = 2.0
+# How long a process may take to end after its connections broke.
+DEATH_SECONDS = 2.0
 # The finish reason of a request that a weight update ended: it goes on afterwards, with the tokens that it has.
 INTERRUPTED = "interrupted"
 INTERRUPT_AGAIN_SECONDS = 1.0
@@ -152,13 +154,14 @@ class Fleet:
 
     async def _watch_health(self, member: Member) -> None:
         await asyncio.sleep(self.options.health_first_wait)
-        misses = 0
+        misses, engine = 0, member.engine
         while self.error is None:
             await asyncio.sleep(self.options.health_interval)
+            if member.out or member.engine is not engine:
+                # Those of an engine that is gone are not its successor's, which may be back within one interval.
+                misses, engine = 0, member.engine
             if member.out:
-                misses = 0
                 continue
-            engine = member.engine
             try:
                 await member.probe(self.options.health_timeout)
                 misses, member.healthy = 0, True
@@ -212,6 +215,13 @@ class Fleet:
             except SlimeError as error:
                 log.error("engine %s did not start again: %s", member.name, error.message)
                 reason = error
+            except Exception as error:
+                # Of the system: what waits for this engine would wait for ever.
+                log.exception("engine %s cannot be started again", member.name)
+                await self._end(
+                    EngineError(f"engine {member.name} cannot be started again: {error}", field=member.name)
+                )
+                return
         log.warning(
             "engine %s was started again in %.1f s, and %s",
             member.name, time.monotonic() - since, "waits for weights" if member.awaits_weights else "serves",
@@ -370,9 +380,10 @@ class Fleet:
         """Returns where a call failed because `engine`, which was the member's, is lost and is being replaced. Raises
         the fleet's error where its loss ends the fleet, and `error` where it is not lost."""
         if isinstance(engine, EngineProcess) and member.engine is engine and not member.out:
-            # A dying process breaks its connections before it can be waited for.
-            deadline = time.monotonic() + 2.0
-            while not member.exited and time.monotonic() < deadline and "is gone" in error.message:
+            # A dying process breaks its connections, or fails its requests, before it can be waited for.
+            may_die = "is gone" in error.message or (self.restarts is not None and _is_failure(error))
+            deadline = time.monotonic() + DEATH_SECONDS
+            while may_die and not member.exited and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             hangs = isinstance(error, DeadlineExceeded) and self.restarts is not None
             if member.exited or hangs:
@@ -430,6 +441,11 @@ class Fleet:
             await action(member)
         except (EngineError, DeadlineExceeded) as error:
             await self._explain(member, engine, error)
+
+
+def _is_failure(error: SlimeError) -> bool:
+    """Tells whether an engine answered that it failed (5xx)."""
+    return isinstance(error, EngineError) and error.value.isdigit() and int(error.value) >= 500
 
 
 async def _abort_request(rid: str, member: Member) -> None:

@@ -159,7 +159,8 @@ def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
-    if experts:
+    if experts and response.experts:
+        # One that is ended before it runs was not routed.
         rows = np.concatenate(response.experts)[: len(response.prompt_ids) + len(ids) - 1]
         meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
     return {"text": response_text(loaded, response), "output_ids": ids, "meta_info": meta}
