@@ -106,6 +106,7 @@ def test_every_pass_uses_the_experts_that_the_engine_chose(
     assert differences(free, log_probs) > 0.05
     assert differences(results[case]["scored"], log_probs) < 1e-4
     assert differences(results[case]["trained"], log_probs) < 1e-4
+    assert differences(results[case]["compared"], free) < 1e-4
     got = load_file(models / f"{case}.safetensors")
     names = [n for n in gradients if n in got and n.endswith(PARTS)]
     assert {part for part in PARTS if any(n.endswith(part) for n in names)} == set(PARTS)

@@ -118,16 +118,18 @@ def gradients_of(runner: Runner) -> dict[str, torch.Tensor]:
 
 
 def from_rollout(case: str, ranks: Ranks, models: Path) -> dict[str, Any]:
-    """Log-probs with the experts of the samples; the gradient goes to MODELS/CASE.safetensors."""
-    runner = runner_of(case, ranks, models, use_rollout_routing_replay=True)
+    """Log-probs with the experts of the samples, and of a reference, which chooses by itself; the gradient goes to
+    MODELS/CASE.safetensors."""
+    runner = runner_of(case, ranks, models, use_rollout_routing_replay=True, use_kl_loss=True)
     batches = batches_of(runner)
     scored = by_position(batches, runner.backend.log_probs(batches))
+    compared = by_position(batches, runner.backend.log_probs(batches, reference=True))
     trained = by_position(batches, train(runner, batches))
     gradients = gradients_of(runner)
     if ranks.rank == 0:
         save_file({n: g for n, g in gradients.items() if "e_score" not in n}, models / f"{case}.safetensors")
     _destroy(runner)
-    return {"scored": scored, "trained": trained}
+    return {"scored": scored, "trained": trained, "compared": compared}
 
 
 def recorded(case: str, ranks: Ranks, models: Path) -> dict[str, Any]:

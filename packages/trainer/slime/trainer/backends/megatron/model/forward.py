@@ -74,7 +74,8 @@ class Pipeline:
             found = [outputs.log_probs, *([] if outputs.entropy is None else [outputs.entropy])]
             return logits.new_zeros(()), torch.stack(found)
 
-        if self.routing is not None and replays:
+        if self.routing is not None:
+            # Of another model too: its weights are in the layers that the last row of the policy told what to choose.
             self.routing.scores()
         with torch.no_grad():
             results = self._from_last_stage(
