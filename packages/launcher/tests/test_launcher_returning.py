@@ -14,7 +14,7 @@ from slime.launcher.services import returning
 from slime.launcher.services.returning import MOST_FAILURES, ReturningEngines
 from slime.launcher.services.services import Services
 from slime.types.clients.rollout import Engine, RolloutStatus
-from slime.types.errors import EngineError, Unavailable
+from slime.types.errors import DeadlineExceeded, EngineError, Unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +89,7 @@ class Trainer:
         return {"perf/update_weights_bytes": 1.0}
 
 
-@pytest.mark.parametrize("engine_dies", [True, False])
-def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, engine_dies: bool) -> None:
+def services_of(directory: Path, trainers: list[Any], rollout: Any = None) -> Any:
     numbers = dict(
         start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0, update_timeout_seconds=1.0
     )
@@ -100,10 +99,16 @@ def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, en
         flat={},
         has_engines=True,
     )
-    services: Any = Services(config, Placement(1), tmp_path, lambda *_: None)
+    services: Any = Services(config, Placement(1), directory, lambda *_: None)
+    services.rollout, services.trainers, services._restarts_engines = rollout, trainers, True
+    return services
+
+
+@pytest.mark.parametrize("engine_dies", [True, False])
+def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, engine_dies: bool) -> None:
     rollout = Rollout()
     ranks = [Trainer(rollout, 2, engine_dies), Trainer(rollout, 2, False)]
-    services.rollout, services.trainers, services._restarts_engines = rollout, ranks, True
+    services = services_of(tmp_path, ranks, rollout)
     if engine_dies:
         assert services.update_weights(4) == {"perf/update_weights_bytes": 1.0}
         assert [rank.versions for rank in ranks] == [[4] * 3] * 2
@@ -111,3 +116,33 @@ def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, en
         with pytest.raises(EngineError, match="connection reset"):
             services.update_weights(4)
         assert [rank.versions for rank in ranks] == [[4]] * 2
+
+
+def test_no_rank_is_called_again_before_all_have_answered(tmp_path: Path) -> None:
+    failed, held = threading.Event(), []
+
+    class Fails:
+        def update_weights(self, version: int, timeout: float, joining: bool) -> Any:
+            failed.set()
+            raise DeadlineExceeded("it hangs")
+
+    class Works:
+        def update_weights(self, version: int, timeout: float, joining: bool) -> Any:
+            failed.wait(60)
+            sending.join(0.5)
+            held.append(services._trainer_turn.locked())
+            return {}
+
+    services = services_of(tmp_path, [Fails(), Works()])
+    raised: list[Exception] = []
+
+    def send() -> None:
+        try:
+            services._send_to_returning()
+        except DeadlineExceeded as error:
+            raised.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    sending.join(60)
+    assert held == [True] and [str(error) for error in raised] == ["it hangs"]

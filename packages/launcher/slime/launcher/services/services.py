@@ -34,7 +34,7 @@ from slime.types import Sample
 from slime.types.clients import RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
 from slime.types.clients.trainer import TrainedStep
-from slime.types.errors import DataLoss, DeadlineExceeded, EngineError, SlimeError
+from slime.types.errors import DataLoss, DeadlineExceeded, EngineError, SlimeError, WrongState
 from slime.types.pace import TrainerPace
 
 log = logging.getLogger(__name__)
@@ -356,22 +356,15 @@ class Services:
         return results[0] if results else {}
 
     def _push(self, version: int) -> Metrics:
-        rollout, deadline = self.rollout, self._settings.update_timeout_seconds
+        rollout = self.rollout
         assert rollout is not None, "a run with engines has a rollout service"
-
-        def push(trainer: TrainerClient) -> Metrics | SlimeError:
-            # Errors are collected, so that no rank is called again before all have answered.
-            try:
-                return trainer.update_weights(version, timeout=deadline)
-            except (EngineError, DeadlineExceeded) as error:
-                return error
 
         def restarts() -> int:
             return self._supervisor.call(rollout.status).engine_restarts
 
         while True:
             before = restarts()
-            results = self._on_every_rank(push)
+            results = self._on_every_rank(partial(self._send, version=version))
             errors = [result for result in results if isinstance(result, SlimeError)]
             if not errors:
                 return next((result for result in results if isinstance(result, dict)), {})
@@ -382,12 +375,19 @@ class Services:
 
     def _send_to_returning(self) -> None:
         """Sends the trainer's weights to engines that were started again."""
-        deadline = self._settings.update_timeout_seconds
         with self._trainer_turn:
-            version = self._trained_version
-            self._supervisor.call_all(
-                [partial(trainer.update_weights, version, deadline, joining=True) for trainer in self.trainers]
-            )
+            send = partial(self._send, version=self._trained_version, joining=True)
+            results = self._supervisor.call_all([partial(send, trainer) for trainer in self.trainers])
+        for result in results:
+            if isinstance(result, SlimeError):
+                raise result
+
+    def _send(self, trainer: TrainerClient, *, version: int, **options: bool) -> Metrics | SlimeError:
+        # Errors are collected, so that no rank is called again before all have answered.
+        try:
+            return trainer.update_weights(version, self._settings.update_timeout_seconds, **options)
+        except (EngineError, DeadlineExceeded, WrongState) as error:
+            return error
 
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
