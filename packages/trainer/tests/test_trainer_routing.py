@@ -14,8 +14,8 @@ from trainer_processes import results_of
 from trainer_routing import CASES, EXPERTS, LAYERS, TOP_K, samples, weight_of
 from trainer_tiny import Runner, make_settings, write_model
 
-from slime.trainer.backends.routing import LayerRouting
-from slime.trainer.batching.packing import check_experts
+from slime.trainer.backends.routing import LayerRouting, RoutingReplay
+from slime.trainer.batching.packing import check_experts, pack
 from slime.types.errors import InvalidField, InvalidSetting, NotAvailable
 
 PARTS = ("gate.weight", "q_proj.weight", "input_layernorm.weight", "embed_tokens.weight")
@@ -132,6 +132,17 @@ def test_a_layer_that_was_told_what_it_chooses_anyway_returns_the_same_bits() ->
     layer.replayed = layer.chosen
     told = layer.choose(scores, lambda: scores.topk(TOP_K))
     assert all(torch.equal(a, b) for a, b in zip(free, told, strict=True))
+
+
+@pytest.mark.parametrize("from_rollout", [True, False])
+def test_routers_that_do_not_ask_are_refused(from_rollout: bool) -> None:
+    layers = [LayerRouting(0), LayerRouting(1)]
+    replay, batch = RoutingReplay(layers, from_rollout=from_rollout), pack(samples()[:1], [0], [0.0], [1.0])
+    for begin in (replay.scores, replay.trains) if from_rollout else (replay.scores,):
+        begin()
+        replay.begin(batch, torch.zeros(6, LAYERS, TOP_K, dtype=torch.int64))
+        with pytest.raises(NotAvailable, match="cannot be replayed"):
+            replay.end(batch)
 
 
 def test_experts_of_another_form_are_named() -> None:

@@ -117,8 +117,13 @@ class RoutingReplay:
                 layer.replayed = experts[:, layer.layer]
 
     def end(self, batch: PackedBatch | None, some: Sequence[LayerRouting] = ()) -> None:
-        """After the forward pass of a row."""
+        """After the forward pass of a row. Raises NotAvailable where no router asked: nothing was replayed."""
         layers = some or self.layers
+        if batch is not None and all(layer.chosen is None for layer in layers):
+            raise NotAvailable(
+                "experts of this model cannot be replayed: its routers do not choose those with the largest scores",
+                field="--use-rollout-routing-replay" if self._from_rollout else "--use-routing-replay",
+            )
         if batch is not None and not self.training and not self._from_rollout:
             chosen = [layer.chosen for layer in layers]
             self._recorded[_key(batch, layers)] = [c.detach() for c in chosen if c is not None]

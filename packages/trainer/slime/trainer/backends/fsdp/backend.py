@@ -213,6 +213,8 @@ class FsdpBackend(Backend):
             if self._routing is not None:
                 self._routing.begin(batch, batch.experts if batch is not None else None)
             self._passes.forward_backward(self.policy, number, batch, loss, entropy, logits)
+            if self._routing is not None:
+                self._routing.end(batch)
 
     def optimizer_step(self) -> tuple[float, float]:
         norm = self._optimizer.gradient_norm()
