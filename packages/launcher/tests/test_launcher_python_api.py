@@ -123,6 +123,74 @@ def test_a_function_of_a_script_is_shipped_with_all_that_it_uses(tmp_path: Path)
     assert "reward must be a function with a name (def), got 'Callable'" in refused[3]
 
 
+WRAPPED_SCRIPT = """
+import functools
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+from slime.launcher.api.reward_file import reward_path
+
+def doubling(function):
+    @functools.wraps(function)
+    def doubled(*values):
+        return 2 * function(*values)
+    return doubled
+
+def making(value):
+    def made(text):
+        return value
+    return made
+
+class Grader:
+    def __call__(self, text):
+        return 1.0
+
+def one(text): return 1.0
+alias = one
+response = Grader()
+twice = doubling(one)
+def again(text): return 1.0
+again = doubling(again)
+foreign = doubling(textwrap.dedent)
+made = making(1.0)
+grader = Grader()
+part = functools.partial(one)
+
+def by_alias(args, sample, **kwargs): return alias(sample.response)
+def by_twice(args, sample, **kwargs): return twice(sample.response)
+def by_again(args, sample, **kwargs): return again(sample.response)
+def by_foreign(args, sample, **kwargs): return len(foreign(sample.response))
+def by_made(args, sample, **kwargs): return made(sample.response)
+def by_grader(args, sample, **kwargs): return grader(sample.response)
+def by_part(args, sample, **kwargs): return part(sample.response)
+
+answers = {}
+for function in (by_alias, by_twice, by_again, by_foreign, by_made, by_grader, by_part):
+    try:
+        answers[function.__name__] = reward_path(function, Path(sys.argv[1]))
+    except Exception as error:
+        answers[function.__name__] = f"{type(error).__name__}: {error}"
+print(json.dumps(answers))
+"""
+
+
+def test_what_a_reward_uses_under_another_name_or_wrapped_is_shipped_as_it_is_or_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRAPPED_SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path / "inputs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    answers = json.loads(done.stdout)
+    # `sample.response` is no use of the script's `response`.
+    function = load_plugin(answers.pop("by_alias"), flag="--custom-rm-path")
+    assert function(None, Sample(response="x")) == 1.0
+    for name, answer in answers.items():
+        used = name.removeprefix("by_")
+        assert answer.startswith(f"InvalidSetting: the reward function {name} cannot be shipped"), answer
+        assert f"it uses {used}, " in answer
+
+
 def test_a_function_whose_source_is_unknown_is_refused(tmp_path: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     exec("def reward(args, sample, **kwargs):\n    return 0.0\n", names)

@@ -8,6 +8,7 @@ uses.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import re
 import sys
@@ -24,6 +25,7 @@ HEADER = (
     '"""The reward function of a run, written by `slime.launcher.train`."""\n\nfrom __future__ import annotations\n'
 )
 ELSE = "put the reward into a file, and give its path, FILE.py:FUNCTION"
+LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def reward_path(function: Callable[..., Any], directory: Path) -> str:
@@ -53,19 +55,26 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
     if name in parts:
         return
     inner = inspect.unwrap(value) if callable(value) else value
+    own = getattr(inner, "__name__", None)
     of_module = getattr(inner, "__module__", None)
     if isinstance(value, ModuleType):
         parts[name] = f"import {value.__name__} as {name}\n"
     elif isinstance(inner, (FunctionType, type)) and of_module == "__main__":
+        if own not in (name, "<lambda>") and _namespace(inner).get(own) is value:
+            _collect(str(own), value, reward, parts)
+            parts[name] = f"{name} = {own}\n"
+            return
         parts[name] = ""  # functions may call each other
         source = _source(name, inner, reward)
+        if not _makes(source, name, inner, wrapped=inner is not value):
+            raise _cannot_ship(reward, f"it uses {name}, which no def or class of that name makes; write it as one")
         for used in _globals_of(inner, source):
             if used in _namespace(inner):
                 _collect(used, _namespace(inner)[used], reward, parts)
         del parts[name]
         parts[name] = source
-    elif callable(value) and isinstance(of_module, str) and hasattr(sys.modules.get(of_module), inner.__name__):
-        parts[name] = f"from {of_module} import {inner.__name__} as {name}\n"
+    elif callable(value) and isinstance(own, str) and getattr(sys.modules.get(of_module), own, None) is value:
+        parts[name] = f"from {of_module} import {own} as {name}\n"
     elif isinstance(value, re.Pattern):
         parts[name] = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})\n"
     elif _is_literal(value):
@@ -85,6 +94,20 @@ def _source(name: str, thing: Any, reward: str) -> str:
         raise _cannot_ship(reward, f"the source of {name} is unknown here") from None
 
 
+def _makes(source: str, name: str, thing: Any, *, wrapped: bool) -> bool:
+    """Returns whether `source`, that of `thing`, makes what has this name: as it is, or wrapped by its decorators."""
+    try:
+        (statement,) = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return False
+    if isinstance(statement, ast.Assign):  # of a lambda
+        return not wrapped and [t.id for t in statement.targets if isinstance(t, ast.Name)] == [name]
+    if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or statement.name != name:
+        return False
+    outer = isinstance(thing, FunctionType) and thing.__code__.co_freevars
+    return not outer and (bool(statement.decorator_list) or not wrapped)
+
+
 def _globals_of(thing: Any, source: str) -> list[str]:
     """Returns the names that a function or class takes from its module: also in decorators, defaults and bases."""
     tree = ast.parse(source).body[0]
@@ -96,7 +119,10 @@ def _globals_of(thing: Any, source: str) -> list[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    # co_names has attributes, too, which may be called like something of the module.
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in LOADS_GLOBAL:
+            yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
