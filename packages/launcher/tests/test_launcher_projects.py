@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from slime.launcher.cli.recorded_run import read_run
 from slime.launcher.cli.resume import resumed
 from slime.launcher.config import run_config
 from slime.launcher.config.record import write_record
+from slime.launcher.placement.plan import plan_placement
 from slime.launcher.run_directory.state import RunState
+from slime.rollout.metrics import evaluation_metrics
 from slime.rollout.recordings.rollouts import record_evaluation
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, MissingFile
@@ -147,6 +150,24 @@ def test_an_evaluation_of_a_run_has_its_reward_and_columns_wherever_it_is_starte
     assert run_config.parse(other).buffer.evaluation_sets() == {"prompts": f"{project}/data/prompts.jsonl@[:2]"}
 
 
+def test_an_evaluation_of_a_run_has_its_gpus_evaluator_and_attributes(
+    project: Path, make_run: MakeRun, tmp_path: Path
+) -> None:
+    (project / "custom.yaml").write_text("threshold: 0.5\nnum_rollout: 30\nn_samples_per_eval_prompt: 2\n")
+    (project / "own.py").write_text("def rollout(args, rollout_id, data_source, evaluation=False): ...\n")
+    flags = ["--colocate", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2"]
+    flags += ["--custom-config-path", "custom.yaml", "--rollout-function-path", "own.py:rollout"]
+    run = read_run(make_run(*flags))
+    (run.path / "model").symlink_to(project / "model")
+    words = words_of(str(run.path), run, None, ["--n-samples-per-eval-prompt", "4"], tmp_path / "out")
+    config = run_config.parse(words)
+    (engines,) = plan_placement(config.launcher, config.rollout, 8).engines
+    assert engines.gpus == 8 and plan_placement(config.launcher, config.rollout, 0).engines[0].embedded == 1
+    assert config.rollout.eval_function_path == f"{project}/own.py:rollout"
+    assert config.flat["threshold"] == 0.5 and config.launcher.num_rollout == 0
+    assert config.flat["n_samples_per_eval_prompt"] == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -196,6 +217,23 @@ def test_a_recorded_evaluation_becomes_rows_with_the_score_that_the_reward_key_n
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == found
     assert score(found)[:1] == (6.0,) and math.isnan(score(found).error)
     assert not list(tmp_path.glob("recorded-*"))
+
+
+def test_segments_of_a_sample_count_once_and_an_episode_that_failed_is_worth_nothing(
+    project: Path, tmp_path: Path
+) -> None:
+    values = [(0, 0, 1.0), (0, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0), (1, 2, None), (1, 3, 1.0)]
+    samples = [
+        Sample(prompt="7:", response="x", index=i, group_index=group, rollout_id=rollout, reward=reward, tokens=[1])
+        for i, (group, rollout, reward) in enumerate(values)
+    ]
+    record_evaluation(str(tmp_path / "recorded-{rollout_id}"), 0, {"held": {"samples": samples}})
+    found = score(collect(tmp_path, run_config.parse(["config.yaml"])))
+    assert (found.mean, found.prompts, found.samples) == (0.5, 2, 4)
+    rewards = [reward or 0.0 for _, _, reward in values]
+    args = SimpleNamespace(n_samples_per_eval_prompt=1, log_passrate=False)
+    trained = evaluation_metrics({"held": {"rewards": rewards, "samples": samples}}, args)
+    assert trained["eval/held"] == found.mean
 
 
 def test_the_score_of_one_prompt_has_no_error() -> None:

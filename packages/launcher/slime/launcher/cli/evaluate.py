@@ -27,6 +27,8 @@ LEFT_OUT = (
     "over_sampling_batch_size", "buffer_dir", "data_place", "save_debug_rollout_data", "load_forge_rollout_data",
     "offload_rollout", "rollout_global_dataset", "data_source_path",
 )  # fmt: skip
+# Engines of a run with --colocate have the GPUs of its trainer.
+GPUS = ("actor_num_nodes", "actor_num_gpus_per_node")
 
 
 class Score(NamedTuple):
@@ -101,6 +103,9 @@ def words_of(
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "settings.yaml", yaml.safe_dump(settings, sort_keys=True))
         words = ["--config", str(output / "settings.yaml"), *words]
+    if run is not None and (attributes := plugin_attributes(run)):
+        write_whole(output / "plugins.yaml", yaml.safe_dump(attributes, sort_keys=True))
+        words += ["--custom-config-path", str(output / "plugins.yaml")]
     return [*words, *flags]
 
 
@@ -109,15 +114,29 @@ def evaluation_settings(run: RecordedRun, *, with_sets: bool = True) -> dict[str
     from slime.launcher.config.catalogue import FAMILIES, declared
 
     flags = declared()
+    settings = run.settings
     left_out = {*LEFT_OUT, *(() if with_sets else ("eval_prompt_data",))}
     kept: dict[str, Any] = {}
-    for name, value in run.settings.items():
+    for name, value in settings.items():
         flag = flags.get(name)
         of_family = flag is None and any(family.read_key(name, value) is not None for family in FAMILIES)
         decides = flag is not None and {"buffer", "rollout"} & {*flag.packages} and name not in left_out
-        if of_family or decides or (name == "eval_config" and with_sets):
+        of_engines = name in GPUS and settings.get("colocate")
+        if of_family or decides or of_engines or (name == "eval_config" and with_sets):
             kept[name] = run.absolute(name, value)
+    function = settings.get("rollout_function_path")
+    if function is not None and settings.keys() & {"eval_prompt_data", "eval_config"}:
+        # It has evaluated the run, where no other function was named for that.
+        kept.setdefault("eval_function_path", run.absolute("rollout_function_path", function))
     return kept
+
+
+def plugin_attributes(run: RecordedRun) -> dict[str, Any]:
+    """Returns the keys of the run's --custom-config-path that are no settings: attributes of the plug-ins' `args`."""
+    from slime.launcher.config.run_config import read_custom
+
+    path = run.settings.get("custom_config_path")
+    return {} if path is None else read_custom(str(run.started_in / path))[1]
 
 
 def _run(words: list[str], output: Path, *, as_json: bool) -> int:
@@ -155,11 +174,14 @@ def collect(output: Path, config: Any) -> list[dict[str, Any]]:
         key = key or rollout.eval_reward_key or rollout.reward_key
         for sample in group.samples:
             reward: Any = sample.reward
+            # Agents leave one that failed without a reward: it has solved nothing.
+            value = 0.0 if reward is None else reward[key] if isinstance(reward, Mapping) else reward
             rows.append(
                 {
                     "dataset": group.dataset, "group_index": group.group_index, "index": sample.index,
+                    "rollout_id": sample.rollout_id,
                     "prompt": sample.prompt, "response": sample.response, "label": sample.label,
-                    "score": float(reward[key] if isinstance(reward, Mapping) else reward), "reward": reward,
+                    "score": float(value), "reward": reward,
                     "status": sample.status.value, "response_length": sample.response_length,
                     "metadata": sample.metadata,
                 }
@@ -172,10 +194,14 @@ def collect(output: Path, config: Any) -> list[dict[str, Any]]:
 
 def score(rows: Sequence[Mapping[str, Any]]) -> Score:
     """Returns the mean over samples, and its error from the spread between prompts: samples of a prompt are alike."""
-    groups: dict[int, list[float]] = {}
-    for row in rows:
-        groups.setdefault(row["group_index"], []).append(row["score"])
-    total, count = sum(map(sum, groups.values())), len(rows)
+    # Segments of one sample have its reward, and count once, as in a training.
+    prompts: dict[int, dict[Any, float]] = {}
+    for position, row in enumerate(rows):
+        rollout = row.get("rollout_id")
+        key = ("sample", position) if rollout is None else ("rollout", rollout)
+        prompts.setdefault(row["group_index"], {}).setdefault(key, row["score"])
+    groups = {index: list(samples.values()) for index, samples in prompts.items()}
+    total, count = sum(map(sum, groups.values())), sum(map(len, groups.values()))
     mean = total / count
     # The error of a ratio of sums, in which prompts with fewer samples weigh less.
     spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups.values())

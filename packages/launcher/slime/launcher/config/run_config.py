@@ -158,6 +158,11 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     return config
 
 
+def read_custom(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (settings, other keys) of a file for --custom-config-path. Raises MissingFile, InvalidFile."""
+    return Sources(*_command_line()).file(path, "--custom-config-path", keep_unknown=True)
+
+
 @functools.cache
 def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
     """Returns every flag by the name of its setting, the parser, and the flags that may be given."""

@@ -116,8 +116,8 @@ def plan_placement(
             reason=f"the Ray cluster has {counted(len(counts), 'node')}",
         )  # fmt: skip
     if not any(counts):
-        if asked:
-            raise no_gpu_for(asked)
+        if rollout.rollout_num_gpus:
+            raise no_gpu_for(rollout.rollout_num_gpus)
         if launcher.num_gpus_per_node is not None:
             limit = launcher.num_gpus_per_node
             raise InvalidSetting.requires(
