@@ -9,16 +9,19 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 import slime.launcher
+from slime.launcher.api.inputs import Inputs
 from slime.launcher.api.reward_file import reward_path
 from slime.launcher.api.trained_run import TrainedRun
 from slime.launcher.api.training import train
 from slime.launcher.config import run_config
 from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.quickstart import reverse
+from slime.launcher.run_directory.state import RunState
 from slime.types import Sample
 from slime.types.errors import ConfigError, InvalidSetting, MissingFile, UnknownFlag
 from slime.types.plugins import load_plugin
@@ -49,6 +52,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from slime.launcher.api.inputs import Inputs
 from slime.launcher.api.reward_file import reward_path
 
 BONUS = {"extra": [0.5, 2]}
@@ -88,7 +92,7 @@ class Callable:
 answers = []
 for function in (reward, uses_object, around(), lambda args, sample, **kwargs: 0.0, Callable()):
     try:
-        answers.append(reward_path(function, Path(sys.argv[1])))
+        answers.append(reward_path(function, Inputs(Path(sys.argv[1]))))
     except Exception as error:
         answers.append(f"{type(error).__name__}: {error}")
 print(json.dumps(answers))
@@ -130,6 +134,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from slime.launcher.api.inputs import Inputs
 from slime.launcher.api.reward_file import reward_path
 
 def doubling(function):
@@ -169,7 +174,7 @@ def by_part(args, sample, **kwargs): return part(sample.response)
 answers = {}
 for function in (by_alias, by_twice, by_again, by_foreign, by_made, by_grader, by_part):
     try:
-        answers[function.__name__] = reward_path(function, Path(sys.argv[1]))
+        answers[function.__name__] = reward_path(function, Inputs(Path(sys.argv[1])))
     except Exception as error:
         answers[function.__name__] = f"{type(error).__name__}: {error}"
 print(json.dumps(answers))
@@ -195,14 +200,14 @@ def test_a_function_whose_source_is_unknown_is_refused(tmp_path: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     exec("def reward(args, sample, **kwargs):\n    return 0.0\n", names)
     with pytest.raises(InvalidSetting, match="the source of reward is unknown here; or put the reward into a file"):
-        reward_path(names["reward"], tmp_path)  # type: ignore[arg-type]
+        reward_path(names["reward"], Inputs(tmp_path))  # type: ignore[arg-type]
 
 
 def test_a_function_of_a_module_is_named_by_its_file_or_its_package(tmp_path: Path) -> None:
-    path = reward_path(module_level, tmp_path)
+    path = reward_path(module_level, Inputs(tmp_path))
     assert path == f"{Path(__file__).absolute()}:module_level" or path.endswith(".module_level")
     assert load_plugin(path, flag="--custom-rm-path") is not None
-    assert reward_path(reverse.reward, tmp_path) == "slime.launcher.quickstart.reverse.reward"
+    assert reward_path(reverse.reward, Inputs(tmp_path)) == "slime.launcher.quickstart.reverse.reward"
     assert not list(tmp_path.iterdir())
 
 
@@ -232,6 +237,45 @@ def test_arguments_become_settings_and_rows_a_file(started: list[list[str]], tmp
     assert str(config.rollout.custom_rm_path).endswith("module_level")
 
 
+def test_settings_may_be_paths_and_numbers_of_numpy_and_evaluations_have_any_name(
+    started: list[list[str]], tmp_path: Path
+) -> None:
+    held = {name: [{"input": name, "label": "1"}] for name in ("prompts", "settings")}
+    train(
+        tmp_path / "model", [{"input": "x", "label": np.int64(3)}], "math", eval_data=held, output_dir=tmp_path / "out",
+        num_rollout=1, n_samples_per_prompt=2, label_key="label", lr=np.float64(1e-3), save_interval=1,
+        save=tmp_path / "saved",
+    )  # fmt: skip
+    config = run_config.parse([started[-1][-1]])
+    assert config.trainer.lr == 1e-3 and config.launcher.save == str(tmp_path / "saved")
+    assert json.loads(Path(str(config.buffer.prompt_data)).read_text()) == {"input": "x", "label": 3}
+    paths = config.buffer.evaluation_sets()
+    assert {name: json.loads(Path(path).read_text())["input"] for name, path in paths.items()} == {n: n for n in held}
+
+
+def test_the_inputs_of_another_run_stay_as_they_are(started: list[list[str]], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    def start(text: str, **more: Any) -> None:
+        train(tmp_path / "model", [{"input": text, "label": "1"}], "math", output_dir=output, num_rollout=1,
+              n_samples_per_prompt=2, label_key="label", **more)  # fmt: skip
+
+    start("a")
+    start("b")  # nothing has run there yet
+    (output / "run.yaml").write_text("")
+    start("b")
+    for more in ({}, {"overwrite": True}):
+        state = RunState(output, "train")
+        with pytest.raises(InvalidSetting, match="prompts.jsonl is of another run, with another data; use another"):
+            start("c", **more)
+        state.end("done")
+    assert '"b"' in (output / "inputs" / "prompts.jsonl").read_text() and len(started) == 3
+    start("c", overwrite=True)
+    Inputs(tmp_path / "in").write("reward.py", "one", "reward")
+    with pytest.raises(InvalidSetting, match="reward.py is of another run"):
+        Inputs(tmp_path / "in", replace=False).write("reward.py", "two", "reward")
+
+
 def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
     for reward, setting in (("math", "rm_type"), (f"{__file__}:module_level", "custom_rm_path")):
         train(tmp_path / "model", [{"input": "x", "label": "1"}], reward, output_dir=tmp_path / "out",
@@ -247,6 +291,10 @@ def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
         ({"num_rollout": None}, ConfigError, "--num-rollout is required"),
         ({"model": "nowhere"}, MissingFile, "--hf-checkpoint: no such directory nowhere"),
         ({"reward": 3}, InvalidSetting, "reward must be a function or a name, got 3"),
+        ({"rm_type": "math"}, InvalidSetting, "rm_type and reward cannot be used together"),
+        ({"hf_checkpoint": "other"}, InvalidSetting, "hf_checkpoint and model cannot be used together"),
+        ({"lr": object()}, InvalidSetting, "lr: no file of settings holds a object"),
+        ({"data": [{"input": object()}]}, InvalidSetting, "data must be a file, a name on the Hub, or rows"),
     ],
 )
 def test_wrong_settings_raise_before_anything_starts(

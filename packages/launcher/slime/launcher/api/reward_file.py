@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from slime.launcher.api.inputs import Inputs
 from slime.types.errors import InvalidSetting
-from slime.types.files import write_whole
 
 HEADER = (
     '"""The reward function of a run, written by `slime.launcher.train`."""\n\nfrom __future__ import annotations\n'
@@ -28,8 +28,8 @@ ELSE = "put the reward into a file, and give its path, FILE.py:FUNCTION"
 LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
-def reward_path(function: Callable[..., Any], directory: Path) -> str:
-    """Returns the path of a reward function as --custom-rm-path takes it; writes `directory`/reward.py if needed.
+def reward_path(function: Callable[..., Any], inputs: Inputs) -> str:
+    """Returns the path of a reward function as --custom-rm-path takes it; writes reward.py if needed.
 
     Raises InvalidSetting for a function that cannot be shipped, with the reason.
     """
@@ -45,9 +45,8 @@ def reward_path(function: Callable[..., Any], directory: Path) -> str:
         return f"{module.__name__}.{name}" if module.__package__ else f"{Path(file).absolute()}:{name}"
     parts: dict[str, str] = {}
     _collect(name, function, name, parts)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / "reward.py", "\n\n".join([HEADER, *parts.values()]), field="reward")
-    return f"{(directory / 'reward.py').absolute()}:{name}"
+    path = inputs.write("reward.py", "\n\n".join([HEADER, *parts.values()]), "reward")
+    return f"{path.absolute()}:{name}"
 
 
 def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:

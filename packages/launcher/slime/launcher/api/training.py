@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -11,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from slime.launcher.api.inputs import Inputs, plain_settings
 from slime.launcher.api.reward_file import reward_path
 from slime.launcher.api.trained_run import TrainedRun
 from slime.launcher.config import run_config
 from slime.launcher.platform.signals import terminate_as_interrupt
-from slime.launcher.quickstart.rows import write_rows
 from slime.launcher.runner.ray_job import module_path, run_attached
 from slime.types.errors import InvalidSetting
 from slime.types.files import write_whole
@@ -46,16 +47,20 @@ def train(
     Raises ConfigError for wrong settings before anything starts, RunFailed where the training fails. An interrupt stops
     the run, and raises KeyboardInterrupt.
     """
+    _refuse_doubles(settings, reward=reward is not None, eval_data=eval_data is not None)
     output = Path(output_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}").absolute()
-    inputs = output / "inputs"
-    values = dict(settings) | {"hf_checkpoint": os.fspath(model), "output_dir": str(output)}
-    values["prompt_data"] = _data(data, inputs / "prompts.jsonl")
+    inputs = Inputs.of_run(output, overwrite=settings.get("overwrite") is True)
+    values = plain_settings(settings) | {"hf_checkpoint": os.fspath(model), "output_dir": str(output)}
+    values["prompt_data"] = _data(data, inputs, "prompts", "data")
     if eval_data is not None:
         sets = eval_data if isinstance(eval_data, Mapping) else {"eval": eval_data}
-        values["eval_prompt_data"] = [[name, _data(d, inputs / f"{name}.jsonl")] for name, d in sets.items()]
+        values["eval_prompt_data"] = [
+            [name, _data(rows, inputs, "eval-" + re.sub(r"[^\w.-]", "_", name), f"eval_data {name}")]
+            for name, rows in sets.items()
+        ]
     values |= _reward(reward, inputs)
-    inputs.mkdir(parents=True, exist_ok=True)
-    config = inputs / "settings.yaml"
+    inputs.directory.mkdir(parents=True, exist_ok=True)
+    config = inputs.directory / "settings.yaml"
     write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
     # Here, wrong settings are exceptions; the process would print them.
     run_config.parse([str(config)])
@@ -65,14 +70,21 @@ def train(
     return TrainedRun(output)
 
 
-def _data(data: Data, path: Path) -> str:
+def _refuse_doubles(settings: Mapping[str, Any], *, reward: bool, eval_data: bool) -> None:
+    arguments = {"hf_checkpoint": "model", "prompt_data": "data"}
+    arguments |= {"custom_rm_path": "reward", "rm_type": "reward"} if reward else {}
+    arguments |= {"eval_prompt_data": "eval_data"} if eval_data else {}
+    for name in settings.keys() & arguments.keys():
+        raise InvalidSetting.conflict(name, arguments[name], "both say the same")
+
+
+def _data(data: Data, inputs: Inputs, name: str, argument: str) -> str:
     if isinstance(data, (str, os.PathLike)):
         return os.fspath(data)
-    write_rows(path, data)
-    return str(path)
+    return str(inputs.write_rows(f"{name}.jsonl", data, argument))
 
 
-def _reward(reward: Callable[..., Any] | str | None, inputs: Path) -> dict[str, str]:
+def _reward(reward: Callable[..., Any] | str | None, inputs: Inputs) -> dict[str, str]:
     if reward is None:
         return {}
     if callable(reward):
