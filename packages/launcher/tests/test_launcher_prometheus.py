@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +92,28 @@ def test_a_service_that_is_gone_is_down_and_the_rest_is_still_served(exporter: P
         assert found["slime_service_up", "trainer-0"] == 0 and found["slime_service_up", "buffer"] == 1
     exporter.watch({"buffer": buffer.address}, RpcSettings(), TOKEN)
     assert ("slime_iterations",) in values(get(exporter, "/metrics", TOKEN)[1])
+
+
+def test_however_many_ask_for_the_health_at_once_the_services_are_asked_once(exporter: PrometheusServer) -> None:
+    asked = 0
+    everyone = threading.Barrier(8)
+
+    class Service:
+        def is_serving(self, timeout: float) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+        def close(self) -> None: ...
+
+    def ask(_: int) -> dict[str, bool]:
+        everyone.wait(20)
+        return exporter.health()
+
+    exporter._clients = {"buffer": Service()}  # type: ignore[dict-item]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, range(8))) == [{"buffer": True}] * 8
+    assert asked == 1
 
 
 def test_a_port_that_is_taken_is_named(exporter: PrometheusServer) -> None:

@@ -19,6 +19,7 @@ from slime.launcher.metrics.report import Report
 from slime.launcher.metrics.sinks import base
 from slime.launcher.metrics.sinks.base import Guarded, Metrics, Sink, TrackedRun
 from slime.launcher.metrics.sinks.registry import TRACKERS, open_sinks, shown_settings
+from slime.launcher.platform.secret_variables import without_secrets
 from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
 
 BASE = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2"]
@@ -189,3 +190,12 @@ def test_an_offline_tracker_leaves_its_files(name: str, tmp_path: Path) -> None:
     tracked(tmp_path, f"--use-{name}", f"--{name}-mode", "offline")
     files = {path.resolve() for path in tmp_path.glob(f"**/*run*/*.{name}")}
     assert len(files) == 2 and all(file.stat().st_size > 1000 for file in files)
+
+
+def test_a_secret_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The one is the beginning of the other; a password holds what separates it from the host.
+    monkeypatch.setenv("A_TOKEN", "abcdef")
+    monkeypatch.setenv("B_TOKEN", "abcdefgh")
+    assert without_secrets("abcdef, abcdefgh") == "***, ***"
+    assert without_secrets("at http://me:p@ss/w@host/x not") == "at http://***@host/x not"
+    assert without_secrets("at http://host/x: a@b") == "at http://host/x: a@b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.error
@@ -124,7 +125,7 @@ class Conversation:
                         yield choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
         except urllib.error.HTTPError as error:
             raise EngineError(f"the engine refused it: {error.read().decode(errors='replace')[:500]}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # the latter two for one that is cut off
             raise EngineError(f"the engine does not answer: {error}") from None
 
 

@@ -44,6 +44,7 @@ class PrometheusServer(Sink):
         """port: 0 lets the system choose. num_steps: returns the iterations of the run. Raises PortInUse."""
         self._num_steps = num_steps
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._values: Metrics = {}
         self._done = 0
         self._written = time.time()
@@ -100,15 +101,18 @@ class PrometheusServer(Sink):
 
     def health(self) -> dict[str, bool]:
         """Returns whether each service serves, by its name; empty while the run starts."""
-        with self._lock:
-            asked, found = self._health
-            clients = dict(self._clients)
-        if time.monotonic() - asked > HEALTH_SECONDS:
-            found = dict(
-                zip(clients, self._asking.map(lambda c: c.is_serving(CALL_SECONDS), clients.values()), strict=True)
-            )
+        # One asks; those that come meanwhile wait for its answer.
+        with self._turn:
             with self._lock:
-                self._health = time.monotonic(), found
+                asked, found = self._health
+                clients = dict(self._clients)
+            if time.monotonic() - asked > HEALTH_SECONDS:
+                found = dict(
+                    zip(clients, self._asking.map(lambda c: c.is_serving(CALL_SECONDS), clients.values()), strict=True)
+                )
+                with self._lock:
+                    if self._clients.keys() == clients.keys():
+                        self._health = time.monotonic(), found
         return found
 
     def describe(self) -> list[Metric]:

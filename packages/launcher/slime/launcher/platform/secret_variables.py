@@ -22,7 +22,9 @@ def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 def without_secrets(text: str) -> str:
     """Hides the values of secret variables of this process in a text, and user:password in its URLs."""
-    for value in secrets_of(os.environ).values():
+    # The longest first: another may be the beginning of it.
+    for value in sorted(secrets_of(os.environ).values(), key=len, reverse=True):
         if len(value) >= SHORTEST_HIDDEN:
             text = text.replace(value, "***")
-    return re.sub(r"://[^/\s@]+@", "://***@", text)
+    # Up to the last @: a password may hold one, and / where it should have been escaped.
+    return re.sub(r"://\S+@", "://***@", text)
