@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,14 +151,17 @@ import os
 import pyarrow, pyarrow.parquet
 
 class Table:
-    cache_files = [{"filename": "/cache/openai___gsm8k/main/0.0.0/abc/gsm8k-test.arrow"}]
+    def __init__(self, revision):
+        file = {"filename": "/cache/openai___gsm8k/main/0.0.0/abc/gsm8k-test.arrow"}
+        self.cache_files = [file] if revision == "v1" else []
+        self._fingerprint = revision
     def to_parquet(self, file):
         pyarrow.parquet.write_table(pyarrow.table({"question": ["1 + 1"], "answer": ["2"]}), file)
 
 def load_dataset(name, config, split, revision):
-    if (name, config, split, revision) != ("openai/gsm8k", "main", "test", "v1"):
+    if (name, config, split, revision) != ("openai/gsm8k", "main", "test", revision):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
-    return Table()
+    return Table(revision)
 '''
 
 
@@ -165,14 +169,19 @@ def test_a_data_set_becomes_a_file_that_keeps_its_slice(tmp_path: Path, monkeypa
     (tmp_path / "datasets.py").write_text(DATASETS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    monkeypatch.setattr("slime.launcher.hub.fetch.DATASETS", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name = "openai/gsm8k:main:test@v1"
     values = {"prompt_data": f"{name}@[0:1]", "eval_prompt_data": [[name]]}
     fetch(values)
     path, rows = str(values["prompt_data"]).split("@")
-    assert rows == "[0:1]" and Path(path).parent == tmp_path / "cache"
+    assert rows == "[0:1]" and Path(path).parent == tmp_path / "cache" / "slime" / "datasets"
     assert Path(path).name.startswith("openai--gsm8k--main--test--") and path.endswith(".parquet")
     assert values["eval_prompt_data"] == [["gsm8k", path]]
+    # The library may hold data sets in memory, without files.
+    revisions: list[dict[str, Any]] = [{"prompt_data": f"openai/gsm8k:main:test@{word}"} for word in ("v2", "v3")]
+    for each in revisions:
+        fetch(each)
+    assert len({path, *(each["prompt_data"] for each in revisions)}) == 3
     with pytest.raises(MissingFile, match=r"--eval-prompt-data held openai/gsm8k is neither .* Couldn't reach"):
         fetch({"eval_prompt_data": [["held", "openai/gsm8k"]]})
     monkeypatch.delitem(sys.modules, "datasets", raising=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.files import whole_file
 
@@ -45,7 +46,8 @@ def local_file(source: str, flag: str = "--prompt-data") -> str:
     if not path.is_file():
         # Importing the package takes seconds.
         dataset = _create(name, options, source, flag)
-        cache.mkdir(parents=True, exist_ok=True)
+        with path_errors(cache, flag):
+            cache.mkdir(parents=True, exist_ok=True)
         with whole_file(path, "w") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in _rows(name, dataset, source, flag))
     return str(path)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
 from slime.launcher.hub.names import HubName, dataset_name, model_name
+from slime.types.directories import path_errors
 from slime.types.errors import MissingFile, NotAvailable
 from slime.types.files import whole_file
 
 # A model as this project reads it: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 OTHER_FILES = ("*/*", "consolidated*")
-DATASETS = Path.home() / ".cache" / "slime" / "datasets"
 
 
 def fetch(values: dict[str, Any]) -> None:
@@ -74,11 +75,15 @@ def local_dataset(text: str, flag: str) -> str:
 
 def _as_file(name: HubName, found: Any) -> Path:
     """Writes a data set as Parquet, once for each state of it: the library's files are named after their content."""
-    state = hashlib.sha256(repr([file["filename"] for file in found.cache_files]).encode()).hexdigest()[:12]
+    # A data set that the library holds in memory has no files.
+    content = [file["filename"] for file in found.cache_files] or found._fingerprint
+    state = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     words = [*name.name.split("/"), *([name.config] if name.config else []), name.split, state]
-    path = DATASETS / ("--".join(words) + ".parquet")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "slime", "datasets")
+    path = cache / ("--".join(words) + ".parquet")
     if not path.is_file():
-        DATASETS.mkdir(parents=True, exist_ok=True)
+        with path_errors(cache):
+            cache.mkdir(parents=True, exist_ok=True)
         with whole_file(path, "wb") as file:
             found.to_parquet(file)
     return path
