@@ -87,7 +87,16 @@ class NextDigit:
         return str(self.shown), gained, self.shown == self.first + 3, False, {}
 
 
+class Strict(NextDigit):
+    """Takes a point for a wrong answer."""
+
+    def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        shown, gained, *rest = super().step(action)
+        return shown, gained or -1.0, *rest
+
+
 play = episodes(NextDigit)
+play_strict = episodes(Strict)
 play_twice = episodes(NextDigit, max_turns=2)
 
 
@@ -108,10 +117,10 @@ def run(state: Any, buffer: FakeBuffer) -> RolloutFnTrainOutput:
         CALL.reset(token)
 
 
-def played(engine: Any, make_state: Any, function: str, prompt: Any, seed: int) -> Sample:
+def played(engine: Any, make_state: Any, function: str, prompt: Any, seed: int, tokens: int = 16) -> Sample:
     engine.answer = next_digit
     path = f"{__name__}.{function}"
-    settings = {"custom_generate_function_path": path, "rm_type": None, "rollout_max_response_len": 16}
+    settings = {"custom_generate_function_path": path, "rm_type": None, "rollout_max_response_len": tokens}
     state = make_state(engine, rollout_batch_size=1, **settings)
     groups = prompt_groups(1, 1)
     groups[0].samples[0].prompt = prompt
@@ -135,6 +144,13 @@ def test_a_game_is_played_over_several_turns_and_only_the_models_tokens_are_trai
 def test_a_game_ends_after_max_turns(engine, make_state) -> None:
     sample = played(engine, make_state, "play_twice", "1", 1)
     assert sample.metadata["actions"] == ["2", "3"] and sample.reward == 2.0
+
+
+def test_where_the_games_answer_takes_the_last_tokens_nothing_is_played_for_the_model(engine, make_state) -> None:
+    # The model's 4 and its end, the game's 4.
+    sample = played(engine, make_state, "play_strict", "3", 3, tokens=3)
+    assert sample.metadata["actions"] == ["4"] and sample.reward == 1.0
+    assert sample.status is Sample.Status.TRUNCATED and sample.response_length == 3
 
 
 def test_a_chat_gets_the_games_answer_as_its_template_writes_it(engine, make_state, monkeypatch) -> None:

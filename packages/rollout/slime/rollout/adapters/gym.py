@@ -64,7 +64,12 @@ def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
             reward += float((await asyncio.to_thread(env.step, action))[1])
         begun = sample.metadata.pop("turn_begun", len(sample.response))
         while True:
+            length = sample.response_length
             sample = await generate(args, sample, sampling_params)
+            if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
+                # No token was left for an action: the model made none.
+                sample.reward = reward
+                return sample
             if sample.status is Sample.Status.ABORTED:
                 sample.metadata["turn_begun"] = begun
                 return sample
