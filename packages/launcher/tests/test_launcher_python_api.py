@@ -317,6 +317,7 @@ def rows(table: Any) -> list[dict[str, Any]]:
 def test_results_are_read_from_the_directory(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval/x": 0.5, "perf/eval_time": 1.0}\n{"step": 0, "perf/step_time": 1.0, "train/loss": 2.0}\n'
+        '{"step": 1, "perf'  # the machine died, or the run is about to write the rest
     )
     KeptSamples(tmp_path, 0).write(0, [Sample(prompt="a", response="b", reward=1.0, index=0, group_index=0)])
     run = TrainedRun(tmp_path)

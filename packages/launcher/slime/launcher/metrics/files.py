@@ -92,7 +92,8 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Reads the rows, without one that is half written."""
+    return [json.loads(line) for line in _whole_lines(path.read_text())]
 
 
 def plot_reward(
