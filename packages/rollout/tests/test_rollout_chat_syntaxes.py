@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_what_is_no_call_stays_text(name: str) -> None:
     for text in ("no call", "<tool_call>{nonsense}</tool_call>", "<tool_call>" + "[" * 5000, " a < b <to", "\n\n"):
         assert read(text, AnswerSyntax(name)) == {"role": "assistant", "content": text}
     assert read(ONE[name], AnswerSyntax(name), tools=None)["content"] == ONE[name], "no tools were offered"
+
+
+LOOPS = {
+    "qwen3_coder": ("<function=f>" + "<parameter=a>\n" * 50_000, " " * 500_000),
+    "glm45": ("f" + "<arg_key>a</arg_key><arg_value>" * 30_000, " " * 500_000),
+    "deepseekv3": (f"{V3[:18]}function<｜tool▁sep｜>f\n```json\n" * 20_000,),
+    "deepseekv31": (f"{V31[:18]}f<｜tool▁sep｜>" * 30_000,),
+    "deepseekv32": ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">' * 20_000,),
+    "kimi_k2": ("<|tool_call_begin|>f<|tool_call_argument_begin|>" * 20_000,),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_model_that_repeats_itself_in_a_call_holds_up_nobody(name: str) -> None:
+    start = next(text for text, _ in TOOL_CALLS[name].blocks)  # type: ignore[union-attr]
+    for loop in LOOPS[name]:
+        started = time.process_time()
+        read(start + loop, AnswerSyntax(name))
+        assert time.process_time() - started < 5
 
 
 def test_an_argument_of_which_nothing_is_known_stays_text() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from slime.rollout.chat.pieces import ToolCall
-from slime.rollout.chat.syntaxes.base import JSON, CallSyntax, dump, load_object, typed
+from slime.rollout.chat.syntaxes.base import JSON, CallSyntax, ParseBlock, dump, load_object, typed
 
 
 def _call_of(value: JSON | None) -> ToolCall | None:
@@ -32,25 +31,42 @@ def _llama(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None
     return None if not all(calls) else [call for call in calls if call]
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+def _enclosed(text: str, start: str, end: str, *, cut: bool = False) -> Iterator[str]:
+    """Yields what stands between each start and the next end; with `cut`, also what the end of the text cut off.
+
+    Each character is looked at once: a model may write 100,000 starts, and patterns would compare each with all ends.
+    """
+    place = text.find(start)
+    while place >= 0:
+        place += len(start)
+        stop = text.find(end, place)
+        if stop < 0:
+            if cut:
+                yield text[place:]
+            return
+        yield text[place:stop]
+        place = text.find(start, stop + len(end))
 
 
 def _coder(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
     """<function=NAME><parameter=KEY>VALUE</parameter></function>"""
     calls = []
-    for name, body in _FUNCTION.findall(block):
+    for function in _enclosed(block, "<function=", "</function>", cut=True):
+        name, mark, body = function.partition(">")
+        if not mark or not name or "\n" in name:
+            continue
         known = schemas.get(name.strip(), {})
-        # A text of which nothing says that it is JSON stays one.
-        values = {
-            key.strip(): typed(value, known.get(key.strip(), {"type": "string"}))
-            for key, value in _PARAMETER.findall(body)
-        }
+        values = {}
+        for parameter in _enclosed(body, "<parameter=", "</parameter>"):
+            key, mark, value = parameter.partition(">")
+            if mark and key and "\n" not in key:
+                value = value.removeprefix("\n").removesuffix("\n")
+                # A text of which nothing says that it is JSON stays one.
+                values[key.strip()] = typed(value, known.get(key.strip(), {"type": "string"}))
         calls.append(ToolCall(name.strip(), dump(values)))
     return calls or None
 
 
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([\w.:-]+)\s*(?=<arg_key>|\Z)")
 
 
@@ -60,29 +76,43 @@ def _glm(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
     if match is None:
         return None
     known = schemas.get(match[1], {})
-    values = {key.strip(): typed(value, known.get(key.strip())) for key, value in _ARGUMENT.findall(block)}
+    values = {}
+    for pair in _enclosed(block, "<arg_key>", "</arg_value>"):
+        key, mark, value = pair.partition("</arg_key>")
+        value = value.lstrip()
+        if mark and value.startswith("<arg_value>"):
+            values[key.strip()] = typed(value.removeprefix("<arg_value>"), known.get(key.strip()))
     return [ToolCall(match[1], dump(values))]
 
 
-_V3 = re.compile(
-    r"<｜tool▁call▁begin｜>\w+<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```\s*(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
-)
-_V31 = re.compile(r"<｜tool▁call▁begin｜>([^<\n]+)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*([^<\s]+)\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL
-)
+CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-def _named_json(pattern: re.Pattern[str]) -> Any:
+def _v3(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
+    """function<｜tool▁sep｜>NAME, and the arguments in a fence of Markdown."""
+    found = []
+    for call in _enclosed(block, CALL_BEGIN, CALL_END, cut=True):
+        name, mark, arguments = call.partition(CALL_SEPARATOR)[2].partition("\n```json\n")
+        arguments = arguments.rstrip()
+        if mark and arguments.endswith("\n```"):
+            found.append((name, arguments.removesuffix("```")))
+    return _named(found)
+
+
+def _named_json(begin: str, separator: str, end: str) -> ParseBlock:
     """Parses blocks of names with JSON arguments behind them."""
 
     def parse(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-        found = [(name.strip(), arguments.strip()) for name, arguments in pattern.findall(block)]
-        if not all(load_object(arguments) is not None for _, arguments in found):
-            return None
-        return [_numbered(name, arguments) for name, arguments in found] or None
+        parts = [call.partition(separator) for call in _enclosed(block, begin, end)]
+        return _named([(name, arguments) for name, mark, arguments in parts if mark])
 
     return parse
+
+
+def _named(found: Sequence[tuple[str, str]]) -> Sequence[ToolCall] | None:
+    stripped = [(name.strip(), arguments.strip()) for name, arguments in found]
+    right = [name and not {"<", "\n"} & set(name) and load_object(text) is not None for name, text in stripped]
+    return [_numbered(name, arguments) for name, arguments in stripped] if right and all(right) else None
 
 
 _NUMBERED = re.compile(r"functions\.(.+):\d+")
@@ -94,18 +124,19 @@ def _numbered(name: str, arguments: str) -> ToolCall:
     return ToolCall(match[1], arguments, name) if match else ToolCall(name, arguments)
 
 
-_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
-_DSML = re.compile(
-    r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
-)  # fmt: skip
-
-
 def _dsml(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
     """<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>"""
     calls = []
-    for name, body in _INVOKE.findall(block):
-        values = {key: typed(value, {"type": "string"} if text == "true" else None) for key, text, value in
-                  _DSML.findall(body)}  # fmt: skip
+    for invoke in _enclosed(block, '<｜DSML｜invoke name="', "</｜DSML｜invoke>"):
+        name, mark, body = invoke.partition('">')
+        if not mark or not name or '"' in name:
+            continue
+        values = {}
+        for parameter in _enclosed(body, '<｜DSML｜parameter name="', "</｜DSML｜parameter>"):
+            head, _, value = parameter.partition('">')
+            key, _, text = head.partition('" string="')
+            if key and text in ("true", "false"):
+                values[key] = typed(value, {"type": "string"} if text == "true" else None)
         calls.append(ToolCall(name, dump(values)))
     return calls or None
 
@@ -115,10 +146,12 @@ _DEEPSEEK = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
 QWEN = CallSyntax(_TAGS, _json)
 QWEN3_CODER = CallSyntax(_TAGS, _coder)
 GLM = CallSyntax(_TAGS, _glm)
-DEEPSEEK_V3 = CallSyntax(_DEEPSEEK, _named_json(_V3), special=True)
-DEEPSEEK_V31 = CallSyntax(_DEEPSEEK, _named_json(_V31), special=True)
+DEEPSEEK_V3 = CallSyntax(_DEEPSEEK, _v3, special=True)
+DEEPSEEK_V31 = CallSyntax(_DEEPSEEK, _named_json(CALL_BEGIN, CALL_SEPARATOR, CALL_END), special=True)
 DEEPSEEK_V32 = CallSyntax((("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),), _dsml)
 KIMI_K2 = CallSyntax(
-    (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),), _named_json(_KIMI), special=True
+    (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+    _named_json("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    special=True,
 )
 LLAMA3 = CallSyntax((("<|python_tag|>", ""),), _llama, special=True, bare=True)
