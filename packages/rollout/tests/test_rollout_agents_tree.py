@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from rollout_agents_fakes import END, Letters
 
-from slime.rollout.agents.merge import drifted_turns, merge_turns
+from slime.rollout.agents.merge import drifted_turns, merge_turns, parents_of
 from slime.rollout.agents.render import Renderer
 from slime.rollout.agents.sessions import Turn
 from slime.rollout.chat.answers import AnswerReader
@@ -86,9 +87,10 @@ def test_of_a_thousand_conversations_no_token_is_encoded_again() -> None:
             if parent is not None:
                 known = turns[parent].all_ids
                 assert turn.prompt_ids[: len(known)] == known, seed
-        assert not drifted_turns(turns), seed
+        assert not drifted_turns(turns, parents_of(turns)), seed
         check_each_completion_is_trained_once(turns)
-        drifted += bool(drifted_turns(conversation(random.Random(seed), cumulative=False)[0]))
+        encoded_again = conversation(random.Random(seed), cumulative=False)[0]
+        drifted += bool(drifted_turns(encoded_again, parents_of(encoded_again)))
     assert drifted > 100, "without the cumulative mode these conversations are encoded again"
 
 
@@ -148,3 +150,63 @@ def test_other_tools_are_rendered_and_not_forgotten(changed: str) -> None:
     assert renderer.prompt(more, None, [said], {})[: len(said.all_ids)] == said.all_ids
     prompt = renderer.prompt(more, tools, [said], arguments)
     assert prompt == Renderer(Pairs()).prompt(more, tools, [], arguments)
+
+
+class Thinker(Letters):
+    """A template that ends the reasoning before it begins, if it is told to."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any) -> str:
+        start = super().apply_chat_template(messages, tools)
+        return start + ("" if kwargs.get("enable_thinking", True) else "<think></think>")
+
+
+def said_after(messages: list[dict[str, Any]], prompt: list[int], text: str, **more: Any) -> Turn:
+    said = turn(prompt, [*map(ord, text), END])
+    said.messages = [*messages, {"role": "assistant", "content": text} | more]
+    return said
+
+
+def test_arguments_of_the_template_hold_for_every_turn() -> None:
+    renderer, arguments = Renderer(Thinker(), cumulative=True), {"enable_thinking": False}
+    asked = clean([{"role": "user", "content": "hi"}])
+    said = said_after(asked, renderer.prompt(asked, None, [], arguments), "o")
+    said.arguments = arguments
+    more = [*said.messages, {"role": "user", "content": "x"}]
+    prompt = renderer.prompt(more, None, [said], arguments)
+    assert prompt[: len(said.all_ids)] == said.all_ids
+    assert Thinker().decode(prompt).endswith("user\nx<|im_end|>\n<|im_start|>assistant\n<think></think>")
+
+
+def test_of_two_turns_with_one_text_the_one_that_goes_on_is_continued() -> None:
+    renderer = Renderer(Pairs(), cumulative=True)
+    asked = clean([{"role": "user", "content": "hi"}])
+    first = said_after(asked, renderer.prompt(asked, None, [], {}), "o")
+    further = [*first.messages, {"role": "user", "content": "x"}]
+    second = said_after(further, renderer.prompt(further, None, [first], {}), "ab")
+    # Another agent that says the same.
+    other = said_after(asked, first.prompt_ids, "o")
+    more = [*second.messages, {"role": "user", "content": "y"}]
+    prompt = renderer.prompt(more, None, [first, second, other], {})
+    assert prompt[: len(second.all_ids)] == second.all_ids
+
+
+def test_reasoning_tells_answers_apart_where_the_agent_sends_it() -> None:
+    renderer = Renderer(Pairs(), cumulative=True)
+    asked = clean([{"role": "user", "content": "hi"}])
+    turns = [said_after(asked, [number], "o", reasoning_content=f"r{number}") for number in range(2)]
+    for number, answer in ((0, turns[0].messages[-1]), (1, {"role": "assistant", "content": "o"})):
+        prompt = renderer.prompt([*asked, answer, {"role": "user", "content": "x"}], None, turns, {})
+        assert prompt[0] == number
+
+
+def test_long_conversations_merge_in_time() -> None:
+    turns: list[Turn] = []
+    messages: list[dict[str, Any]] = []
+    for number in range(300):
+        asked = [*messages, {"role": "user", "content": str(number)}]
+        known = turns[-1].all_ids if turns else []
+        turns.append(said_after(asked, [*known, 7], "o"))
+        messages = turns[-1].messages
+    started = time.process_time()
+    (sample,) = merge_turns(turns, Sample(index=1), lambda ids: "-")
+    assert sample.metadata["drifted_turns"] == 0 and time.process_time() - started < 3

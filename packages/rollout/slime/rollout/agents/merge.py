@@ -28,7 +28,8 @@ def merge_turns(
     They share a `rollout_id`: that of `origin`, the sample that the episode is of, or its index. One is TRUNCATED
     exactly where its last turn ended by length. Raises InvalidField where the engine's answers do not fit together.
     """
-    parents, drifted = parents_of(turns), drifted_turns(turns)
+    parents = parents_of(turns)
+    drifted = drifted_turns(turns, parents)
     # The sample that ends with a turn, by the turn's place.
     ends: dict[int, list[int]] = {}
     lines: list[list[int]] = []
@@ -62,20 +63,18 @@ def parents_of(turns: Sequence[Turn]) -> list[int | None]:
     return parents
 
 
-def drifted_turns(turns: Sequence[Turn]) -> set[int]:
+def drifted_turns(turns: Sequence[Turn], parents: Sequence[int | None]) -> set[int]:
     """Finds the turns that continue an earlier one by their messages, and not by their tokens: the text of the
     answer was encoded again, and gave other tokens."""
-    parents = parents_of(turns)
     drifted = set()
     for place, turn in enumerate(turns):
         # The last message is the answer of the turn itself.
-        asked = turn.messages[:-1]
-        known = [i for i in range(place) if _continues(asked, turns[i].messages)]
-        if known:
-            longest = max(known, key=lambda i: len(turns[i].messages))
-            parent = parents[place]
-            if parent is None or len(turns[parent].messages) < len(turns[longest].messages):
-                drifted.add(place)
+        asked, parent = turn.messages[:-1], parents[place]
+        least = 0 if parent is None else len(turns[parent].messages)
+        # Only what is longer than the parent: comparing with all of a conversation's turns takes seconds.
+        longer = (turns[i].messages for i in range(place) if len(turns[i].messages) > least)
+        if any(_continues(asked, known) for known in longer):
+            drifted.add(place)
     return drifted
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.rollout.agents.sessions import JSON, Turn
 from slime.rollout.chat.template import encode, render
@@ -11,6 +11,8 @@ from slime.types.errors import InvalidSetting
 
 # Stands for an assistant's message where the text that follows one is looked for; no template changes letters.
 MARK = "zqxanswerzqx"
+# New messages and arguments of the template -> the text behind an answer; None where the template shows none.
+Following: TypeAlias = Callable[[list[JSON], Mapping[str, Any]], str | None]
 
 
 class Renderer:
@@ -31,7 +33,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.cumulative = cumulative
-        self._following: Callable[[list[JSON]], str | None] = _chatml if family == "qwen" else self._behind_an_answer
+        self._following: Following = _chatml if family == "qwen" else self._behind_an_answer
         if cumulative and family == "qwen" and len(self._encode("<|im_start|>")) != 1:
             raise InvalidSetting.requires(
                 "renderer_family qwen", "a tokenizer with the token <|im_start|>", "use auto for this model"
@@ -43,18 +45,19 @@ class Renderer:
         messages: as `clean` gives them. Raises InvalidField where the template does not take them.
         """
         if self.cumulative:
-            for turn in reversed(turns):
+            # The longest that it continues, of several the latest.
+            for turn in sorted(reversed(turns), key=lambda turn: -len(turn.messages)):
                 known = len(turn.messages)
                 # Other tools, or other arguments, change the beginning of the prompt.
                 same = (turn.tools or None, turn.arguments) == (tools or None, extra)
                 if same and 0 < known < len(messages) and same_messages(turn.messages, messages[:known]):
-                    continued = self._continued(turn, messages[known:])
+                    continued = self._continued(turn, messages[known:], extra)
                     if continued is not None:
                         return continued
         return self._encode(self._render(messages, tools, extra))
 
-    def _continued(self, turn: Turn, new: list[JSON]) -> list[int] | None:
-        text = self._following(new)
+    def _continued(self, turn: Turn, new: list[JSON], extra: Mapping[str, Any]) -> list[int] | None:
+        text = self._following(new, extra)
         if text is None:
             return None
         if turn.completion_ids and turn.finish_reason == "stop":
@@ -63,10 +66,10 @@ class Renderer:
             text = text.removeprefix(end)
         return [*turn.all_ids, *self._encode(text)]
 
-    def _behind_an_answer(self, new: list[JSON]) -> str | None:
+    def _behind_an_answer(self, new: list[JSON], extra: Mapping[str, Any]) -> str | None:
         """None for a template that does not show an answer with messages behind it."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *new]
-        _, mark, following = self._render(messages, None, {}).rpartition(MARK)
+        _, mark, following = self._render(messages, None, extra).rpartition(MARK)
         return following if mark else None
 
     def _render(self, messages: list[JSON], tools: Any, extra: Mapping[str, Any]) -> str:
@@ -78,7 +81,12 @@ class Renderer:
 
 def same_messages(known: Sequence[JSON], given: Sequence[JSON]) -> bool:
     """Compares two conversations that went through `clean`; reasoning counts only where both have it."""
-    return len(known) == len(given) and all(_key(a) == _key(b) for a, b in zip(known, given, strict=True))
+    return len(known) == len(given) and all(_same(a, b) for a, b in zip(known, given, strict=True))
+
+
+def _same(a: JSON, b: JSON) -> bool:
+    reasoning = a.get("reasoning_content"), b.get("reasoning_content")
+    return _key(a) == _key(b) and (not all(reasoning) or reasoning[0] == reasoning[1])
 
 
 def _key(message: JSON) -> tuple[Any, ...]:
@@ -86,7 +94,7 @@ def _key(message: JSON) -> tuple[Any, ...]:
     return message["role"], message["content"], calls, message.get("tool_call_id")
 
 
-def _chatml(new: list[JSON]) -> str:
+def _chatml(new: list[JSON], extra: Mapping[str, Any]) -> str:
     text, in_responses = "<|im_end|>\n", False
     for message in new:
         is_response = message["role"] == "tool"
