@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from slime.rollout.engines.embedded.endpoints.generate import make_response
+from slime.rollout.engines.embedded.model import response as response_module
+from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
 from slime.rollout.engines.embedded.model.decode import Batch
 from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
@@ -162,6 +164,54 @@ def test_memory_bounds_how_many_run_together(loaded: Loaded) -> None:
         assert most == 2  # 23 tokens each, of 60
     finally:
         scheduler.stop()
+
+
+def test_a_sequence_that_leaves_a_step_that_fails_runs_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy() -> list[Response]:
+        params = SamplingParams(temperature=0, max_new_tokens=15, ignore_eos=True)
+        return [make_response(loaded, [2, token], params, "", "input_ids") for token in (3, 4, 5)]
+
+    leaving = ContinuousBatch._keep_to_memory
+
+    def fail_once(batch: ContinuousBatch) -> None:
+        leaving(batch)
+        if batch._left and not failed:
+            failed.append(True)
+            raise MemoryError("no room")
+
+    failed: list[bool] = []
+    alone, together = greedy(), greedy()
+    monkeypatch.setattr(response_module, "TOKENS_AHEAD", 2)
+    monkeypatch.setattr(ContinuousBatch, "_keep_to_memory", fail_once)
+    scheduler = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0, max_total_tokens=30))
+    try:
+        for responses in (*([each] for each in alone), together):
+            scheduler.submit(responses).done.result(timeout=10)
+    finally:
+        scheduler.stop()
+    assert failed and [r.output_ids for r in together] == [r.output_ids for r in alone]
+
+
+def test_what_ends_while_a_failed_batch_is_divided_leaves_nothing_behind(
+    scheduler: Scheduler, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step of several sequences fails, and they are aborted at once."""
+    step = ContinuousBatch.step
+
+    def fail(batch: ContinuousBatch) -> None:
+        if len(batch.running) > 1:
+            scheduler.abort(None)
+            raise MemoryError("no room")
+        step(batch)
+
+    monkeypatch.setattr(ContinuousBatch, "step", fail)
+    scheduler.pause("in_place").result(timeout=10)
+    futures = [submit(scheduler, loaded, prompt=[2, 3, number]) for number in range(2, 5)]
+    scheduler.resume()
+    for future in futures:
+        future.result(timeout=10)
+    submit(scheduler, loaded).result(timeout=10)
+    assert [record.getMessage() for record in caplog.records] == ["a step of 3 sequences failed"]
 
 
 def test_a_response_that_may_have_no_token_is_refused(loaded: Loaded) -> None:

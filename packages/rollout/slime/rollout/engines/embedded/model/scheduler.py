@@ -300,11 +300,12 @@ class Scheduler:
     def _fill_batch(self) -> None:
         """Takes sequences in order of arrival as long as they fit."""
         batch = self._batch
+        self._apart = [left for part in self._apart if (left := [r for r in part if r.finish_reason is None])]
         if not self._requests or (batch is not None and (self._options.deterministic or not batch.joinable)):
             return
         if batch is None and self._apart:
             batch = self._batch = self._new_batch()
-            batch.add([r for r in self._apart.pop(0) if r.finish_reason is None])
+            batch.add(self._apart.pop(0))
             return
         free = self._options.max_running_requests - self.num_running
         if not free:
@@ -341,16 +342,21 @@ class Scheduler:
             for response in running:
                 response.fail(error)
         else:
+            failure: Exception | None = None
             try:
                 batch.step()
             except Exception as error:
-                self._divide(running, error)
-            self._wait_again(batch.take_back())
+                failure = error
+            taken_back = batch.take_back()
+            if failure is not None:
+                # Who left the batch is not in its halves as well: a sequence must not run twice.
+                self._divide([response for response in running if response not in taken_back], failure)
+            self._wait_again(taken_back)
         self._answer()
 
     def _divide(self, running: list[Response], error: Exception) -> None:
         left = [response for response in running if response.finish_reason is None]
-        log.exception("a step of %s failed", counted(len(left), "sequence"))
+        log.error("a step of %s failed", counted(len(left), "sequence"), exc_info=error)
         self._batch = None
         if len(left) == 1:
             left[0].fail(error)
