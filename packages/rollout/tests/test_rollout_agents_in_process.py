@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from rollout_agents_fakes import END, Letters, Speaker
 
+from slime.rollout.agents.in_process import InProcessAgent
 from slime.rollout.generate.group import generate_and_rm
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.metrics import rollout_metrics
@@ -81,6 +84,8 @@ def score(args, sample, **kwargs):
     return float(len(sample.response))
 '''
 
+OF_AGENTS = ("acr_timeout", "gateway_log_level")
+
 
 @pytest.fixture
 def speaker() -> Iterator[Speaker]:
@@ -100,9 +105,10 @@ def play(speaker: Speaker, make_state: Callable[..., RolloutState], tmp_path: Pa
             "custom_rm_path": score,
             "rm_type": None,
         } | values
-        settings = {key: value for key, value in values.items() if key != "acr_timeout"}
+        settings = {key: value for key, value in values.items() if key not in OF_AGENTS}
         state = make_state(speaker, rollout_max_response_len=50, **settings)
-        state.args.acr_timeout = values.get("acr_timeout")
+        for name in OF_AGENTS:
+            setattr(state.args, name, values.get(name))
         state.tokenizer, state.context_len, state.stop_texts = Letters(), 2000, {END: "<|im_end|>"}
         sample = Sample(index=3, group_index=1, prompt="hi", metadata={})
         generated = state.loop.run(
@@ -182,3 +188,47 @@ def test_an_agent_is_checked_before_anything_starts() -> None:
     assert contract.fits(agent) and not contract.fits(other)
     with pytest.raises(InvalidSetting, match="--custom-agent-path a:b and --custom-generate-function-path c:d"):
         RolloutSettings(hf_checkpoint="none", custom_agent_path="a:b", custom_generate_function_path="c:d").validate()
+
+
+def test_an_episode_that_is_cancelled_as_it_begins_does_not_run() -> None:
+    ran, over = threading.Event(), threading.Event()
+
+    async def agent(base_url: str, sample: Sample) -> None:
+        await asyncio.sleep(0)
+        ran.set()
+
+    def run_late(work: Callable[[], None]) -> None:
+        over.wait(10)
+        work()
+
+    async def main(started: list[threading.Thread]) -> None:
+        thread = threading.Thread
+
+        def make(target: Callable[[], None], **options: Any) -> threading.Thread:
+            started.append(thread(target=run_late, args=(target,), **options))
+            return started[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading, "Thread", make)
+            task = asyncio.ensure_future(InProcessAgent(agent).play("", Sample(index=1), {}))
+            while not started:
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        over.set()
+
+    threads: list[threading.Thread] = []
+    asyncio.run(main(threads))
+    threads[0].join(10)
+    assert not threads[0].is_alive() and not ran.is_set()
+
+
+def test_the_endpoint_logs_what_it_is_told_to(speaker: Speaker, play: Callable[..., list[Sample]]) -> None:
+    log = logging.getLogger("slime.rollout.agents")
+    before = log.level
+    speaker.lines = ["x"]
+    try:
+        play("blocking", gateway_log_level="error")
+        assert log.level == logging.ERROR
+    finally:
+        log.setLevel(before)

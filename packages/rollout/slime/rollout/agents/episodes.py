@@ -180,9 +180,10 @@ async def shared_episodes(
     try:
         yield shared.episodes
     finally:
+        # Counted before the lock is waited for: a call that is cancelled there has left all the same.
+        shared.users -= 1
         async with shared.lock:
-            shared.users -= 1
-            if not shared.users:
+            if not shared.users and shared.episodes is not None:
                 closing, shared.episodes = shared.episodes, None
                 await closing.stop()
 

@@ -63,6 +63,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Raises PortInUse."""
+        self.settings.set_log_level()
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/sessions/{session}/v1/models", self._models)

@@ -52,6 +52,7 @@ class _Episode:
         self._call = call
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._is_over = False
 
     async def run(self) -> Any:
         waiting = asyncio.get_running_loop()
@@ -73,10 +74,14 @@ class _Episode:
 
     async def _main(self) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._is_over:
+            # It was cancelled before there was a task to tell.
+            raise asyncio.CancelledError
         answer = self._call()
         return await answer if inspect.isawaitable(answer) else answer
 
     def _cancel(self) -> None:
+        self._is_over = True
         if self._loop is not None and self._task is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._task.cancel)
