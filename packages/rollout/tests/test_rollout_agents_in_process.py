@@ -14,6 +14,7 @@ import pytest
 from rollout_agents_fakes import END, Letters, Speaker
 
 from slime.rollout.agents.in_process import InProcessAgent
+from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.generate.group import generate_and_rm
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.metrics import rollout_metrics
@@ -174,6 +175,26 @@ def test_an_episode_that_is_aborted_is_begun_anew_later(
     (sample,) = play(name)
     assert sample.status is Sample.Status.ABORTED and not sample.response_length and sample.reward is None
     assert len(speaker.requests) == 1, "a client that tries again is refused"
+
+
+def test_the_requests_of_an_agent_are_those_of_its_call(
+    speaker: Speaker, play: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration that has enough groups aborts the open requests of its call."""
+    call, seen, answered = RolloutCall(0, 1), [], Speaker._output
+
+    def look(engine: Speaker, *given: Any, aborted: bool) -> dict[str, Any]:
+        seen.append(len(call.open_requests))
+        return answered(engine, *given, aborted)
+
+    monkeypatch.setattr(Speaker, "_output", look)
+    speaker.lines = ["x"]
+    before = CALL.set(call)
+    try:
+        play("blocking")
+    finally:
+        CALL.reset(before)
+    assert seen == [1] and not call.open_requests
 
 
 def test_an_agent_is_checked_before_anything_starts() -> None:

@@ -20,6 +20,7 @@ from slime.rollout.agents.merge import failed_sample, merge_turns
 from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.agents.transport import JSON, Transport, extract_reward
+from slime.rollout.calls.call import CALL
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.state import RolloutState
 from slime.types import Sample
@@ -97,6 +98,9 @@ class Episodes:
     async def _run(self, session_id: str, origin: Sample, sampling_params: JSON, evaluation: bool) -> list[Sample]:
         session = Session(session_id, dict(sampling_params), origin.index if self.state.seeded else None)
         session.ends_aborted = self.agent is not None
+        call = CALL.get()
+        if call is not None:
+            session.open_of_call = call.open_requests
         reward: Any = None
         base_url = self.gateway.open_session(session)
         started = time.monotonic()

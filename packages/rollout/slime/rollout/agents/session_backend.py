@@ -152,7 +152,9 @@ class SessionBackend:
             if on_part is not None:
                 on_part(_generated(turn, _pairs(output), output.get("meta_info") or {}, None))
 
-        session.open_requests.add(rid)
+        open_requests = (session.open_requests, session.open_of_call)
+        for each in open_requests:
+            each.add(rid)
         known = turn.completion_ids
         params = params | {"max_new_tokens": params["max_new_tokens"] - len(known)}
         try:
@@ -164,7 +166,8 @@ class SessionBackend:
                 on_output=on_output if on_part is not None else None,
             )
         finally:
-            session.open_requests.discard(rid)
+            for each in open_requests:
+                each.discard(rid)
         return output
 
     def _params(self, request: ModelRequest, prompt: list[int]) -> JSON:

@@ -57,7 +57,7 @@ class Turn:
 class Session:
     """sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the seeds of its requests, None
     where they carry none. aborted: an engine was told to end a request of it; ends_aborted: there are none after
-    that."""
+    that. open_requests: those at the engines; open_of_call: where the rollout call that it is of keeps its own."""
 
     id: str
     sampling_params: JSON
@@ -68,4 +68,5 @@ class Session:
     requests: int = 0
     generation_seconds: float = 0.0
     open_requests: set[str] = field(default_factory=set)
+    open_of_call: set[str] = field(default_factory=set)
     running: set[asyncio.Task[Any]] = field(default_factory=set)
