@@ -163,6 +163,15 @@ def test_an_agent_that_fails_costs_its_sample_alone(
     assert name != "slow" or time.monotonic() - started < 60
 
 
+def test_the_key_of_a_reward_is_that_of_the_call(speaker: Speaker, play: Callable[..., list[Sample]]) -> None:
+    speaker.lines = ["x"] * 4
+    keys = {"reward_key": "score", "eval_reward_key": "solved"}
+    (sample,) = play("agent", evaluation=True, **keys)[:1]
+    assert sample.reward == {"solved": 0.5}
+    (sample,) = play("plain")
+    assert sample.status is Sample.Status.FAILED and "a dict requires --reward-key" in sample.metadata["episode_error"]
+
+
 @pytest.mark.parametrize("name", ["plain", "stubborn"])
 def test_an_episode_that_is_aborted_is_begun_anew_later(
     speaker: Speaker, play: Callable[..., list[Sample]], name: str

@@ -23,6 +23,7 @@ from slime.rollout.agents.transport import JSON, Transport, extract_reward
 from slime.rollout.calls.call import CALL
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.state import RolloutState
+from slime.rollout.rewards.score import check, reward_key
 from slime.types import Sample
 from slime.types.errors import ConfigError, SlimeError
 
@@ -118,12 +119,14 @@ class Episodes:
         seconds = time.monotonic() - started
         if not any(turn.completion_ids for turn in session.turns):
             return [failed_sample(origin, "the agent made no request to the model")]
+        if reward is not None:
+            key = reward_key(self.state.args, evaluation)
+            named = {key: reward} if key and not isinstance(reward, dict) else reward
+            reward = check(named, origin, "the agent", key)
         segments = merge_turns(session.turns, origin, self._decode, self.state.args)
-        key = getattr(self.state.args, "reward_key", None)
         for sample in segments:
             trim(self.state, sample)
-            if reward is not None:
-                sample.reward = {key: reward} if key and not isinstance(reward, dict) else reward
+            sample.reward = reward
         segments[0].non_generation_time = max(0.0, seconds - session.generation_seconds)
         return segments
 
