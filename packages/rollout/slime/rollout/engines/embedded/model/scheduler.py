@@ -349,7 +349,7 @@ class Scheduler:
                 failure = error
             taken_back = batch.take_back()
             if failure is not None:
-                # Who left the batch is not in its halves as well: a sequence must not run twice.
+                # A sequence that left the batch is not in its halves as well: it must not run twice.
                 self._divide([response for response in running if response not in taken_back], failure)
             self._wait_again(taken_back)
         self._answer()
