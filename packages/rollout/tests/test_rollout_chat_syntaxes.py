@@ -201,6 +201,22 @@ class Bytes:
         return bytes(i for i in ids if i or not skip_special_tokens).decode(errors="replace")
 
 
+def test_bytes_that_are_no_text_cost_no_more_than_others() -> None:
+    class Counting(Bytes):
+        decoded = 0
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = False, **options: Any) -> str:
+            self.decoded += len(ids)
+            return super().decode(ids, skip_special_tokens)
+
+    for wrong in (b"\x80", b"\xf0\x9f", b"\xe2\x82", b"ab\xf0"):
+        ids, tokenizer = list(wrong * 500), Counting()
+        stream = TextStream(tokenizer)
+        told = [stream.feed([i]) for i in ids]
+        assert "".join(told) + stream.finish({"type": "length"}) == bytes(ids).decode(errors="replace")
+        assert tokenizer.decoded < 30 * len(ids)
+
+
 @settings(deadline=None)
 @given(st.text("aé😀x", max_size=12), st.lists(st.integers(0, 30)), st.sampled_from([(), ("x",), ("éx", "aa")]))
 def test_tokens_become_the_same_text_however_they_arrive(text: str, cuts: list[int], stops: tuple[str, ...]) -> None:

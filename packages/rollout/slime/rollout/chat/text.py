@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+# Bytes of a character in UTF-8; a token has at least one.
+MOST_BYTES = 4
+
 
 class TextStream:
     """Costs the same for each token, however long the answer grows.
@@ -56,14 +59,22 @@ class TextStream:
     def _decode(self, end: int, *, final: bool) -> None:
         if end <= self._decoded:
             return
-        known, grown = self._text(self._decoded), self._text(end)
-        # The end may be the first bytes of a character.
-        if final or not grown.endswith("\ufffd"):
-            self._held += grown[len(known) :]
-            self._window, self._decoded = self._decoded, end
+        known, grown = self._text(self._window, self._decoded), self._text(self._window, end)
+        if not final and grown.endswith("\ufffd"):
+            # The end may be the first bytes of a character, which has no more than these.
+            whole, end = end, end - MOST_BYTES
+            if end <= self._decoded:
+                return
+            settled = self._text(self._window, end)
+            if not settled.startswith(known) or grown != settled + self._text(end, whole):
+                # A character lies across the cut.
+                return
+            grown = settled
+        self._held += grown[len(known) :]
+        self._window, self._decoded = self._decoded, end
 
-    def _text(self, end: int) -> str:
-        ids = self._ids[self._window : end]
+    def _text(self, start: int, end: int) -> str:
+        ids = self._ids[start:end]
         options = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(ids, **options)) if ids else ""
 
