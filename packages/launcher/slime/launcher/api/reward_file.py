@@ -59,8 +59,8 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
     if isinstance(value, ModuleType):
         parts[name] = f"import {value.__name__} as {name}\n"
     elif isinstance(inner, (FunctionType, type)) and of_module == "__main__":
-        if own not in (name, "<lambda>") and _namespace(inner).get(own) is value:
-            _collect(str(own), value, reward, parts)
+        if isinstance(own, str) and own not in (name, "<lambda>") and _namespace(inner).get(own) is value:
+            _collect(own, value, reward, parts)
             parts[name] = f"{name} = {own}\n"
             return
         parts[name] = ""  # functions may call each other
@@ -72,7 +72,7 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
                 _collect(used, _namespace(inner)[used], reward, parts)
         del parts[name]
         parts[name] = source
-    elif callable(value) and isinstance(own, str) and getattr(sys.modules.get(of_module), own, None) is value:
+    elif callable(value) and isinstance(own, str) and getattr(sys.modules.get(str(of_module)), own, None) is value:
         parts[name] = f"from {of_module} import {own} as {name}\n"
     elif isinstance(value, re.Pattern):
         parts[name] = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})\n"
