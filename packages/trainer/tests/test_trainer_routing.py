@@ -145,6 +145,11 @@ def test_routers_that_do_not_ask_are_refused(from_rollout: bool) -> None:
             replay.end(batch)
 
 
+def test_experts_take_two_bytes_each_where_all_rows_of_a_step_are_on_the_device() -> None:
+    laid = pack(samples()[:2], [0, 1], [0.0] * 2, [1.0] * 2, experts=(LAYERS, TOP_K)).experts
+    assert laid is not None and laid.dtype == torch.int16
+
+
 def test_experts_of_another_form_are_named() -> None:
     sample = samples()[0]
     check_experts(sample, LAYERS, TOP_K, EXPERTS)

@@ -114,7 +114,7 @@ class RoutingReplay:
         for number, layer in enumerate(layers):
             layer.replayed = recorded[number] if recorded is not None else None
             if batch is not None and self._from_rollout and experts is not None:
-                layer.replayed = experts[:, layer.layer]
+                layer.replayed = experts[:, layer.layer].long()
 
     def end(self, batch: PackedBatch | None, some: Sequence[LayerRouting] = ()) -> None:
         """After the forward pass of a row. Raises NotAvailable where no router asked: nothing was replayed."""

@@ -46,7 +46,7 @@ class PackedBatch:
     positions: list[int]  # S positions in the step
     images: dict[str, Tensor] | None = None  # the model's arguments for the images of the row, in order; on the CPU
     image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
-    experts: Tensor | None = None  # [T, layers, k] experts that the engine chose; -1 where it chose none
+    experts: Tensor | None = None  # [T, layers, k] int16: experts that the engine chose; -1 where it chose none
     grid_positions: Tensor | None = None  # [3, 1, T] what position_ids are to a model that counts images by their grid
 
     @property
@@ -252,7 +252,8 @@ def pack(
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
-        experts=to(np.concatenate(routed), torch.int64) if experts is not None else None,
+        # All rows of a step are on the device at once.
+        experts=to(np.concatenate(routed), torch.int16) if experts is not None else None,
         grid_positions=to(
             _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), counted), torch.int64
         )[:, None]
@@ -263,7 +264,7 @@ def pack(
 
 def _experts(sample: Sample | None, first: int, count: int, shape: tuple[int, int]) -> np.ndarray:
     """[count, layers, k]: of the tokens from `first` on; -1 for those that the engine was not fed with."""
-    found = np.full((count, *shape), -1, dtype=np.int64)
+    found = np.full((count, *shape), -1, dtype=np.int16)
     known = sample.rollout_routed_experts if sample is not None else None
     if known is not None:
         part = known[first : first + count]

@@ -39,7 +39,7 @@ class RankRow:
     packing: PackedSeqParams
     predicting: Tensor
     trained: Tensor | None
-    experts: Tensor | None = None  # [L, layers, k] int64; -1 for padding
+    experts: Tensor | None = None  # [L, layers, k] int16; -1 for padding
 
 
 def cut(
