@@ -51,13 +51,6 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     before = sorted(tmp_path.rglob("*"))
     code, text = examine(*words, capsys=capsys)
     assert code == 0, text
-    (tmp_path / "agents.py").write_text("async def agent(base_url, sample):\n    return 0.0\n")
-    own = [*words[:8], "--custom-agent-path", f"{tmp_path}/agents.py:agent", "--sglang-reasoning-parser", "glm45"]
-    code, text = examine(*own, "--sglang-tool-call-parser", "glm45", capsys=capsys)
-    assert code == 0 and "agents.py:agent loads and takes its arguments" in text, text
-    for arguments in (own, words):
-        code, text = examine(*arguments, "--sglang-tool-call-parser", "of_nobody", capsys=capsys)
-        assert code == 1 and "--sglang-tool-call-parser of_nobody is not supported" in text and "kimi_k2" in text
     for part in (
         "a Qwen3 (qwen3)",
         "tokenizer of 2 tokens",
@@ -71,6 +64,22 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     doubts = [line.split()[:3] for line in text.splitlines() if not line.startswith("ok")]
     assert code == 0 and doubts == [["warn", "--rollout-max-response-len", "65"]], text
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_agent_of_the_user_and_its_parsers_are_known_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    (tmp_path / "agents.py").write_text("async def agent(base_url, sample):\n    return 0.0\n")
+    words = [
+        "--hf-checkpoint", str(write_model(tmp_path / "model")), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")),
+        "--num-rollout", "3", "--n-samples-per-prompt=4", "--custom-agent-path", f"{tmp_path}/agents.py:agent",
+        "--sglang-reasoning-parser", "glm45", "--sglang-tool-call-parser",
+    ]  # fmt: skip
+    code, text = examine(*words, "glm45", capsys=capsys)
+    assert code == 0 and "agents.py:agent loads and takes its arguments" in text, text
+    code, text = examine(*words, "of_nobody", capsys=capsys)
+    assert code == 1 and "--sglang-tool-call-parser of_nobody is not supported" in text and "kimi_k2" in text
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,9 @@ def test_the_output_of_a_run_reaches_a_notebook(capsys: pytest.CaptureFixture[st
     from slime.launcher.runner.ray_job import RunFailed, run_attached
 
     lines: list[str] = []
-    run_attached([sys.executable, "-c", "import os; print('one'); os.write(2, b'two')"], "it", show=lines.append)
+    run_attached(
+        [sys.executable, "-c", "import os; print('one', flush=True); os.write(2, b'two')"], "it", show=lines.append
+    )
     assert sorted(lines) == ["one", "two"]
     with pytest.raises(RunFailed):
         run_attached([sys.executable, "-c", "raise SystemExit(3)"], "it", show=lines.append)
