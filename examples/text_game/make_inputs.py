@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from game import FindTheDigit
+from game import FindTheDigit  # pants: no-infer-dep
 
 from slime.launcher.quickstart.tiny_model import write_model
 from slime.rollout.adapters.gym import prompts
