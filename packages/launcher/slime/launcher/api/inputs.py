@@ -46,10 +46,9 @@ class Inputs:
         try:
             text = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in rows)
         except (TypeError, ValueError) as error:
-            raise InvalidSetting(
-                f"{argument} must be a file, a name on the Hub, or rows that JSON can hold: {error}",
-                field=argument, expected="rows that JSON can hold",
-            ) from None  # fmt: skip
+            raise InvalidSetting.must_be(
+                argument, "a file, a name on the Hub, or rows that JSON can hold", got=rows, reason=str(error)
+            ) from None
         return self.write(name, text, argument)
 
 

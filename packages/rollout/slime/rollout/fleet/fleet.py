@@ -34,7 +34,7 @@ T = TypeVar("T")
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
 LAST_CALL_SECONDS = 2.0
-# How long a process may take to end after its connections broke.
+# Seconds that a process may take to end after its connections broke.
 DEATH_SECONDS = 2.0
 # The finish reason of a request that a weight update ended: it goes on afterwards, with the tokens that it has.
 INTERRUPTED = "interrupted"
@@ -158,7 +158,7 @@ class Fleet:
         while self.error is None:
             await asyncio.sleep(self.options.health_interval)
             if member.out or member.engine is not engine:
-                # Those of an engine that is gone are not its successor's, which may be back within one interval.
+                # Misses of an engine that is gone are not its successor's, which may be back within one interval.
                 misses, engine = 0, member.engine
             if member.out:
                 continue
@@ -216,7 +216,7 @@ class Fleet:
                 log.error("engine %s did not start again: %s", member.name, error.message)
                 reason = error
             except Exception as error:
-                # Of the system: what waits for this engine would wait for ever.
+                # An error of the system: what waits for this engine would wait for ever.
                 log.exception("engine %s cannot be started again", member.name)
                 await self._end(
                     EngineError(f"engine {member.name} cannot be started again: {error}", field=member.name)

@@ -75,7 +75,7 @@ class Pipeline:
             return logits.new_zeros(()), torch.stack(found)
 
         if self.routing is not None:
-            # Of another model too: its weights are in the layers that the last row of the policy told what to choose.
+            # Before another model too: its weights are in layers that the policy's last row told what to choose.
             self.routing.scores()
         with torch.no_grad():
             results = self._from_last_stage(
