@@ -11,10 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from slime.launcher.config import run_config
+from slime.launcher.config.record import settings_text
 from slime.launcher.hub.fetch import fetch
 from slime.launcher.hub.names import HubName, dataset_name, model_name
 from slime.types.errors import MissingFile, NotAvailable
@@ -150,26 +153,65 @@ DATASETS = '''"""Stands for the library `datasets`, which is not installed for t
 import os
 import pyarrow, pyarrow.parquet
 
+__version__ = "3.6.0"
+
 class Table:
     def __init__(self, revision):
-        file = {"filename": "/cache/openai___gsm8k/main/0.0.0/abc/gsm8k-test.arrow"}
+        file = {"filename": f"/cache/openai___gsm8k/main/0.0.0/{'ab' * 20}/gsm8k-test.arrow"}
         self.cache_files = [file] if revision == "v1" else []
         self._fingerprint = revision
     def to_parquet(self, file):
         pyarrow.parquet.write_table(pyarrow.table({"question": ["1 + 1"], "answer": ["2"]}), file)
 
 def load_dataset(name, config, split, revision):
-    if (name, config, split, revision) != ("openai/gsm8k", "main", "test", revision):
+    if (name, config, split) != ("openai/gsm8k", "main", "test"):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
     return Table(revision)
 '''
 
 
-def test_a_data_set_becomes_a_file_that_keeps_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module that stands for `datasets`, whose rows are kept below tmp_path/cache."""
     (tmp_path / "datasets.py").write_text(DATASETS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    sys.modules.pop("datasets", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "datasets.py"
+    sys.modules.pop("datasets", None)
+
+
+def test_a_library_that_may_run_code_of_a_data_set_is_refused(library: Path) -> None:
+    library.write_text(DATASETS.replace("3.6.0", "2.21.0"))
+    with pytest.raises(NotAvailable, match=r"openai/gsm8k:main:test requires datasets 3.0 or later: 2.21.0 is"):
+        fetch({"prompt_data": "openai/gsm8k:main:test"})
+
+
+def test_a_run_records_the_commits_of_what_it_fetched(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("huggingface_hub")
+    module.snapshot_download = lambda name, **_: f"/cache/models--ORG--tiny/snapshots/{COMMIT}"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    values = {
+        "hf_checkpoint": "ORG/tiny@main",
+        "prompt_data": "openai/gsm8k:main:test@v1@[0:1]",
+        "eval_prompt_data": [["held", "openai/gsm8k:main:test@v1"], ["mine", "rows.csv"]],
+    }
+    data = f"openai/gsm8k:main:test@{'ab' * 20}"
+    assert fetch(values) == {
+        "hf_checkpoint": f"ORG/tiny@{COMMIT}",
+        "prompt_data": f"{data}@[0:1]",
+        "eval_prompt_data": [["held", data], ["mine", "rows.csv"]],
+    }
+    words = ["--hf-checkpoint", "ORG/tiny", "--prompt-data", "p.jsonl", "--rm-type", "math", "--num-rollout", "1"]
+    (library.parent / "p.jsonl").write_text('{"input": "1"}\n')
+    monkeypatch.chdir(library.parent)
+    monkeypatch.setattr("slime.launcher.config.run_config.check_files", lambda *_: None)
+    monkeypatch.setattr("slime.launcher.config.run_config.check_learning", lambda *_: None)
+    config = run_config.parse([*words, "--n-samples-per-prompt", "2"], environment={})
+    assert f"hf_checkpoint: ORG/tiny@{COMMIT}\n" in settings_text(config)
+
+
+def test_a_data_set_becomes_a_file_that_keeps_its_slice(library: Path, tmp_path: Path) -> None:
     name = "openai/gsm8k:main:test@v1"
     values = {"prompt_data": f"{name}@[0:1]", "eval_prompt_data": [[name]]}
     fetch(values)
@@ -184,11 +226,9 @@ def test_a_data_set_becomes_a_file_that_keeps_its_slice(tmp_path: Path, monkeypa
     assert len({path, *(each["prompt_data"] for each in revisions)}) == 3
     with pytest.raises(MissingFile, match=r"--eval-prompt-data held openai/gsm8k is neither .* Couldn't reach"):
         fetch({"eval_prompt_data": [["held", "openai/gsm8k"]]})
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
 
 
 def test_paths_stay_as_they_are(tmp_path: Path) -> None:
     values = {"hf_checkpoint": "model", "prompt_data": "a/b.jsonl@[0:2]", "eval_prompt_data": [["x", "y.csv"], ["z"]]}
     before = dict(values)
-    fetch(values)
-    assert values == before
+    assert not fetch(values) and values == before

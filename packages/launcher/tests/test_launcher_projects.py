@@ -19,15 +19,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.converters.convert import to_hf
 from slime.launcher import cli
+from slime.launcher.cli import export
 from slime.launcher.cli.chat import Conversation
 from slime.launcher.cli.evaluate import collect, evaluation_settings, score, words_of
 from slime.launcher.cli.export import model_of
 from slime.launcher.cli.init import write_project
-from slime.launcher.cli.recorded_run import read_run
+from slime.launcher.cli.recorded_run import RecordedRun, read_run
 from slime.launcher.cli.resume import resumed
 from slime.launcher.config import run_config
 from slime.launcher.config.record import write_record
+from slime.launcher.hub import fetch
 from slime.launcher.placement.plan import plan_placement
 from slime.launcher.run_directory.state import RunState
 from slime.rollout.metrics import evaluation_metrics
@@ -264,6 +267,41 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
     assert "GGUF of this model is not supported yet" in capsys.readouterr().err
     assert cli.main(["export", "model", "--private"]) == 2
     assert cli.main(["export", "nowhere"]) == 2
+
+
+def test_a_name_on_the_hub_is_exported_and_gives_the_export_its_name(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        fetch, "local_model", lambda text, flag: asked.append(f"{flag} {text}") or str(project / "model")
+    )
+    assert cli.main(["export", "ORG/tiny@v1"]) == 0
+    assert asked == ["RUN ORG/tiny@v1"] and (project / "exports" / "tiny" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_megatron_takes_its_tokenizer_from_the_hub_where_the_run_began_there(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make_run("--rollout-seed", "2", checkpoints=(19,))
+    monkeypatch.setattr(RecordedRun, "began_with", lambda _: "ORG/tiny@v1")
+    monkeypatch.setattr(fetch, "local_model", lambda text, flag: f"/cache/{text}")
+    monkeypatch.setattr(to_hf, "needs_origin", lambda _: True)
+    given: list[Any] = []
+    monkeypatch.setattr(to_hf, "convert", lambda source, output, *, fallback_hf_dir: given.append(fallback_hf_dir))
+    export.export(run, tmp_path / "out", "hf")
+    monkeypatch.setattr(to_hf, "needs_origin", lambda _: False)
+    export.export(run, tmp_path / "out", "hf")
+    assert given == ["/cache/ORG/tiny@v1", None]
+
+
+def test_an_evaluation_takes_the_key_of_wandb_as_a_training_does(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    assert cli.main(["eval", "model", "data/prompts.jsonl", "--wandb-key", "s3cret", "--no-such-flag"]) == 2
+    assert os.environ["WANDB_API_KEY"] == "s3cret"
+    assert "unknown option --no-such-flag" in capsys.readouterr().err
 
 
 def test_a_hub_that_does_not_answer_is_told(project: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from slime.launcher.config import run_config
 from slime.launcher.metrics.report import Report
 from slime.launcher.metrics.sinks import base
 from slime.launcher.metrics.sinks.base import Guarded, Metrics, Sink, TrackedRun
+from slime.launcher.metrics.sinks.mlflow import Mlflow, MlflowSettings
 from slime.launcher.metrics.sinks.registry import TRACKERS, open_sinks, shown_settings
 from slime.launcher.platform.secret_variables import without_secrets
 from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
@@ -171,6 +172,21 @@ def test_mlflow_has_a_run_for_each_start(tmp_path: Path, monkeypatch: pytest.Mon
     history = [[m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
     assert sorted(history) == [[0, 1], [1, 2]]
     assert client.get_metric_history(runs[0].info.run_id, "eval/sums-pass_2")
+
+
+def test_more_metrics_than_mlflow_takes_in_a_call_are_sent_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[Any]] = []
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="0"),
+        create_run=lambda *_, **__: SimpleNamespace(info=SimpleNamespace(run_id="r")),
+        log_batch=lambda run, metrics: sent.append(metrics),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda **_: client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *words: words))
+    sink = Mlflow(MlflowSettings(), TrackedRun(name="r", output_dir=Path("r"), config={}))
+    sink.write(3, {f"m{i}": float(i) for i in range(2001)})
+    assert [len(batch) for batch in sent] == [1000, 1000, 1]
+    assert [metric[1] for batch in sent for metric in batch] == list(range(2001))
 
 
 @pytest.mark.usefixtures("warned_never")

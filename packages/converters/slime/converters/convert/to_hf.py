@@ -32,6 +32,12 @@ def find(path: Path) -> Path:
     return steps[max(steps)]
 
 
+def needs_origin(load: str | Path) -> bool:
+    """Tells whether config and tokenizer must come from elsewhere than the checkpoint. Raises MissingFile."""
+    found = find(Path(load))
+    return is_torch_dist(found) and not (iteration_directory(found) / HF_DIR / "config.json").is_file()
+
+
 def convert(
     load: str | Path,
     output_dir: str | Path,
@@ -50,7 +56,7 @@ def convert(
     if is_torch_dist(found):
         from slime.converters.convert import torch_dist_to_hf
 
-        if not (iteration_directory(found) / HF_DIR / "config.json").is_file():
+        if needs_origin(found):
             options["origin_hf_dir"] = options.get("origin_hf_dir") or fallback_hf_dir
         return torch_dist_to_hf.convert(found, output_dir, num_workers=num_workers, **options)
     from slime.converters.convert import hf_to_hf

@@ -57,7 +57,9 @@ def parser(command: str) -> CommandParser:
 
 def main(command: str, argv: Sequence[str]) -> int:
     try:
-        return evaluate(list(argv))
+        from slime.launcher.metrics.sinks.wandb import take_key
+
+        return evaluate(take_key(argv))
     except SlimeError as error:
         print(f"slime: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -24,7 +24,7 @@ def parser(command: str) -> CommandParser:
         description="Writes the model of a run as a Hugging Face directory or as a GGUF file for llama.cpp: the "
         "trained model, or with --step that of a checkpoint.",
     )
-    reader.add_argument("run", metavar="RUN", help="Output directory of a run, or a Hugging Face directory")
+    reader.add_argument("run", metavar="RUN", help="Output directory of a run, a Hugging Face directory, or ORG/NAME")
     reader.add_argument("--format", choices=FORMATS, default="hf", help="hf: Hugging Face directory; gguf: one file")
     reader.add_argument(
         "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[.gguf])"
@@ -41,9 +41,12 @@ def main(command: str, argv: Sequence[str]) -> int:
         if options.private and not options.push:
             raise InvalidSetting.requires("--private", "--push ORG/NAME")
         hub = _hub(options.push) if options.push else None
-        run = Path(options.run)
+        from slime.launcher.hub.fetch import local_model
+
+        run = Path(local_model(options.run, "RUN"))
+        name = options.run.partition("@")[0] if run != Path(options.run) else run.resolve().name
         suffix = ".gguf" if options.format == "gguf" else ""
-        output = options.output or DIRECTORY / f"{run.resolve().name}{suffix}"
+        output = options.output or DIRECTORY / f"{Path(name).name}{suffix}"
         print(f"wrote {export(run, output, options.format, options.step)}")
         if hub is not None:
             print(f"pushed to {push(hub, output, options.push, private=options.private)}")
@@ -61,8 +64,10 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
     Raises MissingFile where there is no such model, and the errors of the converters.
     """
     from slime.converters.convert import hf_to_gguf, to_hf
+    from slime.launcher.hub.fetch import local_model
 
-    source, tokenizer = model_of(run, step)
+    source, began_with = model_of(run, step)
+    tokenizer = local_model(began_with, "hf_checkpoint") if began_with and to_hf.needs_origin(source) else None
     output.parent.mkdir(parents=True, exist_ok=True)
     if form == "hf":
         return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
@@ -74,7 +79,8 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 
 
 def model_of(path: Path, step: int | None = None) -> tuple[Path, str | None]:
-    """Returns the model of a run, and the one that it began with. A directory without a run is a model itself.
+    """Returns the model of a run, and the one that it began with, which may be a name on the Hub. A directory without
+    a run is a model itself.
 
     Raises MissingFile.
     """

@@ -142,7 +142,8 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     load_root = values.get("load")
     if check:
         build(LauncherSettings, values)
-        fetch(values)
+        # A repetition by the record of the run gets what this one got.
+        explicit |= fetch(values)
         _find_weights(values)
     config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
     check_run(config.flat)

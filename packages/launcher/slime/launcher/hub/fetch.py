@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +20,101 @@ from slime.types.files import whole_file
 # A model as this project reads it: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 OTHER_FILES = ("*/*", "consolidated*")
+# Before this version, data sets could bring code, which the library ran.
+SAFE_DATASETS = 3
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def fetch(values: dict[str, Any]) -> None:
-    """Replaces names on the Hub in `values`, settings by name, by local paths.
+@dataclass(frozen=True)
+class Fetched:
+    """path: on this machine. pinned: the text that fetches the same again: of a name on the Hub, with its commit."""
+
+    path: str
+    pinned: str
+
+
+def fetch(values: dict[str, Any]) -> dict[str, Any]:
+    """Replaces names on the Hub in `values`, settings by name, by local paths. Returns these settings with the commits
+    that were fetched.
 
     Raises MissingFile for what can neither be downloaded nor is in the cache, NotAvailable without the library for it.
     """
-    checkpoint = values.get("hf_checkpoint")
-    if isinstance(checkpoint, str):
-        values["hf_checkpoint"] = local_model(checkpoint, "--hf-checkpoint")
-    if isinstance(values.get("prompt_data"), str):
-        values["prompt_data"] = local_dataset(values["prompt_data"], "--prompt-data")
+    pinned: dict[str, Any] = {}
+    for setting, flag, find in (
+        ("hf_checkpoint", "--hf-checkpoint", _model),
+        ("prompt_data", "--prompt-data", _dataset),
+    ):
+        text = values.get(setting)
+        if isinstance(text, str):
+            found = find(text, flag)
+            values[setting] = found.path
+            pinned |= {setting: found.pinned} if found.pinned != text else {}
     words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
     if not all(isinstance(word, str) for word in words):
-        return  # refused where the sets are read
+        return pinned  # refused where the sets are read
     if len(words) == 1 and (name := dataset_name(split_slice(words[0], "--eval-prompt-data")[0])):
         words.insert(0, name.last)
     sets = [
-        [name, local_dataset(path, f"--eval-prompt-data {name}")]
-        for name, path in zip(*[iter(words)] * 2, strict=False)
+        (name, _dataset(path, f"--eval-prompt-data {name}")) for name, path in zip(*[iter(words)] * 2, strict=False)
     ]
-    if sets and sets != values["eval_prompt_data"] and len(words) % 2 == 0:
-        values["eval_prompt_data"] = sets
+    local = [[name, found.path] for name, found in sets]
+    if local and local != values["eval_prompt_data"] and len(words) % 2 == 0:
+        values["eval_prompt_data"] = local
+        pinned["eval_prompt_data"] = [[name, found.pinned] for name, found in sets]
+    return pinned
 
 
 def local_model(text: str, flag: str) -> str:
     """Returns the directory of a model on the Hub, downloaded where the cache does not have it; paths as they are."""
+    return _model(text, flag).path
+
+
+def _model(text: str, flag: str) -> Fetched:
     name = model_name(text)
     if name is None:
-        return text
+        return Fetched(text, text)
     hub = _library("huggingface_hub", f"{flag} {text}")
     try:
-        return str(
+        directory = str(
             hub.snapshot_download(
                 name.name, revision=name.revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
             )
         )
     except Exception as error:  # the library also raises those of its HTTP client
         raise _not_fetched(flag, text, name, error, "") from error
+    return Fetched(directory, _pinned(text, name, directory))
 
 
-def local_dataset(text: str, flag: str) -> str:
-    """Returns the file of a data set on the Hub, with the slice of `text`; paths as they are."""
+def _dataset(text: str, flag: str) -> Fetched:
+    """Fetches the file of a data set; the slice of `text` stays."""
     path, _ = split_slice(text, flag)
     name = dataset_name(path)
     if name is None:
-        return text
-    datasets = _library("datasets", f"{flag} {text}")
+        return Fetched(text, text)
+    setting = f"{flag} {text}"
+    datasets = _library("datasets", setting)
+    version = str(getattr(datasets, "__version__", "0"))
+    if int(version.partition(".")[0]) < SAFE_DATASETS:
+        raise NotAvailable.requires(
+            setting,
+            f"datasets {SAFE_DATASETS}.0 or later",
+            f"{version} is installed, which may run code of a data set: pip install 'datasets>={SAFE_DATASETS}'",
+        )
     try:
         found = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
     except Exception as error:  # of many kinds
         raise _not_fetched(flag, text, name, error, "dataset") from error
-    return str(_as_file(name, found)) + text[len(path) :]
+    rows = text[len(path) :]
+    # The library's files are below a directory that is named after the commit.
+    files = [file["filename"] for file in found.cache_files]
+    pinned = _pinned(path, name, files[0] if files else "")
+    return Fetched(str(_as_file(name, found)) + rows, pinned + rows)
+
+
+def _pinned(text: str, name: HubName, cached: str) -> str:
+    """Returns the name in `text` with the commit that the path in the cache tells, if it tells any."""
+    commit = next((part for part in Path(cached).parts if COMMIT.fullmatch(part)), None)
+    return text if commit is None else f"{text.removesuffix(f'@{name.revision}')}@{commit}"
 
 
 def _as_file(name: HubName, found: Any) -> Path:

@@ -15,7 +15,7 @@ from slime.types.errors import InvalidSetting
 from slime.types.settings import setting
 
 # Limits of MLflow's interface.
-PARAMETERS_PER_CALL, PARAMETER_LENGTH = 100, 500
+PARAMETERS_PER_CALL, PARAMETER_LENGTH, METRICS_PER_CALL = 100, 500, 1000
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -69,7 +69,8 @@ class Mlflow(Sink):
         values = [
             self._entities.Metric(REFUSED_CHARACTERS.sub("_", key), value, now, step) for key, value in metrics.items()
         ]
-        self._client.log_batch(self._run_id, metrics=values)
+        for begin in range(0, len(values), METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=values[begin : begin + METRICS_PER_CALL])
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
