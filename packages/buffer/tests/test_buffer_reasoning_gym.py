@@ -71,6 +71,21 @@ def test_a_wrong_name_or_option_is_named(source: str, words: str, cache: Path) -
     assert not cache.exists()
 
 
+def test_problems_that_cannot_be_made_are_an_error_of_the_options(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
+    def fail(self: ChainSumDataset, index: int) -> None:
+        raise RuntimeError("no problem of this size")
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fail)
+    source = "reasoning_gym:chain_sum?size=3"
+    with pytest.raises(
+        InvalidSetting, match=r"--prompt-data \S+: reasoning-gym fails at problem 0: RuntimeError: no pro"
+    ):
+        read_dataset(source, Columns())
+    assert not list(cache.glob("*.jsonl"))
+
+
 def test_a_data_set_whose_scorer_needs_more_than_json_is_refused(cache: Path) -> None:
     with pytest.raises(NotAvailable, match="its scorer needs more than JSON can hold"):
         read_dataset("reasoning_gym:rearc?size=1", Columns())

@@ -79,6 +79,18 @@ def test_reasoning_gym_scores_with_the_data_set_that_the_metadata_name():
         reward_of("reasoning_gym", "13", "12", metadata={"source_dataset": "no_such_set"})
 
 
+def test_an_answer_with_which_a_scorer_of_reasoning_gym_fails_is_wrong_and_a_broken_entry_is_an_error(monkeypatch):
+    def scorer(answer, entry):
+        return 1.0 if float(answer) == float(entry["answer"]) else 0.0
+
+    monkeypatch.setattr("slime.rollout.rewards.reasoning_gym._scorer", lambda name: scorer)
+    metadata = {"source_dataset": "chain_sum"}
+    assert reward_of("reasoning_gym", "12", "12", metadata=metadata) == 1.0
+    assert reward_of("reasoning_gym", "twelve", "12", metadata=metadata) == 0.0
+    with pytest.raises(InvalidField, match="cannot score with this entry of the data set chain_sum: ValueError"):
+        reward_of("reasoning_gym", "12", "dozen", metadata=metadata)
+
+
 def test_reasoning_gym_scores_a_row_of_generated_prompt_data_and_an_answer_between_tags():
     entry = {"question": "What is 5 + 7?", "answer": "12", "metadata": {"source_dataset": "chain_sum"}}
     metadata = {"rm_type": "reasoning_gym", "source_dataset": "chain_sum", "entry": entry}

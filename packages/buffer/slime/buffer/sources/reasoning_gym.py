@@ -68,16 +68,24 @@ def _create(name: str, options: dict[str, Any], source: str, flag: str) -> Any:
         raise InvalidSetting.unknown("reasoning-gym data set", name, sorted(DATASETS), field=flag)
     try:
         return reasoning_gym.create_dataset(name, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InvalidSetting(
-            f"{flag} {source}: reasoning-gym refuses these options: {reason}",
-            field=flag, value=source, expected=f"options of the data set {name}",
-        ) from error  # fmt: skip
+    except Exception as error:  # each data set has its own
+        raise _refused("refuses these options", name, source, flag, error) from error
+
+
+def _refused(what: str, name: str, source: str, flag: str, error: Exception) -> InvalidSetting:
+    return InvalidSetting(
+        f"{flag} {source}: reasoning-gym {what}: {type(error).__name__}: {error}",
+        field=flag, value=source, expected=f"options of the data set {name}",
+    )  # fmt: skip
 
 
 def _rows(name: str, dataset: Any, source: str, flag: str) -> Iterator[dict[str, Any]]:
-    for number, item in enumerate(dataset):
+    items = iter(dataset)
+    for number in range(len(dataset)):
+        try:
+            item = next(items)
+        except Exception as error:  # options that no problem can meet, or files that the package lacks
+            raise _refused(f"fails at problem {number}", name, source, flag, error) from error
         entry = {"question": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
         kept = json.loads(json.dumps(entry, default=str))
         # Some scorers want objects that JSON does not keep, tuples for example.

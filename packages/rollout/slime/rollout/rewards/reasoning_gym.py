@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.generate.prompts import unrendered
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
+
+log = logging.getLogger(__name__)
 
 
 async def reward(args: Any, sample: Sample) -> float:
@@ -31,7 +34,22 @@ async def reward(args: Any, sample: Sample) -> float:
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float:
-    return float(_scorer(name)(answer=answer, entry=entry))
+    """Returns 0 for an answer with which the scorer fails. Raises InvalidField where it fails with the right one, too:
+    then the entry is at fault."""
+    scorer = _scorer(name)
+    try:
+        return float(scorer(answer=answer, entry=entry))
+    except Exception as error:
+        try:
+            scorer(answer=entry["answer"], entry=entry)
+        except Exception:
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidField(
+                "metadata.entry", reason, f"an entry of {name}",
+                f"reasoning-gym cannot score with this entry of the data set {name}: {reason}: {entry!r:.300}",
+            ) from error  # fmt: skip
+        log.warning("the scorer of reasoning-gym's %s fails with an answer, which scores 0: %s", name, error)
+        return 0.0
 
 
 def require() -> Any:
