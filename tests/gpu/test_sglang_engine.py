@@ -25,7 +25,8 @@ from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.rollout.engines.sglang.read_flags import SOURCE, read_flags
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate.sample import append_output
 from slime.rollout.generate.state import rollout_sampling_params
 from slime.rollout.settings.rollout import RolloutSettings

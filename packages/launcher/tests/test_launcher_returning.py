@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.launcher.placement.plan import Placement
 from slime.launcher.services import returning
 from slime.launcher.services.returning import MOST_FAILURES, ReturningEngines
-from slime.launcher.services.services import Services
+from slime.launcher.services.supervisor import Supervisor
+from slime.launcher.services.weight_updates import TrainerRanks, WeightUpdates
 from slime.types.clients.rollout import Engine, RolloutStatus
 from slime.types.errors import DeadlineExceeded, EngineError, Unavailable
 
@@ -89,32 +88,28 @@ class Trainer:
         return {"perf/update_weights_bytes": 1.0}
 
 
-def services_of(directory: Path, trainers: list[Any], rollout: Any = None) -> Any:
-    numbers = dict(
-        start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0, update_timeout_seconds=1.0
+def updates_of(
+    directory: Path, ranks: list[Any], rollout: Any = None, version: int = 0
+) -> tuple[WeightUpdates, TrainerRanks]:
+    supervisor = Supervisor(directory, start_seconds=1.0, stop_seconds=1.0)
+    trainer = TrainerRanks(ranks, supervisor)
+    updates = WeightUpdates(
+        trainer, rollout or Rollout(), supervisor, version=version, restarts_engines=True, timeout_seconds=1.0
     )
-    config: Any = SimpleNamespace(
-        launcher=SimpleNamespace(**numbers),
-        rollout=SimpleNamespace(**numbers),
-        flat={},
-        has_engines=True,
-    )
-    services: Any = Services(config, Placement(1), directory, lambda *_: None)
-    services.rollout, services.trainers, services._restarts_engines = rollout, trainers, True
-    return services
+    return updates, trainer
 
 
 @pytest.mark.parametrize("engine_dies", [True, False])
 def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, engine_dies: bool) -> None:
     rollout = Rollout()
     ranks = [Trainer(rollout, 2, engine_dies), Trainer(rollout, 2, False)]
-    services = services_of(tmp_path, ranks, rollout)
+    updates, _ = updates_of(tmp_path, ranks, rollout)
     if engine_dies:
-        assert services.update_weights(4) == {"perf/update_weights_bytes": 1.0}
+        assert updates.send(4) == {"perf/update_weights_bytes": 1.0}
         assert [rank.versions for rank in ranks] == [[4] * 3] * 2
     else:
         with pytest.raises(EngineError, match="connection reset"):
-            services.update_weights(4)
+            updates.send(4)
         assert [rank.versions for rank in ranks] == [[4]] * 2
 
 
@@ -130,15 +125,15 @@ def test_no_rank_is_called_again_before_all_have_answered(tmp_path: Path) -> Non
         def update_weights(self, version: int, timeout: float, joining: bool) -> Any:
             failed.wait(60)
             sending.join(0.5)
-            held.append(services._trainer_turn.locked())
+            held.append(not trainer.turn.acquire(blocking=False))
             return {}
 
-    services = services_of(tmp_path, [Fails(), Works()])
+    updates, trainer = updates_of(tmp_path, [Fails(), Works()])
     raised: list[Exception] = []
 
     def send() -> None:
         try:
-            services._send_to_returning()
+            updates.send_to_returning()
         except DeadlineExceeded as error:
             raised.append(error)
 

@@ -48,7 +48,8 @@ def test_engines_keep_their_memory_while_the_trainer_needs_none_of_it(
     )
     services: Any = Services(config, Placement(1, offloads=True), tmp_path, lambda *_: None)
     rollout, trainer = Rollout(), Trainer()
-    services.rollout, services.trainers = rollout, [trainer]
+    services._ranks.clients = [trainer]
+    services._connect_engines(rollout, restarts_engines=False)
     seen = []
     for stays in (0.0, 1.0, 1.0, 0.0, 0.0):
         rollout.calls.clear()

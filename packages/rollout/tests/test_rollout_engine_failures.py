@@ -18,8 +18,8 @@ from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
-from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
 from slime.types.errors import EngineError, InvalidField
 
 VOCABULARY = 60

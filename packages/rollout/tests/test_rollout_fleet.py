@@ -12,8 +12,9 @@ from rollout_fakes import FakeBuffer, FakeEngine, prompt_groups
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.process import EngineProcess
-from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.router import Router
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.launch import engine_url
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource

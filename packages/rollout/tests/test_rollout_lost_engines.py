@@ -17,10 +17,11 @@ import pytest
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.restarts import RestartLimits
 from slime.rollout.fleet.router import Router
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate import state
 from slime.rollout.generate.state import restart_limits
 from slime.rollout.settings.rollout import RolloutSettings

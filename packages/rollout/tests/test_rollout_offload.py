@@ -22,7 +22,8 @@ from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sglang_rollout import generate_rollout

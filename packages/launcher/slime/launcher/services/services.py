@@ -7,12 +7,10 @@ samples are recorded ones, or those of a rollout function that needs no engine.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TypeVar
@@ -25,16 +23,17 @@ from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
 from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
+from slime.launcher.services.memory_turns import MemoryTurns
 from slime.launcher.services.replay import Replay
-from slime.launcher.services.returning import ReturningEngines
 from slime.launcher.services.start import Progress, start_services
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.untrained import UntrainedSteps
+from slime.launcher.services.weight_updates import TrainerRanks, WeightUpdates
 from slime.types import Sample
 from slime.types.clients import RolloutClient, TrainerClient
 from slime.types.clients.buffer import SealedStep
 from slime.types.clients.trainer import TrainedStep
-from slime.types.errors import DataLoss, DeadlineExceeded, EngineError, SlimeError, WrongState
+from slime.types.errors import DataLoss
 from slime.types.pace import TrainerPace
 
 log = logging.getLogger(__name__)
@@ -59,22 +58,14 @@ class Services:
         self.first_step = 0
         self.num_parameters: int | None = None
         self.addresses: dict[str, str] = {}
-        self.trainers: list[TrainerClient] = []
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
-        self._engines_offloaded = False
-        # True once the trainer has found room for all its work beside the engines.
-        self._trainer_stays = False
         # Samples for people to look at, by step and place in it, until their step is trained.
         self._kept: dict[int, dict[int, Sample]] = {}
         self._pace: TrainerPace | None = None
-        # Calls of the trainer are collective: every rank must get them in the same order.
-        self._trainer_turn = threading.Lock()
-        # The version that the trainer's weights have, or will have, at the engines.
-        self._trained_version = 0
-        self._restarts_engines = False
-        self._returning: ReturningEngines | None = None
+        self._weight_updates: WeightUpdates | None = None
+        self._memory_turns: MemoryTurns | None = None
         self.notes: list[str] = []
         self._settings = config.launcher
         self._args = SimpleNamespace(**config.flat)
@@ -87,6 +78,7 @@ class Services:
             stop_seconds=config.launcher.stop_grace_seconds,
             nodes=placement.service_nodes,
         )
+        self._ranks = TrainerRanks([], self._supervisor)
 
     def __enter__(self) -> Services:
         try:
@@ -105,21 +97,41 @@ class Services:
         # A killed run left its access files: their tokens are void, and their ports may belong to others by now.
         remove_access(self.output_dir / ACCESS)
         started = start_services(self.config, self.placement, self._supervisor, self.progress)
-        self.buffer, self.rollout, self.trainers = started.buffer, started.rollout, started.trainers
+        self.buffer, self.rollout, self._ranks.clients = started.buffer, started.rollout, started.trainers
         self.first_step, self.num_parameters, self.notes = started.first_step, started.num_parameters, started.notes
         if self.rollout is None:
             self._replay = Replay(self.buffer, self.config.flat)
         self._open_run()
         self.addresses = started.addresses()
         self.authority.write(self.output_dir / ACCESS, self.addresses)
-        self._trained_version = self.first_step
         if self.rollout is not None and self.config.has_engines:
-            self._restarts_engines = self.rollout.status().restarts_engines
-        if self.first_step or self.config.trainer.load is not None:
-            self.update_weights(self.first_step)
-        if self.rollout is not None and self.trainers and self._restarts_engines:
-            self._returning = ReturningEngines(self.rollout.status, self._send_to_returning)
-            self._supervisor.begin(self._returning.watch)
+            weight_updates = self._connect_engines(self.rollout, self.rollout.status().restarts_engines)
+            if self.first_step or self.config.trainer.load is not None:
+                self.update_weights(self.first_step)
+            weight_updates.watch()
+
+    def _connect_engines(self, rollout: RolloutClient, restarts_engines: bool) -> WeightUpdates:
+        """Prepares the weight updates, and the turns with memory, of trainer and engines."""
+        timeout = self._settings.update_timeout_seconds
+        self._weight_updates = updates = WeightUpdates(
+            self._ranks,
+            rollout,
+            self._supervisor,
+            version=self.first_step,
+            restarts_engines=restarts_engines,
+            timeout_seconds=timeout,
+        )
+        if self.placement.offloads and self.trainers:
+            always = self.config.rollout.offload_rollout is not None
+            self._memory_turns = MemoryTurns(
+                rollout, self._supervisor, self.progress, always=always, timeout_seconds=timeout
+            )
+        return updates
+
+    @property
+    def trainers(self) -> list[TrainerClient]:
+        """The ranks of the trainer; none in a run that only generates."""
+        return self._ranks.clients
 
     @property
     def authority(self) -> Authority:
@@ -140,8 +152,8 @@ class Services:
         self._untrained = UntrainedSteps(self, self._sealed_steps)
 
     def _stop(self) -> None:
-        if self._returning is not None:
-            self._returning.stop()
+        if self._weight_updates is not None:
+            self._weight_updates.stop()
         with uninterrupted():
             self._supervisor.stop()
 
@@ -269,10 +281,10 @@ class Services:
             except DataLoss as error:
                 return error
 
-        with self._trainer_turn:
-            results = self._supervisor.call_all([partial(train, trainer) for trainer in self.trainers])
-            if not any(isinstance(result, DataLoss) for result in results):
-                self._trained_version = step + 1
+        with self._ranks.turn:
+            results = self._ranks.each(train)
+            if self._weight_updates is not None and not any(isinstance(result, DataLoss) for result in results):
+                self._weight_updates.version = step + 1
         trained = [result for result in results if isinstance(result, TrainedStep)]
         if len(trained) < len(results):
             raise next(result for result in results if isinstance(result, DataLoss))
@@ -297,7 +309,7 @@ class Services:
         if self._pace is not None:
             # Generation that goes on finds that they are missing.
             return
-        offloaded = self._engines_offloaded
+        offloaded = self._memory_turns is not None and self._memory_turns.offloaded
         if offloaded:
             self.onload()
             self.update_weights(step)
@@ -316,78 +328,21 @@ class Services:
 
         Not while both have room, unless --offload-rollout says so.
         """
-        rollout = self.rollout
-        if not (self.placement.offloads and self.config.has_engines) or rollout is None or not self.trainers:
-            return {}
-        if self._trainer_stays and self.config.rollout.offload_rollout is None:
-            return {}
-        self.progress("offloading the engines", 0, 0)
-        self._engines_offloaded = True
-        deadline = self._settings.update_timeout_seconds
-        return self._timed("perf/offload_time", lambda: rollout.offload(timeout=deadline))
+        return {} if self._memory_turns is None else self._memory_turns.offload()
 
     def onload(self) -> Metrics:
         """Has the engines take back memory for the next weights; the trainer's push has them take the rest."""
-        rollout = self.rollout
-        if not self._engines_offloaded or rollout is None:
-            return {}
-        self.progress("onloading the engines", 0, 0)
-        self._engines_offloaded = False
-        deadline = self._settings.update_timeout_seconds
-        return self._timed("perf/onload_time", lambda: rollout.onload(["weights"], timeout=deadline))
-
-    def _timed(self, key: str, function: Callable[[], None]) -> Metrics:
-        started = time.perf_counter()
-        self._supervisor.call(function)
-        return {key: time.perf_counter() - started}
+        return {} if self._memory_turns is None else self._memory_turns.onload()
 
     def update_weights(self, version: int) -> Metrics:
-        """Pushes the policy to the engines as `version`; once more where an engine dies meanwhile and is replaced."""
-        if not self.config.has_engines:
+        """Sends the policy to the engines as `version`."""
+        if self._weight_updates is None:
             return {}
         self.progress("updating weights", 0, 0)
-        metrics = self._push(version) if self._restarts_engines else self._push_once(version)
-        self._trainer_stays = metrics.get("perf/train_memory_stays", 0.0) > 0
+        metrics = self._weight_updates.send(version)
+        if self._memory_turns is not None:
+            self._memory_turns.trainer_stays = metrics.get("perf/train_memory_stays", 0.0) > 0
         return metrics
-
-    def _push_once(self, version: int) -> Metrics:
-        deadline = self._settings.update_timeout_seconds
-        results = self._on_every_rank(lambda trainer: trainer.update_weights(version, timeout=deadline))
-        return results[0] if results else {}
-
-    def _push(self, version: int) -> Metrics:
-        rollout = self.rollout
-        assert rollout is not None, "a run with engines has a rollout service"
-
-        def restarts() -> int:
-            return self._supervisor.call(rollout.status).engine_restarts
-
-        while True:
-            before = restarts()
-            results = self._on_every_rank(partial(self._send, version=version))
-            errors = [result for result in results if isinstance(result, SlimeError)]
-            if not errors:
-                return next((result for result in results if isinstance(result, dict)), {})
-            # The service bounds the restarts.
-            if restarts() == before:
-                raise errors[0]
-            log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
-
-    def _send_to_returning(self) -> None:
-        """Sends the trainer's weights to engines that were started again."""
-        with self._trainer_turn:
-            send = partial(self._send, version=self._trained_version, joining=True)
-            results = self._supervisor.call_all([partial(send, trainer) for trainer in self.trainers])
-        for result in results:
-            if isinstance(result, SlimeError):
-                raise result
-
-    def _send(self, trainer: TrainerClient, *, version: int, **options: bool) -> Metrics | SlimeError:
-        # Errors are collected, so that no rank is called again before all have answered.
-        try:
-            return trainer.update_weights(version, self._settings.update_timeout_seconds, **options)
-        except (EngineError, DeadlineExceeded, WrongState) as error:
-            return error
 
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
@@ -399,7 +354,7 @@ class Services:
         self.progress("saving", 0, 0)
         started = time.perf_counter()
         target = str(checkpoint_path(path, step, self._settings.train_backend))
-        self._on_every_rank(
+        self._ranks.each(
             lambda trainer: trainer.save_checkpoint(step, target, timeout=self._settings.save_timeout_seconds)
         )
         prune(path, keep=self._settings.save_keep, retain_interval=self._settings.save_retain_interval)
@@ -410,9 +365,7 @@ class Services:
     def export(self, path: Path) -> None:
         """Writes the policy as a Hugging Face directory."""
         self.progress("writing the model", 0, 0)
-        self._on_every_rank(
-            lambda trainer: trainer.export_model(str(path), timeout=self._settings.save_timeout_seconds)
-        )
+        self._ranks.each(lambda trainer: trainer.export_model(str(path), timeout=self._settings.save_timeout_seconds))
 
     def evaluate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
         """Runs every evaluation set with the weights that the engines hold."""
@@ -434,7 +387,3 @@ class Services:
     def join(self, future: Future[T]) -> T:
         """Returns the value of a call that was begun. Raises its error, or that of a service that failed meanwhile."""
         return self._supervisor.join(future)
-
-    def _on_every_rank(self, function: Callable[[TrainerClient], T]) -> list[T]:
-        with self._trainer_turn:
-            return self._supervisor.call_all([partial(function, trainer) for trainer in self.trainers])

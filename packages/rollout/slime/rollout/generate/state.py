@@ -18,8 +18,9 @@ from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import read_key
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
-from slime.rollout.fleet.fleet import Fleet, FleetOptions
+from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.restarts import RestartLimits
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate

@@ -67,7 +67,7 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket, api_key: str
 
     from slime.rollout.engines.embedded.endpoints.server import EngineServer
     from slime.rollout.engines.embedded.model.loading import load
-    from slime.rollout.engines.embedded.model.scheduler import Scheduler
+    from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
 
     transformers_logging.disable_progress_bar()
     if options.threads is not None:

@@ -15,8 +15,8 @@ from aiohttp import web
 from slime.rollout.doors import Workers
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
-from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
 from slime.types.errors import SlimeError, Unavailable
 
 log = logging.getLogger(__name__)

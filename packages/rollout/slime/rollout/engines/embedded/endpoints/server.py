@@ -23,8 +23,8 @@ from slime.rollout.engines.embedded.model.checks import WeightChecker
 from slime.rollout.engines.embedded.model.loading import Loaded, free_cached_memory
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
-from slime.rollout.engines.embedded.model.scheduler import Scheduler
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
 from slime.types.errors import EngineError, InvalidField, NotFound, SlimeError, Unavailable
 
 log = logging.getLogger(__name__)

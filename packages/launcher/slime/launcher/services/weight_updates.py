@@ -1,0 +1,104 @@
+"""Sends the trainer's weights to the engines: after a step, and to engines that were started again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from slime.launcher.services.returning import ReturningEngines
+from slime.launcher.services.supervisor import Supervisor
+from slime.types.clients import RolloutClient, TrainerClient
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, WrongState
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TrainerRanks:
+    """The ranks of the trainer. Calls of it are collective: every rank must get them in the same order.
+
+    turn: held while a call is under way.
+    """
+
+    def __init__(self, clients: list[TrainerClient], supervisor: Supervisor) -> None:
+        self.clients = clients
+        self.turn = threading.RLock()
+        self._supervisor = supervisor
+
+    def each(self, function: Callable[[TrainerClient], T]) -> list[T]:
+        """Runs `function` on every rank at once. Raises the error of a rank, or of a service that failed meanwhile."""
+        with self.turn:
+            return self._supervisor.call_all([partial(function, client) for client in self.clients])
+
+
+class WeightUpdates:
+    """version: of the trainer's weights, which they have, or will have, at the engines.
+
+    restarts_engines: whether the rollout service starts engines again that are lost.
+    """
+
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        rollout: RolloutClient,
+        supervisor: Supervisor,
+        *,
+        version: int,
+        restarts_engines: bool,
+        timeout_seconds: float,
+    ) -> None:
+        self.version = version
+        self._ranks = ranks
+        self._rollout = rollout
+        self._supervisor = supervisor
+        self._restarts_engines = restarts_engines
+        self._timeout = timeout_seconds
+        self._returning: ReturningEngines | None = None
+
+    def watch(self) -> None:
+        """Begins to send weights to engines that were started again, beside the training loop, until `stop`."""
+        if self._ranks.clients and self._restarts_engines:
+            self._returning = ReturningEngines(self._rollout.status, self.send_to_returning)
+            self._supervisor.begin(self._returning.watch)
+
+    def stop(self) -> None:
+        if self._returning is not None:
+            self._returning.stop()
+
+    def send(self, version: int) -> dict[str, float]:
+        """Sends the weights as `version`; once more where an engine dies meanwhile and is replaced."""
+        if not self._restarts_engines:
+            metrics = self._ranks.each(lambda trainer: trainer.update_weights(version, timeout=self._timeout))
+            return metrics[0] if metrics else {}
+        while True:
+            before = self._engine_restarts()
+            results = self._ranks.each(partial(self._send, version=version))
+            errors = [result for result in results if isinstance(result, SlimeError)]
+            if not errors:
+                return next((result for result in results if isinstance(result, dict)), {})
+            # The service bounds the restarts.
+            if self._engine_restarts() == before:
+                raise errors[0]
+            log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
+
+    def send_to_returning(self) -> None:
+        """Sends the weights to engines that were started again."""
+        with self._ranks.turn:
+            results = self._ranks.each(partial(self._send, version=self.version, joining=True))
+        for result in results:
+            if isinstance(result, SlimeError):
+                raise result
+
+    def _engine_restarts(self) -> int:
+        return self._supervisor.call(self._rollout.status).engine_restarts
+
+    def _send(self, trainer: TrainerClient, *, version: int, **options: bool) -> dict[str, float] | SlimeError:
+        # Errors are collected, so that no rank is called again before all have answered.
+        try:
+            return trainer.update_weights(version, self._timeout, **options)
+        except (EngineError, DeadlineExceeded, WrongState) as error:
+            return error
