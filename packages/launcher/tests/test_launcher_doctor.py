@@ -73,13 +73,17 @@ def test_an_agent_of_the_user_and_its_parsers_are_known_before_anything_is_loade
     (tmp_path / "agents.py").write_text("async def agent(base_url, sample):\n    return 0.0\n")
     words = [
         "--hf-checkpoint", str(write_model(tmp_path / "model")), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")),
-        "--num-rollout", "3", "--n-samples-per-prompt=4", "--custom-agent-path", f"{tmp_path}/agents.py:agent",
-        "--sglang-reasoning-parser", "glm45", "--sglang-tool-call-parser",
+        "--num-rollout", "3", "--n-samples-per-prompt=4", "--sglang-reasoning-parser", "glm45",
     ]  # fmt: skip
-    code, text = examine(*words, "glm45", capsys=capsys)
+    agent = ["--custom-agent-path", f"{tmp_path}/agents.py:agent"]
+    code, text = examine(*words, *agent, "--sglang-tool-call-parser", "glm45", capsys=capsys)
     assert code == 0 and "agents.py:agent loads and takes its arguments" in text, text
-    code, text = examine(*words, "of_nobody", capsys=capsys)
-    assert code == 1 and "--sglang-tool-call-parser of_nobody is not supported" in text and "kimi_k2" in text
+    rewarded = ["--custom-rm-path", "slime.launcher.quickstart.reverse.reward"]
+    for user in (agent, rewarded):
+        code, text = examine(*words, *user, "--sglang-tool-call-parser", "of_nobody", capsys=capsys)
+        assert code == 1 and "--sglang-tool-call-parser of_nobody is not supported" in text and "kimi_k2" in text
+        code, text = examine(*words, *user, "--sglang-tool-call-parser", "glm45", capsys=capsys)
+        assert code == 0, text
 
 
 @pytest.mark.parametrize(

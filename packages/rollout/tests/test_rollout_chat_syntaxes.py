@@ -171,7 +171,7 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
     assert message == THOUGHT | {"content": "Wait. Yes."}
     assert read("plain <b>", AnswerSyntax("gpt-oss"))["content"] == "plain <b>"
     with pytest.raises(InvalidSetting, match="--sglang-tool-call-parser qwen and --sglang-reasoning-parser gpt-oss"):
-        AnswerSyntax("qwen", "gpt-oss").check()
+        AnswerSyntax("qwen", "gpt-oss").check("no such parser")
 
 
 @st.composite

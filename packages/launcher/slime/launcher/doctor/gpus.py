@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes
-from slime.rollout.engines.registry import needs_gpu
-from slime.types.errors import counted
+from slime.rollout.engines.registry import choose_engine, needs_gpu
+from slime.types.errors import ConfigError, counted
 
 # Share of a GPU's memory that others may hold without a warning.
 TAKEN = 0.05
@@ -26,6 +26,7 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
             )
         else:
             yield ok("no GPU is visible: runs are on the CPU")
+            yield from _engine(subject)
         return
     for gpu in found:
         yield from _gpu(gpu)
@@ -58,11 +59,27 @@ def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
         yield ok(text)
 
 
+def _on_a_cluster(subject: Subject) -> bool:
+    """Tells whether the run is on other machines, whose GPUs count."""
+    return bool(subject.flag("ray_address") or os.environ.get("RAY_ADDRESS"))
+
+
+def _engine(subject: Subject) -> Iterator[Finding]:
+    """Reports why the engine of a run without GPUs would not start."""
+    config = subject.config
+    if config is None or not config.has_engines or config.rollout.rollout_external_engine_addrs:
+        return
+    if not _on_a_cluster(subject):
+        try:
+            choose_engine(config.rollout, [], assume_installed=True)
+        except ConfigError as error:
+            yield fail(str(error), "change the flag, or use a machine whose engine knows it")
+
+
 def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Finding]:
-    if subject.config is None or subject.flag("ray_address") or os.environ.get("RAY_ADDRESS"):
-        return  # only the cluster's GPUs count
+    if subject.config is None or _on_a_cluster(subject):
+        return
     from slime.launcher.plan.run_plan import Hardware, make_plan
-    from slime.types.errors import ConfigError
 
     size = min(gpu.total_bytes for gpu in found)
     try:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, AnswerSyntax
-from slime.types.errors import InvalidSetting, NotAvailable
-from slime.types.setting_values import flag_name
+from slime.rollout.chat.syntaxes.registry import AnswerSyntax
+from slime.types.errors import InvalidSetting
 
 RENDERERS = ("auto", "qwen")
 STRATEGIES = ("grpo", "identity")
@@ -126,16 +125,7 @@ class AgentSettings:
         _one_of("renderer_family", self.renderer_family, RENDERERS)
         _one_of("reward_postprocessing", self.reward_postprocessing, STRATEGIES)
         _one_of("gateway_log_level", self.gateway_log_level, LOG_LEVELS)
-        for name, known in (
-            ("sglang_tool_call_parser", TOOL_CALL_PARSERS),
-            ("sglang_reasoning_parser", REASONING_PARSERS),
-        ):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise NotAvailable.unavailable(
-                    f"{flag_name(name)} {value}", "agents have no such parser", " or ".join(known)
-                )
-        self.syntax.check()
+        self.syntax.check("agents have no such parser")
 
     def set_log_level(self) -> None:
         logging.getLogger("slime.rollout.agents").setLevel(self.gateway_log_level.upper())

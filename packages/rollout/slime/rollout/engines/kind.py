@@ -7,11 +7,12 @@ modules, which therefore import what starts an engine only when one is started.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from slime.types.errors import ConfigError, NotAvailable
+from slime.types.setting_values import flag_name
 from slime.types.vision import FAMILIES, require_vision
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class EngineKind(abc.ABC):
     weight_transports: the transports of `--update-weight-transport` that it takes, the best one first.
     needs_gpu: whether it runs on GPUs only; the number of others is `--rollout-num-engines`.
     spans_nodes: whether one engine can be on several nodes.
-    takes_server_flags: whether the `--sglang-*` flags reach it.
+    server_flags: names of the `--sglang-NAME` flags that reach it, with underscores; None: all.
     image_models: values of model_type in config.json whose images it takes; None: all that the project knows.
     aborts_before_stop: whether it ends only once its requests have.
     fixes: for an ability that a running engine may lack, the flag of its server that turns it on.
@@ -88,7 +89,7 @@ class EngineKind(abc.ABC):
     weight_transports: ClassVar[tuple[str, ...]]
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
-    takes_server_flags: ClassVar[bool] = False
+    server_flags: ClassVar[frozenset[str] | None] = frozenset()
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False
     fixes: ClassVar[Mapping[str, str]] = {}
@@ -100,6 +101,15 @@ class EngineKind(abc.ABC):
     @abc.abstractmethod
     def not_installed(self) -> ConfigError:
         """Returns the error for a machine without its packages."""
+
+    def check(self, settings: RolloutSettings) -> None:
+        """Raises ConfigError for settings with which no engine of this kind starts."""
+        return None
+
+    def refused_server_flags(self, names: Iterable[str]) -> list[str]:
+        """Returns the flags among `--sglang-NAME` of these names that do not reach it."""
+        taken = self.server_flags
+        return [] if taken is None else [flag_name(f"sglang_{name}") for name in names if name not in taken]
 
     @abc.abstractmethod
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:

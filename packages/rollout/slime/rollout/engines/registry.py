@@ -41,9 +41,10 @@ def choose_engine(settings: RolloutSettings, gpus: Sequence[str], *, assume_inst
             lacking[kind.name] = error
     else:
         raise lacking.popitem()[1]
-    if settings.sglang_args and not kind.takes_server_flags:
-        for name, error in lacking.items():
-            log.warning("no %s engine (%s): --sglang-* flags have no effect on %s", name, error.message, kind.title)
+    kind.check(settings)
+    if refused := kind.refused_server_flags(settings.sglang_args):
+        for error in lacking.values():
+            log.warning("%s ignores %s: %s", kind.title, ", ".join(refused), error.message)
     if settings.rollout_num_gpus is not None and not gpus:
         raise no_gpu_for(settings.rollout_num_gpus)
     return kind

@@ -315,15 +315,19 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
             from slime.rollout.engines.sglang.flags import check
 
             self.sglang_args = check(self.sglang_args)
-            flag = flag_name(f"sglang_{next(iter(self.sglang_args))}")
-            if self.rollout_engine != "auto" and not KINDS[self.rollout_engine].takes_server_flags:
-                raise InvalidSetting.conflict(f"--rollout-engine {self.rollout_engine}", flag, "that flag is SGLang's")
             if self.rollout_external_engine_addrs:
                 raise InvalidSetting.conflict(
-                    flag,
+                    flag_name(f"sglang_{next(iter(self.sglang_args))}"),
                     "--rollout-external-engine-addrs",
                     "external engines were started with flags of their own",
                 )
+        if self.rollout_engine != "auto":
+            kind = KINDS[self.rollout_engine]
+            if refused := kind.refused_server_flags(self.sglang_args):
+                raise InvalidSetting.conflict(
+                    f"--rollout-engine {self.rollout_engine}", refused[0], "that flag is SGLang's"
+                )
+            kind.check(self)
         if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
             raise InvalidSetting.must_be(
                 "--rollout-num-gpus",

@@ -10,7 +10,7 @@ from slime.rollout.chat.syntaxes import calls
 from slime.rollout.chat.syntaxes.base import AnswerParser, CallSyntax, Thinking, schemas_of
 from slime.rollout.chat.syntaxes.blocks import BlockParser
 from slime.rollout.chat.syntaxes.harmony import HarmonyParser
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
 
 HARMONY = "gpt-oss"
 TOOL_CALLS: dict[str, CallSyntax | None] = {
@@ -40,8 +40,15 @@ class AnswerSyntax:
     tool_calls: str | None = None
     reasoning: str | None = None
 
-    def check(self) -> None:
-        """Raises InvalidSetting for two names that no model writes together."""
+    def check(self, unknown: str) -> None:
+        """Raises NotAvailable for a name that is in neither table, with the reason `unknown`, and InvalidSetting for
+        two names that no model writes together."""
+        for flag, name, known in (
+            ("--sglang-tool-call-parser", self.tool_calls, TOOL_CALL_PARSERS),
+            ("--sglang-reasoning-parser", self.reasoning, REASONING_PARSERS),
+        ):
+            if name is not None and name not in known:
+                raise NotAvailable.unavailable(f"{flag} {name}", unknown, f"one of {', '.join(known)}")
         if self.tool_calls and self.reasoning and (self.tool_calls == HARMONY) != (self.reasoning == HARMONY):
             raise InvalidSetting.conflict(
                 f"--sglang-tool-call-parser {self.tool_calls}", f"--sglang-reasoning-parser {self.reasoning}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
+from slime.rollout.chat.syntaxes.registry import AnswerSyntax
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
@@ -21,11 +21,17 @@ T = TypeVar("T")
 PACKAGES = ("torch", "transformers")
 
 
+def _syntax(settings: RolloutSettings) -> AnswerSyntax:
+    args = settings.sglang_args
+    return AnswerSyntax(args.get("tool_call_parser"), args.get("reasoning_parser"))
+
+
 class Embedded(EngineKind):
     name = "embedded"
     title = "the embedded engine"
     fixes = {"returns_experts": "--enable-return-routed-experts"}
     weight_transports = ("tensor", "disk")
+    server_flags = frozenset({"tool_call_parser", "reasoning_parser"})
 
     def is_installed(self) -> bool:
         return not self.missing()
@@ -42,6 +48,9 @@ class Embedded(EngineKind):
         """Returns the packages of the engine that are not installed."""
         return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
+    def check(self, settings: RolloutSettings) -> None:
+        _syntax(settings).check("the embedded engine has no such parser")
+
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
         """Gives the engines the GPUs, if any, in turn."""
         return [[gpus[i % len(gpus)]] if gpus else [] for i in range(engines)]
@@ -53,12 +62,12 @@ class Embedded(EngineKind):
         from slime.rollout.engines.embedded.options import EmbeddedOptions
         from slime.rollout.engines.keys import new_key
 
-        tool_calls, reasoning = (settings.sglang_args.get(f"{name}_parser") for name in ("tool_call", "reasoning"))
+        syntax = _syntax(settings)
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,
             host=settings.rollout_engine_host,
-            tool_call_parser=tool_calls if tool_calls in TOOL_CALL_PARSERS else None,
-            reasoning_parser=reasoning if reasoning in REASONING_PARSERS else None,
+            tool_call_parser=syntax.tool_calls,
+            reasoning_parser=syntax.reasoning,
             device=settings.rollout_engine_device,
             dtype=settings.rollout_engine_dtype,
             threads=settings.rollout_engine_threads,

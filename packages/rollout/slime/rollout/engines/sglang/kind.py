@@ -28,7 +28,7 @@ class SGLang(EngineKind):
     weight_transports = ("ipc", "nccl", "disk")
     needs_gpu = True
     spans_nodes = True
-    takes_server_flags = True
+    server_flags = None
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True
     fixes = {
