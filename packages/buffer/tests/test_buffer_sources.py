@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
+from slime.buffer.sources.evaluation import read_evaluation_files
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 
 
@@ -87,7 +89,14 @@ def test_a_bad_file_names_the_place(tmp_path: Path, text, message):
     path.write_text(text)
     with pytest.raises(InvalidFile, match=message) as error:
         read_dataset(str(path), Columns())
-    assert str(path) in str(error.value)
+    assert str(error.value).startswith("--prompt-data: ") and str(path) in str(error.value)
+
+
+def test_an_empty_evaluation_set_is_named_with_its_flag(tmp_path: Path):
+    (tmp_path / "none.jsonl").write_text("")
+    settings = BufferSettings(eval_prompt_data=["sums", f"{tmp_path}/none.jsonl"])
+    with pytest.raises(InvalidFile, match="^--eval-prompt-data sums: .*none.jsonl: no rows"):
+        read_evaluation_files(settings)
 
 
 def test_bytes_that_are_no_text_name_the_line(tmp_path: Path):

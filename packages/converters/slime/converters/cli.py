@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from slime.converters.megatron.flags import table
+from slime.converters.megatron.flags import MegatronSettings, table
 from slime.converters.settings import (
     GgufToHfSettings,
     HfToGgufSettings,
@@ -22,7 +23,7 @@ from slime.converters.settings import (
     TorchDistToHfSettings,
     VerifySettings,
 )
-from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted, errors_name
 from slime.types.settings import Parser, add_flags, build, wrong_command
 
 USAGE = """usage: slime-convert COMMAND ...
@@ -137,7 +138,8 @@ def _refuse(words: list[str], settings: type, also: Iterable[str] = ()) -> None:
                 f"{flag} belongs to training and has no effect here", field=flag, expected="flags of the model"
             )
         if flag.startswith(("-", "–", "—")):
-            raise UnknownFlag.unknown("option", flag, known)
+            add_flags(parser, MegatronSettings)
+            raise UnknownFlag.unknown("option", flag, parser.flag_names())
         raise InvalidSetting(f"unexpected argument {words[0]!r}", value=words[0])
 
 
@@ -169,7 +171,10 @@ def _hf_to_torch_dist(argv: list[str]) -> int:
 def _torch_dist_to_hf(argv: list[str]) -> int:
     settings, _ = _parse(argv, "torch-dist-to-hf", TorchDistToHfSettings)
     from slime.converters.convert.torch_dist_to_hf import convert
+    from slime.converters.torch_dist.directory import iteration_directory
 
+    with errors_name("--input-dir"):
+        iteration_directory(Path(settings.input_dir))
     convert(settings.input_dir, settings.output_dir, **_hf_options(settings))
     return 0
 

@@ -45,7 +45,8 @@ The constructors of ConfigError word a fault of what a user gave; each class bel
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -206,6 +207,15 @@ class ConfigError(SlimeError):
         rest = "; see --help" if shown.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
         message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(shown)}{_did_you_mean(near) or rest}"
         return cls(message, field=field or str(name), value=name if field else "", expected=near or ", ".join(names))
+
+
+@contextmanager
+def errors_name(flag: str) -> Iterator[None]:
+    """Puts the flag before errors in what it names, a file or a directory, unless they name it already."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error if flag in error.message else error.at(flag) from None
 
 
 class UnknownFlag(ConfigError, ValueError):

@@ -16,7 +16,7 @@ from itertools import islice
 from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
 from slime.buffer.sources.readers import reader_of
 from slime.buffer.sources.reasoning_gym import local_file
-from slime.types.errors import InvalidFile, InvalidSetting
+from slime.types.errors import InvalidFile, InvalidSetting, errors_name
 from slime.types.files import check_readable
 
 
@@ -70,18 +70,36 @@ class Dataset:
 
 
 def read_dataset(
-    source: str, columns: Columns, *, shuffle: bool = False, seed: int = 42, all_columns: bool = True
+    source: str,
+    columns: Columns,
+    *,
+    shuffle: bool = False,
+    seed: int = 42,
+    all_columns: bool = True,
+    flag: str = "--prompt-data",
 ) -> Dataset:
     """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end),
     or `reasoning_gym:NAME` in place of PATH.
 
     all_columns: a column of metadata or tools that is called otherwise than usual must be in some row.
+    flag: the one that names the file.
 
     Raises MissingFile, InvalidFile (broken row, empty file, empty slice) or InvalidSetting (unknown ending).
     """
-    path, rows = split_slice(source)
-    check_readable(path, "prompt data")
-    read = reader_of(path, "--prompt-data")(path)
+    with errors_name(flag):
+        path, prompts = _read(source, columns, all_columns, flag)
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    bounds = source[source.rindex("@[") :] if "@[" in source else ""
+    digest.update(bounds.encode() + columns.identity.encode())
+    return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
+
+
+def _read(source: str, columns: Columns, all_columns: bool, flag: str) -> tuple[str, list[Prompt]]:
+    """Returns the file's path, and the prompts of its rows that `source` names."""
+    path, rows = split_slice(source, flag)
+    check_readable(path, flag)
+    read = reader_of(path, flag)(path)
     if _counts_from_start(rows):
         read = islice(read, rows.start, rows.stop)
         rows = slice(None)
@@ -93,17 +111,13 @@ def read_dataset(
         prompts.append(prompt_of_row(row, columns, path=path, where=where))
     prompts = prompts[rows]
     if not prompts:
-        raise InvalidFile(f"{source}: no rows", field="prompt_data", value=source, expected="at least one row")
+        raise InvalidFile(f"{source}: no rows", field=flag, value=source, expected="at least one row")
     if absent:
         name = min(absent)
         raise InvalidFile(
             f"{source}: no row has a column {name!r}", field=name, value=source, expected="a column of it"
         )
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    bounds = source[source.rindex("@[") :] if "@[" in source else ""
-    digest.update(bounds.encode() + columns.identity.encode())
-    return Dataset(prompts, shuffle=shuffle, seed=seed, digest=digest.hexdigest())
+    return path, prompts
 
 
 def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:

@@ -64,9 +64,8 @@ def read_evaluation_files(settings: BufferSettings) -> dict[str, list[bytes]]:
             set_columns["multimodal_keys"].get(IMAGE),
         )
 
-    return {
-        name: [
-            encode_sample(prompt.to_sample()) for prompt in read_dataset(path, columns(name), all_columns=False).prompts
-        ]
-        for name, path in settings.evaluation_sets().items()
-    }
+    def templates(name: str, path: str) -> list[bytes]:
+        dataset = read_dataset(path, columns(name), all_columns=False, flag=f"--eval-prompt-data {name}")
+        return [encode_sample(prompt.to_sample()) for prompt in dataset.prompts]
+
+    return {name: templates(name, path) for name, path in settings.evaluation_sets().items()}

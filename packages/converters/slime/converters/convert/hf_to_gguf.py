@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.converters.families import read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
-from slime.types.files import check_file_place
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted, errors_name
+from slime.types.files import check_file_place, no_directory
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +44,13 @@ def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress
     check_file_place(target, field="--output")
     if not target.parent.is_dir():
         raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(target))
-    config = read_config(source)
-    architecture, rotates_pairs = _architecture(config)
-    tokenizer = _tokenizer(source)
-    weights = SafetensorsDir(source)
+    if not source.is_dir():
+        raise no_directory(source, "--hf-checkpoint")
+    with errors_name("--hf-checkpoint"):
+        config = read_config(source)
+        architecture, rotates_pairs = _architecture(config)
+        tokenizer = _tokenizer(source)
+        weights = SafetensorsDir(source)
 
     import gguf
 

@@ -18,7 +18,7 @@ from slime.converters.files.safetensors_dir import SHARD_BYTES
 from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.types.directories import whole_directory
-from slime.types.errors import InvalidSetting, counted
+from slime.types.errors import InvalidSetting, counted, errors_name
 
 Progress = Callable[[str], None]
 
@@ -44,7 +44,8 @@ def convert(
     source_dir, target = Path(load), Path(output_dir).absolute()
     origin = source_dir if origin_hf_dir is None else Path(origin_hf_dir)
     with TorchrunRanks() as ranks:
-        config = read_config(origin)
+        with errors_name("--load" if origin_hf_dir is None else "--origin-hf-dir"):
+            config = read_config(origin)
         if megatron_args:
             check_model_args(megatron_args, read_model_config(origin, model_name))
         source = HfSource(source_dir, config)

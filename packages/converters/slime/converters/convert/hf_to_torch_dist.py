@@ -32,7 +32,7 @@ from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_common, write_metadata
 from slime.types.directories import check_replaceable, whole_directory
-from slime.types.errors import InvalidSetting, MissingFile, SlimeError, counted
+from slime.types.errors import InvalidSetting, MissingFile, SlimeError, counted, errors_name
 from slime.types.files import no_directory, write_whole
 
 # A chunk is small because loading a part of one reads all of it.
@@ -103,8 +103,9 @@ def convert(
     target = save / RELEASE
     with TorchrunRanks() as ranks:
         model = read_model(hf_checkpoint, megatron_args or {}, dtype, model_name)
-        source = HfSource(model.path, model.config)
-        source.check(model.parameters(), model.family.ignored(model.config))
+        with errors_name("--hf-checkpoint"):
+            source = HfSource(model.path, model.config)
+            source.check(model.parameters(), model.family.ignored(model.config))
         mark = fingerprint(
             [*source.weights.files, Path(model.path) / "config.json"], {"args": model.args, "dtype": dtype}
         )
@@ -124,7 +125,8 @@ def read_model(
     path = Path(hf_checkpoint)
     if not path.is_dir():
         raise no_directory(path, "--hf-checkpoint")
-    config = read_model_config(path, model_name)
+    with errors_name("--hf-checkpoint"):
+        config = read_model_config(path, model_name)
     check_model_args(dict(megatron_args), dict(config))
     args = model_args(config, megatron_args)
     args.setdefault("padded_vocab_size", padded_vocab_size(args))

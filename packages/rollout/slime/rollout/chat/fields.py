@@ -73,14 +73,19 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def model_name(body: Mapping[str, Any]) -> str:
-    value = body.get("model")
-    return value if isinstance(value, str) else ""
+def common_fields(body: dict[str, Any], sampling: Mapping[str, str], limit: str) -> dict[str, Any]:
+    """Returns arguments of a `ModelRequest` that all protocols read alike. Raises InvalidField.
 
-
-def renamed(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the sampling parameters of a body under SGLang's names. names: protocol's name -> SGLang's."""
-    return {ours: body[name] for name, ours in names.items() if body.get(name) is not None}
+    sampling: protocol's name -> SGLang's. limit: the field that bounds the tokens of an answer.
+    """
+    return {
+        "template_arguments": body.get("chat_template_kwargs"),
+        "max_tokens": whole_number(body, limit),
+        "sampling": {ours: body[name] for name, ours in sampling.items() if body.get(name) is not None},
+        "stream": flag(body, "stream"),
+        "model": body["model"] if isinstance(body.get("model"), str) else "",
+        "body": body,
+    }
 
 
 def text_of(content: Any, field: str, kinds: Collection[str] = ("text",)) -> str:

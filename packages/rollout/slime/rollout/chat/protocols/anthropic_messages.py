@@ -9,13 +9,10 @@ from slime.rollout.chat.fields import (
     Neutral,
     check_body,
     check_names,
-    flag,
+    common_fields,
     is_neutral,
-    model_name,
-    renamed,
     stop_texts,
     text_of,
-    whole_number,
 )
 from slime.rollout.chat.messages import clean
 from slime.rollout.chat.pieces import JSON, Content, Piece, Reasoning, ToolCall
@@ -58,13 +55,8 @@ class Messages:
         return ModelRequest(
             messages=clean([*_system(body), *_messages(body.get("messages"))]),
             tools=_tools(body),
-            template_arguments=body.get("chat_template_kwargs"),
-            max_tokens=whole_number(body, "max_tokens"),
             stops=stop_texts(body, "stop_sequences"),
-            sampling=renamed(body, SAMPLING),
-            stream=flag(body, "stream"),
-            model=model_name(body),
-            body=body,
+            **common_fields(body, SAMPLING, limit="max_tokens"),
         )
 
     def whole(self, request: ModelRequest, answers: Sequence[Answer], model: str) -> JSON:

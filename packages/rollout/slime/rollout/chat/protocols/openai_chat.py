@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.rollout.chat.fields import (
     Neutral,
     check_body,
     check_names,
-    flag,
-    model_name,
-    renamed,
+    common_fields,
     stop_texts,
-    whole_number,
 )
 from slime.rollout.chat.messages import clean
 from slime.rollout.chat.pieces import JSON, Content, Piece, Reasoning, ToolCall
@@ -58,20 +56,26 @@ NEUTRAL: Neutral = {
 WITHOUT_TOOLS = NEUTRAL | {"parallel_tool_calls": (None, False, True)}
 
 
-class Completions:
-    """Answers and errors of both protocols, which differ in their choices."""
+class Completions(abc.ABC):
+    """Answers and errors of both protocols, which differ in their choices.
 
-    kind = ""
-    prefix = ""
+    kind: of object that an answer is; prefix: of its id.
+    """
 
-    def read(self, body: Any) -> ModelRequest:
-        raise NotImplementedError
+    kind: ClassVar[str]
+    prefix: ClassVar[str]
 
-    def choice(self, answer: Answer, log_probs: JSON | None) -> JSON:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def read(self, body: Any) -> ModelRequest: ...
 
-    def log_probs(self, log_probs: LogProbs) -> JSON:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def choice(self, answer: Answer, log_probs: JSON | None) -> JSON: ...
+
+    @abc.abstractmethod
+    def log_probs(self, log_probs: LogProbs) -> JSON: ...
+
+    @abc.abstractmethod
+    def events(self, request: ModelRequest, model: str) -> Events: ...
 
     def head(self, model: str) -> JSON:
         return {"id": new_id(self.prefix), "object": self.kind, "created": int(time.time()), "model": model}
@@ -83,9 +87,6 @@ class Completions:
             choices.append({"index": index} | self.choice(answer, log_probs) | {"logprobs": log_probs})
         metadata = {"weight_version": answers[0].weight_version}
         return self.head(model) | {"choices": choices, "usage": usage(answers), "metadata": metadata}
-
-    def events(self, request: ModelRequest, model: str) -> Events:
-        raise NotImplementedError
 
     def error(self, error: SlimeError, status: int) -> JSON:
         return error_body(error, status)
@@ -102,7 +103,6 @@ class Chat(Completions):
         return ModelRequest(
             messages=clean(body.get("messages")),
             tools=offered(body.get("tools"), body.get("tool_choice")),
-            template_arguments=body.get("chat_template_kwargs"),
             log_probs=bool(body.get("logprobs")),
             **_common(body),
         )
@@ -219,8 +219,9 @@ def _common(body: JSON) -> JSON:
     count = body.get("n")
     if count is not None and (type(count) is not int or not 1 <= count <= 128):
         raise InvalidField("n", count, "a whole number from 1 to 128")
-    stream = flag(body, "stream")
-    if stream and (count or 1) > 1:
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    common = common_fields(body, SAMPLING, limit)
+    if common["stream"] and (count or 1) > 1:
         raise InvalidField("n", count, "1 with stream")
     seed = body.get("seed")
     if seed is not None and type(seed) is not int:
@@ -228,16 +229,10 @@ def _common(body: JSON) -> JSON:
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise InvalidField("stream_options", options, "an object")
-    limit = whole_number(body, "max_completion_tokens")
-    return {
-        "max_tokens": whole_number(body, "max_tokens") if limit is None else limit,
+    return common | {
         "stops": stop_texts(body, "stop"),
-        "sampling": renamed(body, SAMPLING),
         "count": count or 1,
-        "stream": stream,
         "with_usage": bool((options or {}).get("include_usage")),
-        "model": model_name(body),
-        "body": body,
     }
 
 

@@ -10,12 +10,9 @@ from slime.rollout.chat.fields import (
     Neutral,
     check_body,
     check_names,
-    flag,
+    common_fields,
     is_neutral,
-    model_name,
-    renamed,
     text_of,
-    whole_number,
 )
 from slime.rollout.chat.messages import clean
 from slime.rollout.chat.pieces import JSON, Content, Piece, Reasoning, ToolCall
@@ -63,12 +60,7 @@ class Responses:
         return ModelRequest(
             messages=clean([*system, *_messages(body.get("input"))]),
             tools=offered(_tools(body.get("tools")), body.get("tool_choice")),
-            template_arguments=body.get("chat_template_kwargs"),
-            max_tokens=whole_number(body, "max_output_tokens"),
-            sampling=renamed(body, SAMPLING),
-            stream=flag(body, "stream"),
-            model=model_name(body),
-            body=body,
+            **common_fields(body, SAMPLING, limit="max_output_tokens"),
         )
 
     def whole(self, request: ModelRequest, answers: Sequence[Answer], model: str) -> JSON:
