@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rollout_agents_fakes import END, Letters, Speaker
 
+from slime.rollout.agents import in_process
 from slime.rollout.agents.in_process import InProcessAgent
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.generate.group import generate_and_rm
@@ -70,6 +71,15 @@ def slow(base_url, sample):
 async def text(base_url, sample):
     await blocking(base_url, sample)
     return "good"
+
+
+def endless(base_url, sample):
+    """Never looks at its clock, and takes every error for one of its own."""
+    while True:
+        try:
+            time.sleep(0.001)
+        except Exception:
+            pass
 
 
 def stubborn(base_url, sample):
@@ -161,6 +171,44 @@ def test_an_agent_that_fails_costs_its_sample_alone(
     assert sample.status is Sample.Status.FAILED and sample.remove_sample and sample.reward is None
     assert reason in sample.metadata["episode_error"]
     assert name != "slow" or time.monotonic() - started < 60
+
+
+def agent_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "slime-agent"]
+
+
+def test_an_agent_that_goes_on_after_its_time_is_interrupted(
+    play: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "END_SECONDS", 0.05)
+    (sample,) = play("endless", acr_timeout=0.2)
+    assert sample.metadata["episode_error"] == "no result in 0.2 s"
+    for thread in agent_threads():
+        thread.join(20)
+    assert not agent_threads()
+
+
+def test_agents_that_nothing_interrupts_end_the_run_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "END_SECONDS", 0.01)
+    monkeypatch.setattr(in_process, "MOST_HANGING", 2)
+    over = threading.Event()
+
+    async def main() -> None:
+        agent = InProcessAgent(lambda base_url, sample: over.wait(60))
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(agent.play("", Sample(index=1), {}), 0.05)
+        while len(in_process._hanging) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(InvalidSetting, match="--custom-agent-path: 2 episodes have ended"):
+            await agent.play("", Sample(index=1), {})
+        over.set()
+        for thread in agent_threads():
+            await asyncio.to_thread(thread.join, 20)
+        # Those that have ended after all do not count.
+        assert await agent.play("", Sample(index=1), {}) == 1.0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_the_key_of_a_reward_is_that_of_the_call(speaker: Speaker, play: Callable[..., list[Sample]]) -> None:

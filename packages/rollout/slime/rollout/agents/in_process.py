@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import logging
 import math
@@ -13,10 +14,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.types import Sample
-from slime.types.errors import InvalidField, RemoteError, SlimeError
+from slime.types.errors import InvalidField, InvalidSetting, RemoteError, SlimeError
 from slime.types.plugin_contracts import accepted
 
 log = logging.getLogger(__name__)
+
+# Seconds that an agent has to end after it was cancelled. Then its thread is interrupted, as often as this.
+END_SECONDS = 5.0
+# Threads of agents that cannot be ended: each is one that hangs in a call of the system without a timeout.
+MOST_HANGING = 64
+_hanging: set[threading.Thread] = set()
+
+
+class AgentInterrupted(BaseException):
+    """Raised in the thread of an agent that goes on after its episode has ended; no `except Exception` takes it."""
 
 
 class InProcessAgent:
@@ -29,8 +40,16 @@ class InProcessAgent:
     async def play(self, base_url: str, sample: Sample, keywords: Mapping[str, Any]) -> Any:
         """Returns the reward of an episode; None where the agent leaves it to the run.
 
-        Raises RemoteError where the agent raises, InvalidField for a reward that is none.
+        Raises RemoteError where the agent raises, InvalidField for a reward that is none, InvalidSetting where the
+        threads of too many earlier episodes hang.
         """
+        _hanging.intersection_update(threading.enumerate())
+        if len(_hanging) >= MOST_HANGING:
+            raise InvalidSetting(
+                f"--custom-agent-path: {MOST_HANGING} episodes have ended, by their time or with their call, and the "
+                "agent hangs in them where nothing can interrupt it; give its calls a timeout",
+                field="--custom-agent-path", value=MOST_HANGING,
+            )  # fmt: skip
         taken = accepted(self._function, dict(keywords))
         episode = _Episode(lambda: self._function(base_url, sample, **taken))
         try:
@@ -52,6 +71,7 @@ class _Episode:
         self._call = call
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._thread: threading.Thread | None = None
         self._is_over = False
 
     async def run(self) -> Any:
@@ -66,11 +86,14 @@ class _Episode:
             with contextlib.suppress(RuntimeError):
                 waiting.call_soon_threadsafe(_settle, done, result, error)
 
-        threading.Thread(target=work, name="slime-agent", daemon=True).start()
+        self._thread = threading.Thread(target=work, name="slime-agent", daemon=True)
+        self._thread.start()
         try:
             return await done
         finally:
             self._cancel()
+            if done.cancelled():
+                waiting.call_later(END_SECONDS, self._interrupt, waiting)
 
     async def _main(self) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -85,6 +108,22 @@ class _Episode:
         if self._loop is not None and self._task is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _interrupt(self, waiting: asyncio.AbstractEventLoop) -> None:
+        """Raises AgentInterrupted in the thread, at the next line of Python that it comes to."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        if thread not in _hanging:
+            _hanging.add(thread)
+            log.warning("the agent goes on %g s after its episode was ended, and is interrupted", END_SECONDS)
+        # Wakes an event loop that waits, too.
+        self._cancel()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(AgentInterrupted)
+        )
+        # It may be in a call of the system, or take the exception for another.
+        waiting.call_later(END_SECONDS, self._interrupt, waiting)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
