@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, connections, listen
+from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, listen
 from slime.types.errors import DeadlineExceeded, InvalidField, InvalidSetting, SlimeError, Unauthenticated
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -81,9 +82,7 @@ def body(content: bytes, path: str = "/", **headers: Any) -> bytes:
     return head(path, Content_Length=len(content), **{"Content_Type": "application/json"} | headers) + content
 
 
-def test_a_head_that_trickles_is_dropped_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "GRACE_SECONDS", 0.05)
-
+def test_a_head_that_trickles_is_dropped_and_others_are_served() -> None:
     async def scenario() -> None:
         async with serving(guard=Connections(head_seconds=0.2)) as (server, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -106,9 +105,29 @@ def test_a_head_that_trickles_is_dropped_and_others_are_served(monkeypatch: pyte
     asyncio.run(scenario())
 
 
-def test_a_long_request_outlives_the_deadline_of_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "GRACE_SECONDS", 0.0)
+def test_a_server_that_is_starved_drops_no_request() -> None:
+    """Each turn of its loop takes longer than the deadline of a head."""
 
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        is_over = False
+
+        def hold_up() -> None:
+            time.sleep(0.05)
+            if not is_over:
+                loop.call_soon(hold_up)
+
+        async with serving(guard=Connections(head_seconds=0.04)) as (_, port):
+            hold_up()
+            try:
+                assert await asyncio.gather(*(ask(port, body(b"12")) for _ in range(5))) == [(200, "2")] * 5
+            finally:
+                is_over = True
+
+    asyncio.run(scenario())
+
+
+def test_a_long_request_outlives_the_deadline_of_its_head() -> None:
     async def scenario() -> None:
         async with serving(guard=Connections(head_seconds=0.1)) as (server, port):
             waiting = asyncio.create_task(ask(port, body(b"123", "/wait")))

@@ -15,8 +15,9 @@ MOST = 4096
 # Open files of the process that are not connections.
 OTHER_FILES = 128
 HEAD_SECONDS = 10.0
-# After that: a head that came while the event loop was held up is read by then.
-GRACE_SECONDS = 1.0
+# The deadline of a head passes in so many ticks. A loop that is held up counts few of them, and between two it reads
+# what has come: time in which nothing could be read is not the client's.
+TICKS = 10
 # Seconds for which aiohttp keeps idle connections, and unread bodies.
 KEEP_ALIVE_SECONDS = 60.0
 LINGERING_SECONDS = 2.0
@@ -98,12 +99,15 @@ class _Connection(asyncio.Protocol):
         self._requests -= 1
 
     def _wait_for_head(self) -> None:
-        owner = self._connections
-        self._timer = asyncio.get_running_loop().call_later(owner.head_seconds, self._late)
-        owner.waiting[self] = None
+        self._connections.waiting[self] = None
+        self._tick(TICKS)
 
-    def _late(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self.drop)
+    def _tick(self, left: int) -> None:
+        if not left:
+            self.drop()
+            return
+        seconds = self._connections.head_seconds / TICKS
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick, left - 1)
 
     def _stop_waiting(self) -> None:
         self._connections.waiting.pop(self, None)

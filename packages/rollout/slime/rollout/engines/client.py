@@ -55,7 +55,7 @@ class EngineClient(EngineHTTP):
             body["stream"] = True
             output = await self.follow("/generate", body, on_output, headers=headers, timeout_seconds=timeout)
             return _whole(output, self.name)
-        return await self.post("/generate", body, headers=headers, timeout_seconds=timeout)
+        return await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
 
     async def chat(self, body: Mapping[str, Any], timeout_seconds: float | None = None) -> JSON:
         """POST /v1/chat/completions."""
@@ -65,19 +65,20 @@ class EngineClient(EngineHTTP):
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request `rid`, or all of them without one; each answers with what it has and finish reason "abort"."""
-        await self.post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
+        body = {"rid": rid} if rid is not None else {"abort_all": True}
+        await self.post("/abort_request", body, repeatable=True)
 
     async def pause(self, mode: str = "abort") -> None:
         """abort: ends what runs; retract: starts it over later; in_place: freezes it. New requests wait."""
-        await self.post("/pause_generation", {"mode": mode})
+        await self.post("/pause_generation", {"mode": mode}, repeatable=True)
 
     async def continue_(self) -> None:
-        await self.post("/continue_generation", {})
+        await self.post("/continue_generation", {}, repeatable=True)
 
     async def flush_cache(self, wait_seconds: float = 0.0) -> None:
         """Drops the prefix cache. Raises InvalidField where requests still run after so long."""
         path = f"/flush_cache?timeout={wait_seconds:g}" if wait_seconds else "/flush_cache"
-        await self.post(path, {}, timeout_seconds=self.timeout_seconds + wait_seconds)
+        await self.post(path, {}, timeout_seconds=self.timeout_seconds + wait_seconds, repeatable=True)
 
     async def weight_version(self) -> str:
         return str((await self.model_info())["weight_version"])

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 
 from slime.rollout.engines.keys import bearer
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError, Unauthenticated
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 # SGLang closes a connection that was idle for 5 s; a POST that meets the closing end is lost, and is not sent again.
 KEEP_ALIVE_SECONDS = 2.0
+# A starved server may lose a connection all the same. Times that a request is sent again, and seconds before.
+REPEATS, REPEAT_SECONDS = 2, 0.1
 
 
 def _fast_parser() -> Callable[[bytes], Any]:
@@ -66,20 +74,30 @@ class EngineHTTP:
         *,
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
+        repeatable: bool = False,
     ) -> Any:
-        return await self.call("POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds)
+        """repeatable: as of `call`."""
+        return await self.call(
+            "POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds, repeatable=repeatable
+        )
 
-    async def call(self, method: str, path: str, *, timeout_seconds: float | None = None, **request: Any) -> Any:
+    async def call(
+        self, method: str, path: str, *, timeout_seconds: float | None = None, repeatable: bool = False, **request: Any
+    ) -> Any:
         """Returns the answer's JSON, or {"message": text}: SGLang answers some calls with text, or with nothing.
 
+        repeatable: twice is as good as once, so a request whose connection is lost before its answer is sent again.
         request: what aiohttp takes.
         """
         seconds = timeout_seconds or self.timeout_seconds
+
+        async def send() -> tuple[aiohttp.ClientResponse, bytes]:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._opened().request(method, self.url + path, timeout=timeout, **request) as response:
+                return response, await response.read()
+
         with self._explained(method, path, seconds):
-            async with self._opened().request(
-                method, self.url + path, timeout=aiohttp.ClientTimeout(total=seconds), **request
-            ) as response:
-                body = await response.read()
+            response, body = await self._repeated(send) if repeatable else await send()
         if response.status >= 400:
             raise self._refusal(method, path, response.status, body)
         try:
@@ -103,12 +121,15 @@ class EngineHTTP:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float,
     ) -> Any:
-        """Returns the last of the server-sent events that a POST is answered with.
+        """Returns the last of the server-sent events that a POST is answered with. One that is lost before its first
+        event is sent again.
 
         on_event: gets each, but of several that arrive together only the last: it says all that those before it said.
         """
         last: Any = None
-        with self._explained("POST", path, timeout_seconds):
+
+        async def send() -> None:
+            nonlocal last
             timeout = aiohttp.ClientTimeout(total=timeout_seconds)
             async with self._opened().post(self.url + path, json=body, headers=headers, timeout=timeout) as response:
                 if response.status >= 400:
@@ -123,9 +144,23 @@ class EngineHTTP:
                         if "error" in last:
                             raise self._refusal("POST", path, 500, text)
                         on_event(last)
+
+        with self._explained("POST", path, timeout_seconds):
+            await self._repeated(send, lambda: last is None)
         if last is None:
             raise EngineError(f"engine {self.name} answered POST {path} with no event", field=self.name, value=path)
         return last
+
+    async def _repeated(self, send: Callable[[], Awaitable[T]], may_repeat: Callable[[], bool] = lambda: True) -> T:
+        for _ in range(REPEATS):
+            try:
+                return await send()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError) or not may_repeat():
+                    raise
+                log.info("engine %s lost a request, which is sent again: %s", self.name, error)
+            await asyncio.sleep(REPEAT_SECONDS)
+        return await send()
 
     @contextlib.contextmanager
     def _explained(self, method: str, path: str, seconds: float) -> Iterator[None]:
