@@ -143,6 +143,8 @@ SHOWN_BY: dict[str, str] = {
     "test_the_policy_becomes_the_reference_model",
     "log_probs_max_tokens_per_gpu": "packages/trainer/tests/test_trainer_schedules.py::"
     "test_how_passes_are_made_changes_nothing",
+    "rollout_engine_max_total_tokens": "packages/rollout/tests/test_rollout_engine_memory.py::"
+    "test_engines_on_one_machine_share_half_of_its_memory",
 }
 # Flag -> the words of its help, for defaults that the tests below show. The names are those of the tests' `states`.
 WORDS: dict[str, str] = {}

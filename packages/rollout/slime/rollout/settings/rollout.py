@@ -209,6 +209,12 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_engine_max_running_requests: int = setting(
         256, "Most sequences that an embedded engine decodes together", minimum=1
     )
+    rollout_engine_max_total_tokens: int | None = setting(
+        None,
+        "Most tokens, of all running sequences together, whose keys and values an embedded engine holds; more "
+        "sequences wait (default: as many as half of the memory holds, which engines that share it divide)",
+        minimum=1,
+    )
     rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
     sglang_server_concurrency: int = setting(512, "Most samples in flight per engine", minimum=1)
     sglang_router_request_timeout_secs: int = setting(14400, "Seconds that one generation request may take", minimum=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKAGES = ("torch", "transformers")
+# Part of a memory that the engines which share it may fill with keys and values.
+MEMORY_FRACTION = 0.5
 
 
 def _syntax(settings: RolloutSettings) -> AnswerSyntax:
@@ -63,6 +66,10 @@ class Embedded(EngineKind):
         from slime.rollout.engines.keys import new_key
 
         syntax = _syntax(settings)
+        shares = self.divide(gpus, settings.rollout_num_engines, settings.rollout_num_gpus_per_engine)
+        on_gpus = len(gpus) if settings.rollout_engine_device != "cpu" else 0
+        # Engines here that keys and values of one memory are divided among.
+        sharing = math.ceil(len(shares) / max(1, on_gpus))
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,
             host=settings.rollout_engine_host,
@@ -73,10 +80,11 @@ class Embedded(EngineKind):
             threads=settings.rollout_engine_threads,
             enable_return_routed_experts=settings.use_rollout_routing_replay,
             max_running_requests=settings.rollout_engine_max_running_requests,
+            max_total_tokens=settings.rollout_engine_max_total_tokens,
+            memory_fraction=MEMORY_FRACTION / sharing,
             deterministic=settings.deterministic,
             random_seed=settings.rollout_seed,
         )
-        shares = self.divide(gpus, settings.rollout_num_engines, settings.rollout_num_gpus_per_engine)
         return [
             partial(
                 start_embedded,

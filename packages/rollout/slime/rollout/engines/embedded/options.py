@@ -53,9 +53,16 @@ class EmbeddedOptions:
     max_prefill_tokens: int = setting(16384, "Most prompt tokens, padding included, in one forward pass", minimum=1)
     max_total_tokens: int | None = setting(
         None,
-        "Most tokens of running sequences whose keys and values are held, in models that sequences join while they "
-        "run; more wait. As many as half of the memory holds by default",
+        "Most tokens of running sequences, padding included, whose keys and values are held; more wait. As many as "
+        "--memory-fraction holds by default",
         minimum=1,
+    )
+    memory_fraction: float = setting(
+        0.5,
+        "Part of the memory of the machine, or of the GPU, that keys and values may fill: the weights and other "
+        "processes need theirs",
+        above=0,
+        maximum=1,
     )
     gather_ms: float = setting(
         2.0, "Milliseconds that an idle engine waits for more requests to batch with the first", minimum=0

@@ -39,14 +39,18 @@ class ContinuousBatch(Batch):
     joinable = True
 
     def __init__(
-        self, loaded: Loaded, dense: DenseModel, rng: np.random.Generator, max_tokens: int | None = None
+        self,
+        loaded: Loaded,
+        dense: DenseModel,
+        rng: np.random.Generator,
+        max_tokens: int | None = None,
+        fraction: float = 0.5,
     ) -> None:
-        """max_tokens: of all sequences together; as many as memory holds by default."""
+        """max_tokens: of all sequences together; None: as many as this fraction of the memory holds."""
         super().__init__(loaded, rng)
         self._dense = dense
         self._cache = dense.cache()
-        self._max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes)
-        self._left: list[Response] = []
+        self._max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes, fraction)
         self._rows: list[_Row] = []
         self._joining: list[Response] = []
 
@@ -56,12 +60,8 @@ class ContinuousBatch(Batch):
         return [response for response in every if response.finish_reason is None]
 
     @property
-    def free_tokens(self) -> int | None:
+    def free_tokens(self) -> int:
         return max(0, self._max_tokens - sum(response.planned_tokens for response in self.running))
-
-    def take_back(self) -> list[Response]:
-        left, self._left = self._left, []
-        return left
 
     def add(self, responses: Sequence[Response]) -> None:
         self._joining += responses

@@ -28,6 +28,7 @@ class Batch(ABC):
         self._tokenizer = loaded.tokenizer
         self._eos = loaded.eos_ids
         self._rng = rng
+        self._left: list[Response] = []
 
     @property
     @abstractmethod
@@ -38,13 +39,14 @@ class Batch(ABC):
         return not self.running
 
     @property
-    def free_tokens(self) -> int | None:
-        """Tokens of new sequences that there is memory for besides; None where nobody counts."""
-        return None
+    @abstractmethod
+    def free_tokens(self) -> int:
+        """Tokens of new sequences that there is memory for besides."""
 
     def take_back(self) -> list[Response]:
-        """Returns those that had to leave for want of memory, to be added again later."""
-        return []
+        """Returns those that had to leave for want of memory since the last call, to be added again later."""
+        left, self._left = self._left, []
+        return left
 
     @abstractmethod
     def add(self, responses: Sequence[Response]) -> None:

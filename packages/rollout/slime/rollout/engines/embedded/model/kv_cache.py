@@ -20,8 +20,6 @@ import torch
 from slime.types.errors import EngineError
 
 SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
-# Part of the machine's memory that keys and values may fill: the weights and the trainer need theirs.
-MEMORY_FRACTION = 0.5
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LINUX = sys.platform == "linux"
 # Linux does not count such a mapping against the memory that it has promised; Python 3.11 has no name for the flag.
@@ -97,9 +95,11 @@ class KvCache:
         return mapped, torch.frombuffer(mapped, dtype=self._dtype).view(shape)
 
 
-def tokens_in_memory(token_bytes: int) -> int:
-    """Returns how many tokens fill the part of the machine's memory, or of its container's, that they may."""
+def tokens_in_memory(token_bytes: int, fraction: float, device: torch.device | None = None) -> int:
+    """Returns how many tokens fill this part of the GPU's memory, or else of the machine's or of its container's."""
     memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    if MEMORY_LIMIT.is_file() and (limit := MEMORY_LIMIT.read_text().strip()).isdigit():
+    if device is not None and device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif MEMORY_LIMIT.is_file() and (limit := MEMORY_LIMIT.read_text().strip()).isdigit():
         memory = min(memory, int(limit))
-    return max(1, int(memory * MEMORY_FRACTION) // token_bytes)
+    return max(1, int(memory * fraction) // token_bytes)

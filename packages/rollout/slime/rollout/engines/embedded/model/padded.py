@@ -2,6 +2,8 @@
 
 U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was
 decoded. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
+Keys and values are a rectangle of B x T tokens. Where that gets more than memory is planned for, the shortest sequences
+leave, and go on from their tokens in a later batch.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import torch
 
 from slime.rollout.engines.embedded.model.decode import Batch
 from slime.rollout.engines.embedded.model.images import embed_images, grid_positions
+from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 
 # Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
 COMPACT_FRACTION = 0.25
+# Where rows have to leave, this part of those that fit leaves too: one row in each step would be a copy in each step.
+SLACK_FRACTION = 0.125
 
 
 class PaddedBatch(Batch):
@@ -26,9 +31,13 @@ class PaddedBatch(Batch):
 
     joinable = False
 
-    def __init__(self, loaded: Loaded, rng: np.random.Generator) -> None:
+    def __init__(
+        self, loaded: Loaded, rng: np.random.Generator, max_tokens: int | None = None, fraction: float = 0.5
+    ) -> None:
+        """max_tokens: of the rectangle; None: as many as this fraction of the memory holds."""
         super().__init__(loaded, rng)
         self._model = loaded.model
+        self._max_tokens = max_tokens or tokens_in_memory(token_bytes(self._model), fraction, self._model.device)
         self._vision = loaded.vision
         self._routing = loaded.routing
         self._device = next(self._model.parameters()).device
@@ -41,6 +50,10 @@ class PaddedBatch(Batch):
     @property
     def running(self) -> list[Response]:
         return [s for s in self._rows if s.finish_reason is None]
+
+    @property
+    def free_tokens(self) -> int:
+        return self._max_tokens
 
     def add(self, responses: Sequence[Response]) -> None:
         assert self._cache is None
@@ -112,16 +125,35 @@ class PaddedBatch(Batch):
         return output.logits[:, -1]
 
     def _compact(self) -> None:
+        assert self._mask is not None
         kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
-        if len(self._rows) - len(kept) < max(1, COMPACT_FRACTION * len(self._rows)):
+        fitting = max(1, self._max_tokens // (self._mask.shape[1] + 1))
+        if len(kept) > fitting:
+            # The shortest cost least to compute again, and the others come to their end.
+            longest = sorted(kept, key=lambda i: len(self._rows[i].key[1]), reverse=True)
+            staying = max(1, fitting - int(SLACK_FRACTION * fitting))
+            self._left += [self._rows[i] for i in longest[staying:]]
+            kept = sorted(longest[:staying])
+        elif len(self._rows) <= fitting and len(self._rows) - len(kept) < max(1, COMPACT_FRACTION * len(self._rows)):
             return
         chosen = torch.tensor(kept, device=self._device)
         self._cache.batch_select_indices(chosen)
-        assert self._mask is not None
         self._mask = self._mask[chosen]
         if self._ahead is not None:
             self._ahead = self._ahead[chosen]
         self._rows = [self._rows[i] for i in kept]
+
+
+def token_bytes(model: Any) -> int:
+    """Returns the bytes of a token's keys and values in all layers, as the model's configuration describes them."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    numbers = 2 * heads * head_dim
+    if getattr(text, "kv_lora_rank", None):
+        # Latent attention keeps one compressed vector for all heads.
+        numbers = text.kv_lora_rank + text.qk_rope_head_dim
+    return int(text.num_hidden_layers) * numbers * model.dtype.itemsize
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:

@@ -41,23 +41,31 @@ STOPPING = "the engine is stopping"
 
 
 class _Room:
-    """A batch that is being filled, up to its limits. cache_tokens: planned tokens of what it takes, None for any."""
+    """A batch that is being filled, up to its limits.
 
-    def __init__(self, sequences: int, prefill_tokens: int, cache_tokens: int | None, *, is_new: bool) -> None:
+    cache_tokens: planned tokens of all that it takes; padded: each counts as many as the longest.
+    """
+
+    def __init__(
+        self, sequences: int, prefill_tokens: int, cache_tokens: int, *, is_new: bool, padded: bool = False
+    ) -> None:
         self.responses: list[Response] = []
         self._sequences = sequences
         self._cache_tokens = cache_tokens
         self._is_new = is_new
+        self._padded = padded
         self._tokens = prefill_tokens
         self._prompts: set[tuple[str, tuple[int, ...]]] = set()
         self._longest = 0
+        self._planned: list[int] = []
 
     def take(self, response: Response) -> bool:
         """Adds it if it fits. The first prompt of a pass always does, and the first sequence of a batch in memory."""
-        planned = response.planned_tokens
-        if self._cache_tokens is not None and planned > self._cache_tokens and (self.responses or not self._is_new):
+        planned = [*self._planned, response.planned_tokens]
+        total = max(planned) * len(planned) if self._padded else sum(planned)
+        if total > self._cache_tokens and (self.responses or not self._is_new):
             return False
-        prompt = response.media_id, tuple(response.prompt_ids)
+        prompt = response.key
         longest = max(self._longest, len(prompt[1]))
         padded = longest * (len(self._prompts) + (prompt not in self._prompts))
         if self.responses and (len(self.responses) >= self._sequences or padded > self._tokens):
@@ -65,8 +73,7 @@ class _Room:
         self.responses.append(response)
         self._prompts.add(prompt)
         self._longest = longest
-        if self._cache_tokens is not None:
-            self._cache_tokens -= planned
+        self._planned = planned
         return True
 
 
@@ -233,7 +240,8 @@ class Scheduler:
             return
         is_new = batch is None
         batch = batch or self._new_batch()
-        room = _Room(free, self._options.max_prefill_tokens, batch.free_tokens, is_new=is_new)
+        padded = not batch.joinable
+        room = _Room(free, self._options.max_prefill_tokens, batch.free_tokens, is_new=is_new, padded=padded)
         for request in self._requests:
             while request.waiting and room.take(request.waiting[0]):
                 request.waiting.popleft()
@@ -247,9 +255,10 @@ class Scheduler:
         batch.add(room.responses)
 
     def _new_batch(self) -> Batch:
+        limits = self._options.max_total_tokens, self._options.memory_fraction
         if self._dense is not None:
-            return ContinuousBatch(self._loaded, self._dense, self._rng, self._options.max_total_tokens)
-        return PaddedBatch(self._loaded, self._rng)
+            return ContinuousBatch(self._loaded, self._dense, self._rng, *limits)
+        return PaddedBatch(self._loaded, self._rng, *limits)
 
     def _step(self, batch: Batch) -> None:
         # Before the step: one that fails half-way may have lost those who were about to join.
