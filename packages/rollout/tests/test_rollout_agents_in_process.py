@@ -205,7 +205,7 @@ def test_agents_that_nothing_interrupts_end_the_run_before_they_are_too_many(mon
         over.set()
         for thread in agent_threads():
             await asyncio.to_thread(thread.join, 20)
-        # Those that have ended after all do not count.
+        # Threads that have ended after all do not count.
         assert await agent.play("", Sample(index=1), {}) == 1.0
 
     asyncio.run(asyncio.wait_for(main(), 60))
