@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -116,3 +117,25 @@ def test_a_wrong_file_of_settings_is_refused(
 ) -> None:
     assert cli.main(["train", *words]) == 2
     assert capsys.readouterr().err.startswith(f"slime: error: {message}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["slime.launcher.cli"],
+        ["slime.converters.cli"],
+        ["slime.buffer.cli"],
+        ["slime.buffer.cli", "groups"],
+        ["slime.rollout.cli"],
+        ["slime.trainer.cli"],
+    ],
+    ids=" ".join,
+)
+def test_every_program_lists_its_commands_in_one_way(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    module, *command = words
+    assert importlib.import_module(module).main([*command, "--help"]) == 0
+    usage, _, rest = capsys.readouterr().out.partition("\n\ncommands:\n")
+    commands, _, note = rest.partition("\n\n")
+    assert usage.startswith("usage: slime") and re.match(r"`slime.* COMMAND --help` describes a command", note)
+    for line in commands.splitlines():
+        assert re.fullmatch(r"  [a-z-]+  +[A-Z][^\n]*[^.\n]", line), line

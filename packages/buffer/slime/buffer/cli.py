@@ -14,13 +14,19 @@ from slime.types.errors import ConfigError, SlimeError, counted
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
-from slime.types.settings import REQUIRED, Parser, parse, setting, wrong_command
+from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
 
 PROG = "slime-buffer"
 DIRECTORY_COMMANDS = {
-    "check": "Read the database and every payload of a buffer that is not served; exit code 1 if there is a problem.",
-    "repair": "Move payloads that no group names to lost+found, and take unreadable groups out of the run.",
-    "backup": "Copy a buffer, even while it serves: first the database, then the payloads that it names.",
+    "check": "Read the database and every payload of a buffer that is not served; exit code 1 if there is a problem",
+    "repair": "Move payloads that no group names to DIR/lost+found, and take unreadable groups out of the run",
+    "backup": "Copy a buffer, even while it is served, to the new directory DEST",
+}
+COMMANDS = {
+    "serve": "Serve a data buffer over gRPC",
+    "groups": "List groups, show their samples, or take groups out of a run",
+    **DIRECTORY_COMMANDS,
+    "token": "Print the token of a role, derived from the token of the service in FILE",
 }
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
        {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR) ...
@@ -29,12 +35,9 @@ USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port 
        {PROG} backup DIR DEST
        {PROG} token {{{",".join(Role)}}} --token-file FILE
 
-  serve   Serve a data buffer over gRPC; `serve --help` lists all flags.
-  groups  List groups, show their samples, or take groups out of a run; see `groups --help`.
-  check   Read the database and every payload of a buffer that is not served; exit code 1 if there is a problem.
-  repair  Move payloads that no group names to DIR/lost+found, and take unreadable groups out of the run.
-  backup  Copy a buffer, even while it is served, to the new directory DEST.
-  token   Print the token of a role, derived from the token of the service in FILE."""
+{command_list(COMMANDS)}
+
+`{PROG} COMMAND --help` describes a command."""
 
 
 @dataclass(kw_only=True)
@@ -58,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in DIRECTORY_COMMANDS:
             return look_after_directory(words[0], words[1:])
         if words[:1] != ["serve"]:
-            raise wrong_command(words, ["serve", "groups", *DIRECTORY_COMMANDS, "token"])
+            raise wrong_command(words, COMMANDS)
         settings, rpc = parse(
-            words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description="Serve a data buffer over gRPC."
+            words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description=f"{COMMANDS['serve']}."
         )
         return serve_until_signal(settings, rpc)
     except SlimeError as error:
@@ -88,7 +91,7 @@ def serve_until_signal(settings: BufferSettings, rpc: RpcSettings) -> int:
 def look_after_directory(command: str, words: Sequence[str]) -> int:
     from slime.buffer.maintenance import directory
 
-    parser = Parser(prog=f"{PROG} {command}", description=DIRECTORY_COMMANDS[command])
+    parser = Parser(prog=f"{PROG} {command}", description=f"{DIRECTORY_COMMANDS[command]}.")
     parser.add_argument("directory", metavar="DIR", type=Path, help="Directory of the buffer (its --buffer-dir)")
     if command == "backup":
         parser.add_argument("target", metavar="DEST", type=Path, help="Directory to create; it must not exist")

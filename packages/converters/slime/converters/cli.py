@@ -24,19 +24,21 @@ from slime.converters.settings import (
     VerifySettings,
 )
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted, errors_name
-from slime.types.settings import Parser, add_flags, build, wrong_command
+from slime.types.settings import Parser, add_flags, build, command_list, wrong_command
 
-USAGE = """usage: slime-convert COMMAND ...
+COMMANDS = {
+    "hf-to-torch-dist": "Convert a Hugging Face directory into a torch_dist checkpoint of Megatron",
+    "torch-dist-to-hf": "Convert a torch_dist checkpoint into a Hugging Face directory",
+    "to-hf": "Convert any checkpoint of a training run into a Hugging Face directory",
+    "gguf-to-hf": "Convert a GGUF file into a Hugging Face directory",
+    "hf-to-gguf": "Convert a Hugging Face directory into a GGUF file",
+    "model-args": "Write Megatron's flags of a model, or compare a file of them with the model",
+    "inspect": "Print names, shapes and types of the tensors in a directory or file",
+    "verify": "Compare the tensors of two directories or files",
+}
+USAGE = f"""usage: slime-convert COMMAND ...
 
-commands:
-  hf-to-torch-dist   convert a Hugging Face directory into a torch_dist checkpoint of Megatron
-  torch-dist-to-hf   convert a torch_dist checkpoint into a Hugging Face directory
-  to-hf              convert any checkpoint of a training run into a Hugging Face directory
-  gguf-to-hf         convert a GGUF file into a Hugging Face directory
-  hf-to-gguf         convert a Hugging Face directory into a GGUF file
-  model-args         write Megatron's flags of a model, or compare a file of them with the model
-  inspect            print names, shapes and types of the tensors in a directory or file
-  verify             compare the tensors of two directories or files
+{command_list(COMMANDS)}
 
 `slime-convert COMMAND --help` describes a command.
 """

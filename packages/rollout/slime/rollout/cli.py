@@ -15,14 +15,17 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
 from slime.types.errors import ConfigError, SlimeError
 from slime.types.rpc import RpcSettings
-from slime.types.settings import REQUIRED, parse, setting, wrong_command
+from slime.types.settings import REQUIRED, command_list, parse, setting, wrong_command
 
-USAGE = """usage: slime-rollout {serve,generate} [flags]
+COMMANDS = {
+    "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
+    "generate": "Generate and score samples for the prompts of a jsonl file, without a buffer",
+}
+USAGE = f"""usage: slime-rollout COMMAND ...
 
-  serve      Lease prompts from a buffer, generate and score samples, and complete their groups there.
-  generate   Generate and score samples for the prompts of a jsonl file, without a buffer.
+{command_list(COMMANDS)}
 
-`slime-rollout COMMAND --help` lists the flags."""
+`slime-rollout COMMAND --help` describes a command."""
 
 
 @dataclass(kw_only=True)

@@ -16,14 +16,15 @@ from slime.types.addresses import check_address, parse_address
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
 from slime.types.setting_values import flag_name
-from slime.types.settings import parse, setting, wrong_command
+from slime.types.settings import command_list, parse, setting, wrong_command
 
-USAGE = """\
+COMMANDS = {"serve": "Train on the steps of a buffer and push the weights to the engines: one process for each rank"}
+USAGE = f"""\
 usage: slime-trainer serve --hf-checkpoint DIR --buffer-address HOST:PORT --rollout-address HOST:PORT ...
 
-  serve   Train on the steps of a buffer and push the weights to the engines: one process for each rank.
+{command_list(COMMANDS)}
 
-`slime-trainer serve --help` lists the flags."""
+`slime-trainer COMMAND --help` describes a command."""
 
 
 def _environment_int(name: str, default: int) -> int:
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     if arguments[:1] != ["serve"]:
-        print(f"slime-trainer: error: {wrong_command(arguments, ['serve'])}", file=sys.stderr)
+        print(f"slime-trainer: error: {wrong_command(arguments, COMMANDS)}", file=sys.stderr)
         return 2
     try:
         settings, megatron, rpc, place = parse(

@@ -163,6 +163,12 @@ def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "comma
     return InvalidSetting.required(f"a {kind}", f"one of {', '.join(known)}; see --help")
 
 
+def command_list(commands: Mapping[str, str]) -> str:
+    """Returns the part of a usage text that says what each command does: a phrase that begins with a capital."""
+    width = max(map(len, commands)) + 2
+    return "\n".join(["commands:", *(f"  {name:<{width}}{about}" for name, about in commands.items())])
+
+
 def _worded(message: str) -> InvalidSetting:
     """Returns the error for a message of argparse, in the words of other errors."""
     if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):

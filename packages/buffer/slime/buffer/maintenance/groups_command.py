@@ -18,15 +18,15 @@ from slime.types.clients import BufferClient
 from slime.types.errors import InvalidField, MissingFile, Unauthenticated, counted
 from slime.types.rpc import RpcSettings
 from slime.types.sample.validate import validate_finished
-from slime.types.settings import Parser, wrong_command
+from slime.types.settings import Parser, command_list, wrong_command
 
 SHOWN_TEXT = 500
 COLUMNS = ("group", "state", "step", "samples", "bytes", "attempt", "worker", "reason")
 ACTIONS = {
-    "list": "List groups, without their samples.",
-    "show": "Print groups and their samples as JSON, with what makes a sample impossible to train.",
-    "reject": "Take groups out of the run and delete their samples.",
-    "quarantine": "Take groups out of the run and keep their samples.",
+    "list": "List groups, without their samples",
+    "show": "Print groups and their samples as JSON, with what makes a sample impossible to train",
+    "reject": "Take groups out of the run and delete their samples",
+    "quarantine": "Take groups out of the run and keep their samples",
 }
 SEALED_AGAIN = (
     "If a group is sealed, its step and all later ones lose their plans and are sealed again with the next groups: do "
@@ -57,12 +57,12 @@ def main(words: Sequence[str], prog: str) -> int:
 
 
 def usage(prog: str) -> str:
-    lines = [f"usage: {prog} {{{','.join(ACTIONS)}}} (--address HOST:PORT | --buffer-dir DIR) ...", ""]
-    return "\n".join(lines + [f"  {action:<12}{text}" for action, text in ACTIONS.items()])
+    synopsis = f"usage: {prog} {{{','.join(ACTIONS)}}} (--address HOST:PORT | --buffer-dir DIR) ..."
+    return f"{synopsis}\n\n{command_list(ACTIONS)}\n\n`{prog} COMMAND --help` describes a command."
 
 
 def _parser(action: str, prog: str) -> Parser:
-    about = ACTIONS[action]
+    about = f"{ACTIONS[action]}."
     if action in ("reject", "quarantine"):
         about += " " + SEALED_AGAIN
     parser = Parser(prog=prog, description=about)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slime.types.settings import Parser, wrong_command
+from slime.types.settings import Parser, command_list, wrong_command
 
 
 class Command(NamedTuple):
@@ -22,25 +22,25 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "init": Command("slime.launcher.cli.init", "write a small project that trains as it is"),
-    "train": Command("slime.launcher.cli.train", "train a policy; --dry-run prints the plan of a run"),
+    "init": Command("slime.launcher.cli.init", "Write a small project that trains as it is"),
+    "train": Command("slime.launcher.cli.train", "Train a policy; --dry-run prints the plan of a run"),
     "train-async": Command(
         "slime.launcher.cli.train",
-        "train while the next rollout is generated; --fully-async generates without pause",
+        "Train while the next rollout is generated; --fully-async generates without pause",
     ),
-    "resume": Command("slime.launcher.cli.resume", "go on from the newest checkpoint of a run"),
-    "eval": Command("slime.launcher.cli.evaluate", "score a model on data: mean, error and every response"),
-    "chat": Command("slime.launcher.cli.chat", "talk to a model in the terminal"),
-    "export": Command("slime.launcher.cli.export", "write a model for Hugging Face or llama.cpp"),
+    "resume": Command("slime.launcher.cli.resume", "Go on from the newest checkpoint of a run"),
+    "eval": Command("slime.launcher.cli.evaluate", "Score a model on data: mean, error and every response"),
+    "chat": Command("slime.launcher.cli.chat", "Talk to a model in the terminal"),
+    "export": Command("slime.launcher.cli.export", "Write a model for Hugging Face or llama.cpp"),
     "doctor": Command(
-        "slime.launcher.doctor.command", "check this machine, and what the flags of a run name, before it costs money"
+        "slime.launcher.doctor.command", "Check this machine, and what the flags of a run name, before it costs money"
     ),
     "show": Command(
         "slime.launcher.show.command",
-        "look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE",
+        "Look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE",
     ),
-    "runs": Command("slime.launcher.show.command", "list runs with their state, reward and scores"),
-    "compare": Command("slime.launcher.show.command", "show the settings and metrics of two or more runs side by side"),
+    "runs": Command("slime.launcher.show.command", "List runs with their state, reward and scores"),
+    "compare": Command("slime.launcher.show.command", "Show the settings and metrics of two or more runs side by side"),
 }
 # Parts of the system with commands of their own: slime-buffer, ...
 SERVICES = ("buffer", "rollout", "trainer", "convert")
@@ -50,14 +50,10 @@ PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:<{width}}{command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: slime COMMAND ...", "", "commands:", *lines, "",
-            "`slime COMMAND --help` describes a command; `slime --version` prints the versions.", "",
-        ]
-    )  # fmt: skip
+    return (
+        f"usage: slime COMMAND ...\n\n{command_list({name: command.about for name, command in COMMANDS.items()})}\n\n"
+        "`slime COMMAND --help` describes a command; `slime --version` prints the versions.\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
