@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+from slime.rollout.generate.group import generate_and_rm, generate_and_rm_group
+from slime.rollout.generate.state import RolloutState
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.rewards.score import overlong_penalty, score_group, score_sample
 from slime.rollout.settings.rollout import RolloutSettings
@@ -83,6 +87,56 @@ def test_the_mask_takes_out_what_was_cut_off_and_nothing_else() -> None:
     assert [sample.reward for sample in removed] == [1.0, 1.0]
     cut = response(9, Sample.Status.TRUNCATED)
     assert not scored(cut, evaluation=True, overlong_mask=True).remove_sample
+
+
+async def solve(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generates, and sets the reward itself."""
+    sample.tokens, sample.response_length = [1] * 101, 100
+    sample.reward, sample.status = 1.0, Sample.Status.TRUNCATED
+    return sample
+
+
+async def solve_all(args: Any, samples: list[Sample]) -> list[Sample]:
+    return [await solve(args, sample, {}) if sample.reward is None else sample for sample in samples]
+
+
+RULES = {
+    "overlong_buffer_len": 20, "overlong_penalty": 0.5, "overlong_mask": True, "rollout_max_response_len": LIMIT
+}  # fmt: skip
+
+
+def test_a_generate_function_that_sets_rewards_is_held_to_the_rules_once(
+    engine: Any, make_state: Callable[..., RolloutState]
+) -> None:
+    state = make_state(engine, custom_generate_function_path=f"{__name__}.solve", **RULES)
+
+    def generated(evaluation: bool = False) -> Sample:
+        sample = Sample(index=0, group_index=0, prompt="1")
+        # A sample that has its reward already is left as it is.
+        for _ in range(2):
+            state.loop.run(generate_and_rm(state.args, sample, dict(state.sampling_params), evaluation), timeout=60)
+        return sample
+
+    sample = generated()
+    assert sample.reward == 0.5 and sample.metadata["raw_reward"] == 1.0 and sample.remove_sample
+    assert generated(evaluation=True).reward == 1.0
+
+
+def test_a_function_that_generates_whole_groups_is_held_to_the_rules_too(
+    engine: Any, make_state: Callable[..., RolloutState]
+) -> None:
+    state = make_state(engine, custom_generate_function_path=f"{__name__}.solve_all", **RULES)
+    kept = Sample(index=0, group_index=0, tokens=[1] * 101, response_length=100, reward=0.5, metadata={"raw_reward": 1})
+    kept.status = Sample.Status.COMPLETED
+    group = [kept, Sample(index=1, group_index=0, prompt="1")]
+    answer = state.loop.run(generate_and_rm_group(state.args, group, dict(state.sampling_params)), timeout=60)
+    assert [sample.reward for sample in answer] == [0.5, 0.5]
+
+
+def test_groups_of_right_answers_are_dropped_whatever_their_lengths() -> None:
+    group = [scored(response(length)) for length in (10, 100)]
+    assert not check_reward_nonzero_std(args(), group).keep
+    assert check_reward_nonzero_std(args(overlong_buffer_len=None), group).keep
 
 
 def test_a_buffer_longer_than_a_response_and_a_penalty_without_one_are_refused() -> None:

@@ -16,6 +16,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.generate.group import flatten, run_hooks
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, rollout_sampling_params, state_of
 from slime.rollout.metrics import agent_metrics
+from slime.rollout.rewards import apply_overlong_rules
 from slime.rollout.settings.eval_overrides import set_args
 from slime.types import Sample
 from slime.types.errors import InvalidField
@@ -47,7 +48,9 @@ async def _train(state: RolloutState, args: Any, settings: AgentSettings, source
 
     async def one(episodes: Episodes, group: list[Sample]) -> None:
         done = await _all([episodes.run(sample, params) for sample in group])
-        await run_hooks(state, flatten(done), False)
+        samples = flatten(done)
+        await run_hooks(state, samples, False)
+        apply_overlong_rules(args, samples, "the agent", False)
         reason = _verdict(state, args, done)
         if reason is None:
             accepted.append(done)

@@ -15,7 +15,7 @@ from slime.rollout.generate.sample import FINISHED, Request, generate, make_requ
 from slime.rollout.generate.seeds import seeds_of
 from slime.rollout.generate.state import RolloutState, state_of
 from slime.rollout.plugins import CustomGenerate, load_generate, maybe_await
-from slime.rollout.rewards import score_group, score_sample, scores_by_group
+from slime.rollout.rewards import apply_overlong_rules, score_group, score_sample, scores_by_group
 from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 from slime.types.plugin_contracts import accepted
@@ -23,6 +23,8 @@ from slime.types.plugin_contracts import accepted
 # The elements of a generated group: a sample, or the segments that one fanned out into.
 Generated: TypeAlias = Sample | list[Sample]
 
+# The name in errors of what may set rewards while it generates.
+REWARD_SETTER = "the generate function"
 load_generate_once = functools.cache(load_generate)
 
 
@@ -35,7 +37,9 @@ async def generate_and_rm(
     if sample.status not in FINISHED:
         async with state.semaphore:
             generated = await _generate_one(state, sample, sampling_params, evaluation)
-        await run_hooks(state, flatten([generated]), evaluation)
+        samples = flatten([generated])
+        await run_hooks(state, samples, evaluation)
+        apply_overlong_rules(args, samples, REWARD_SETTER, evaluation)
     if not scores_by_group(args, evaluation):
         await _score(args, generated, evaluation)
     return generated
@@ -147,6 +151,7 @@ async def _custom_group(
     # A function of this shape may generate, score, or both.
     await state.prompts.prepare(group)
     state.prompts.render(group)
+    scored = {id(sample) for sample in group if sample.reward is not None}
     with seeds_of(state.args, group[0].index):
         answer = await custom.group(state.args, group, evaluation)
     complete_custom(state, answer, custom.path)
@@ -155,6 +160,8 @@ async def _custom_group(
             sample.group_index = group[0].group_index
         if sample.index is None and position < len(group):
             sample.index = group[position].index
+    new = [sample for sample in answer if id(sample) not in scored]
+    apply_overlong_rules(state.args, new, REWARD_SETTER, evaluation)
     await finish_group(state, answer, evaluation)
     return list(answer)
 

@@ -4,6 +4,6 @@ The user's function wins (`sample.custom_rm_path`, `--custom-rm-path`), then `me
 """
 
 from slime.rollout.rewards.registry import BUILT_IN, reward_function
-from slime.rollout.rewards.score import score_group, score_sample, scores_by_group
+from slime.rollout.rewards.score import apply_overlong_rules, score_group, score_sample, scores_by_group
 
-__all__ = ["BUILT_IN", "reward_function", "score_group", "score_sample", "scores_by_group"]
+__all__ = ["BUILT_IN", "apply_overlong_rules", "reward_function", "score_group", "score_sample", "scores_by_group"]

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.rollout.plugins import maybe_await
@@ -50,6 +50,18 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
         raise InvalidField("reward", got, expected, f"{name} returned {got}, expected {expected}")
     for sample, reward in zip(samples, rewards, strict=True):
         _set(args, sample, reward, name, evaluation)
+
+
+def apply_overlong_rules(args: Any, samples: Iterable[Sample], name: str, evaluation: bool) -> None:
+    """Applies DAPO's rules to samples that came with their reward from the function `name`, in training.
+
+    Raises InvalidField naming the sample and the function where a reward is no finite number.
+    """
+    if evaluation or (getattr(args, "overlong_buffer_len", None) is None and not getattr(args, "overlong_mask", False)):
+        return
+    for sample in samples:
+        if sample.reward is not None and sample.status is not Sample.Status.ABORTED:
+            _set(args, sample, sample.reward, name, evaluation)
 
 
 def _set(args: Any, sample: Sample, reward: Any, name: str, evaluation: bool) -> None:
