@@ -259,6 +259,19 @@ def test_log_probs_and_entropy_in_chunks():
         torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)
 
 
+def test_a_cpu_takes_logits_in_parts_and_computes_the_same(monkeypatch: pytest.MonkeyPatch):
+    logits, targets = torch.randn(7, 11, requires_grad=True), torch.randint(0, 11, (7,))
+
+    def numbers() -> list[torch.Tensor]:
+        found = token_log_probs(logits, targets, 0.7), token_entropy(logits, 0.7)
+        return [*found, *torch.autograd.grad((found[0] - found[1]).sum(), logits)]
+
+    whole = numbers()
+    monkeypatch.setattr("slime.trainer.algorithms.logprobs._CACHED_LOGITS", 3 * 11)
+    for part, expected in zip(numbers(), whole, strict=True):
+        assert part.equal(expected)
+
+
 def test_aggregation_is_the_formula():
     # Rollout 0 has two samples of 2 and 1 trained tokens, rollout 1 one sample of 4.
     losses, masks = [f64(1, 2, 7), f64(3), f64(1, 1, 1, 1)], [f64(1, 1, 0), f64(1), f64(1, 1, 1, 1)]

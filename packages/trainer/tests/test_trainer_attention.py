@@ -151,7 +151,13 @@ def test_responses_see_the_prompt_that_they_share(
     weights = torch.randn(total, 4, 8, generator=generator, dtype=torch.float64)
     reference = expected(*tensors, seen, 0.3)
     gradients = torch.autograd.grad((reference * weights).sum(), tensors)
-    torch.testing.assert_close(attend(*tensors, runs, 0.3), reference)
+    output = attend(*tensors, runs, 0.3)
+    torch.testing.assert_close(output, reference)
+    for gradient, wanted in zip(torch.autograd.grad((output * weights).sum(), tensors), gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+    # Short runs in bfloat16 are rounded once, at the end.
+    low = [tensor.bfloat16() for tensor in tensors]
+    assert attend(*low, runs, 0.3).equal(attend(*(tensor.float() for tensor in low), runs, 0.3).bfloat16())
     # Equal to two calls of a kernel, with limits behind the last prompt as rows of a fixed shape have them.
     shared = runs.shared
     padded = [torch.cat([x, x[-1:].expand(spare)]) for x in (shared.q_limits, shared.k_limits)]

@@ -13,6 +13,7 @@ exp(z) z for the entropy) and z[target].
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+
+# Logits of a chunk on a CPU, 6 MiB in float32: larger ones leave its caches, and are new pages of memory each time.
+_CACHED_LOGITS = 32 * 49_152
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +41,14 @@ def token_log_probs(
     """log softmax(logits / temperature) at `targets`.
 
     logits: [K, V] any float dtype; targets: [K] int64 token ids. Returns [K] float32. chunk > 0: that many rows at a
-    time, whose float32 copies are made again in the backward pass, for K * V that does not fit.
+    time, whose float32 copies are made again in the backward pass, for K * V that does not fit. Otherwise a GPU takes
+    all rows at once, and a CPU as many as its caches hold, which is faster.
     """
-    if chunk <= 0 or len(logits) <= chunk:
+    chunk = _rows_at_once(logits, chunk)
+    if len(logits) <= chunk:
         return _log_probs(logits, targets, temperature, shard)
     parts = zip(logits.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat(
-        [checkpoint(_log_probs, part, ids, temperature, shard, use_reentrant=False) for part, ids in parts]
-    )
+    return torch.cat([_again_backwards(_log_probs, part, ids, temperature, shard) for part, ids in parts])
 
 
 def _log_probs(logits: Tensor, targets: Tensor, temperature: float, shard: VocabularyShard | None) -> Tensor:
@@ -62,10 +67,22 @@ def token_entropy(
     logits: Tensor, temperature: float = 1.0, chunk: int = -1, shard: VocabularyShard | None = None
 ) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): [K, V] -> [K] float32."""
-    if chunk <= 0 or len(logits) <= chunk:
+    chunk = _rows_at_once(logits, chunk)
+    if len(logits) <= chunk:
         return _entropy(logits, temperature, shard)
-    parts = logits.split(chunk)
-    return torch.cat([checkpoint(_entropy, part, temperature, shard, use_reentrant=False) for part in parts])
+    return torch.cat([_again_backwards(_entropy, part, temperature, shard) for part in logits.split(chunk)])
+
+
+def _rows_at_once(logits: Tensor, chunk: int) -> int:
+    if chunk > 0:
+        return chunk
+    return len(logits) if logits.is_cuda else max(1, _CACHED_LOGITS // logits.shape[-1])
+
+
+def _again_backwards(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Keeps the inputs alone for the backward pass; nothing here is random."""
+    output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
 def _entropy(logits: Tensor, temperature: float, shard: VocabularyShard | None) -> Tensor:

@@ -11,6 +11,7 @@ says so. That part is not compiled: every other length would compile it again.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from functools import cache
 
@@ -34,6 +35,8 @@ _HAVE_FLASH = {"scale", "window_size"} <= _FLASH_TAKES
 # torch before 2.12 has no such argument: its kernel takes fewer heads of keys as they are.
 _ASKS_ABOUT_HEADS = "enable_gqa" in _FLASH_TAKES
 _MAX_FLASH_WIDTH = 256
+# Keys of a run up to which the CPU's kernel is faster in float32 than in bfloat16: six times at 16, twice at 128.
+_SHORT = 256
 
 
 def attend(
@@ -94,16 +97,22 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float |
 def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
     if query.is_cuda:
         _tell(query.dtype, query.shape[-1])
-    outputs = []
+    dtype, prompts = query.dtype, runs.prompts()
     q_lengths = runs.q_lengths or runs.q_limits.diff().tolist()
     k_lengths = runs.k_lengths or runs.k_limits.diff().tolist()
+    longest = max((len(prompt) + length for prompt, length in zip(prompts, k_lengths, strict=True)), default=0)
+    if not query.is_cuda and dtype.itemsize < 4 and longest <= _SHORT:
+        query, key, value = query.float(), key.float(), value.float()
     queries, keys, values = query.split(q_lengths), key.split(k_lengths), value.split(k_lengths)
-    for q, k, v, prompt in zip(queries, keys, values, runs.prompts(), strict=True):
+    # A slice of the whole row has a gradient as long as the row, for each response.
+    starting = dict(zip(itertools.accumulate(k_lengths, initial=0), zip(keys, values, strict=True), strict=False))
+    outputs = []
+    for q, k, v, prompt in zip(queries, keys, values, prompts, strict=True):
         if not len(q):
             continue
         if prompt:
-            k = torch.cat([key[prompt.start : prompt.stop], k])
-            v = torch.cat([value[prompt.start : prompt.stop], v])
+            prompt_k, prompt_v = starting[prompt.start]
+            k, v = torch.cat([prompt_k, k]), torch.cat([prompt_v, v])
         mask = _mask(len(q), len(k), window, q.device)
         output = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
@@ -115,7 +124,7 @@ def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float 
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(dtype)
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
