@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-
 # Logits of a chunk on a CPU, 6 MiB in float32: larger ones leave its caches, and are new pages of memory each time.
 _CACHED_LOGITS = 32 * 49_152
 
