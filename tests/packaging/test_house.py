@@ -15,7 +15,8 @@ import pytest
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODULES = 15
-MAX_LINES = 500
+MAX_LINES = 400
+DATA = {"packages/converters/tests/converters_published.py"}
 # A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
 SLIP_LINES = 45
 # Kinds of such modules that stand alone all the same.
@@ -111,9 +112,12 @@ def test_no_folder_holds_more_than_fifteen_modules() -> None:
     assert {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > MAX_MODULES} == {}
 
 
-def test_no_module_has_more_than_five_hundred_lines() -> None:
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+def test_no_file_has_more_than_four_hundred_lines() -> None:
+    """Tables of data and generated code aside."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in [*MODULES.values(), *OTHER_CODE]}
+    long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_LINES}
+    assert {name: lines for name, lines in long.items() if name not in DATA} == {}
+    assert long.keys() >= DATA, "a table that has become shorter needs no exception"
 
 
 def importers() -> Counter[str]:

@@ -58,3 +58,11 @@ def hf_directory(
     (path / "config.json").write_text(json.dumps(config, indent=3))
     (path / "tokenizer.json").write_text('{"version": "1.0"}')
     return path
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def all_files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
