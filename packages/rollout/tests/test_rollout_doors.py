@@ -212,7 +212,8 @@ def test_who_may_call_with_what(headers: dict[str, str], status: int) -> None:
 
 def test_probes_need_no_key_and_a_body_has_a_type() -> None:
     async def scenario() -> None:
-        async with serving(access=Access("127.0.0.1", api_key="right", binary_paths=("/bytes",))) as (_, port):
+        access = Access("127.0.0.1", api_key="right", content_types={"/bytes": "application/octet-stream"})
+        async with serving(access=access) as (_, port):
             assert (await ask(port, head("/health", "GET")))[0] == 200
             assert (await ask(port, head("/healthy", "GET")))[0] == 401
             key = {"Authorization": "Bearer right"}

@@ -8,7 +8,7 @@ have no key.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -39,7 +39,7 @@ class Access:
     """host: the address that the server listens on. names: other host names that callers may use for it.
 
     api_key: what every call carries as `Authorization: Bearer`, or as `x-api-key` from Anthropic's clients, save those
-    of open_paths. binary_paths: those that take bytes, all others take JSON.
+    of open_paths. content_types: of the bodies of paths that do not take JSON.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Access:
         api_key: str | None = None,
         names: Iterable[str] = (),
         open_paths: Collection[str] = ("/health",),
-        binary_paths: Collection[str] = (),
+        content_types: Mapping[str, str] | None = None,
     ) -> None:
         self._names = {host.lower(), *(name.lower() for name in names)}
         self._api_key = None if api_key is None else api_key.encode()
         self._open_paths = open_paths
-        self._binary_paths = binary_paths
+        self._content_types = content_types or {}
 
     def check(self, request: web.Request) -> None:
         """Raises Refused, or Unauthenticated."""
@@ -90,10 +90,10 @@ class Access:
     def _check_content(self, request: web.Request) -> None:
         if request.method in SAFE_METHODS or not request.body_exists:
             return
-        wanted = BYTES if request.path in self._binary_paths else JSON
+        wanted = self._content_types.get(request.path, JSON)
         if "Content-Type" not in request.headers or request.content_type != wanted:
             content_type = request.headers.get("Content-Type", "none")
-            why = "" if wanted == JSON else _NO_PICKLES
+            why = _NO_PICKLES if wanted == BYTES else ""
             raise Refused(415, "Content-Type", content_type, wanted, why)
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise Refused(415, "Content-Encoding", request.headers["Content-Encoding"], "none")

@@ -31,7 +31,7 @@ from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
-from slime.trainer.backends.fsdp.optimizer import PolicyOptimizer
+from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
 from slime.trainer.backends.fsdp.passes import Passes
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
@@ -217,18 +217,30 @@ class FsdpBackend(Backend):
                 self._routing.end(batch)
 
     def optimizer_step(self) -> tuple[float, float]:
+        lr = learning_rate(self.settings, self.updates)
+        return self._update(lr, self.settings.clip_grad), lr
+
+    def adamw_step(self, step: AdamWStep) -> float:
+        """Does what `optimizer_step` does, with these numbers in place of the settings'; returns the gradient norm."""
+        self._optimizer.configure(step)
+        return self._update(step.lr, step.clip)
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were added up since the last update."""
+        self._optimizer.clear_gradients()
+
+    def _update(self, lr: float, clip: float) -> float:
         norm = self._optimizer.gradient_norm()
         if not torch.isfinite(norm):
             broken = [name for name, gradient in self._optimizer.gradients() if not bool(gradient.isfinite().all())]
             self._optimizer.clear_gradients()
             raise NonFiniteGradient(self.updates, float(norm), broken)
-        if self.settings.clip_grad > 0:
-            self._optimizer.clip(self.settings.clip_grad, norm)
-        lr = learning_rate(self.settings, self.updates)
+        if clip > 0:
+            self._optimizer.clip(clip, norm)
         self._optimizer.step(lr)
         self._optimizer.clear_gradients()
         self.updates += 1
-        return float(norm), lr
+        return float(norm)
 
     def reset_optimizer(self) -> None:
         self._optimizer.reset()

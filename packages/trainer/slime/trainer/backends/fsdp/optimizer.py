@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,18 @@ from slime.trainer.backends.snapshots import local
 from slime.trainer.settings.trainer import TrainerSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWStep:
+    """What one update is made with. clip: largest norm of the gradient; 0 turns clipping off."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip: float
 
 
 class PolicyOptimizer:
@@ -27,14 +40,20 @@ class PolicyOptimizer:
         else:
             matrices, vectors = [master.matrices.master], [master.vectors.master]
         groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": settings.weight_decay, "decays": True},
+            {"params": vectors, "weight_decay": 0.0, "decays": False},
         ]
         betas = (settings.adam_beta1, settings.adam_beta2)
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True
         )
         self._stepped = matrices + vectors
+
+    def configure(self, step: AdamWStep) -> None:
+        """Sets what the next updates are made with; the learning rate and the limit of the norm come with each."""
+        for group in self._adamw.param_groups:
+            group["betas"], group["eps"] = (step.beta1, step.beta2), step.eps
+            group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
 
     def gradient_norm(self) -> Tensor:
         """Adds up the gradients of all ranks and returns their norm, float32 []. Collective; once an update."""

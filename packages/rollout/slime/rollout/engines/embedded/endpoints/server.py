@@ -14,6 +14,7 @@ from aiohttp import web
 
 from slime.rollout.chat.front import Front, refusal
 from slime.rollout.doors import Access, Bodies, Connections
+from slime.rollout.doors.access import BYTES
 from slime.rollout.doors.bodies import too_deep
 from slime.rollout.engines.embedded.endpoints.chat import ServedChat
 from slime.rollout.engines.embedded.endpoints.generate import answer, make_response, parse_generate
@@ -52,7 +53,7 @@ class EngineServer(ServedModel):
         self.paused = False
         self.started = time.time()
         self.connections = Connections()
-        self._access = Access(options.host, api_key=api_key, names=options.allowed_host, binary_paths=(BUCKETS,))
+        self._access = Access(options.host, api_key=api_key, names=options.allowed_host, content_types={BUCKETS: BYTES})
         self._bodies = Bodies()
         self._buckets = Bodies(max_bytes=LARGEST_BUCKET, seconds=BUCKET_SECONDS, together=LARGEST_BUCKET)
         self._scoring = 0
