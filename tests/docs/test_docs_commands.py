@@ -33,7 +33,7 @@ MODULES = {
     "slime": "slime.launcher.cli",
 }
 # Commands of `slime` with parsers of their own.
-OWN_PARSERS = ("show", "runs", "compare", "init", "chat", "export", "resume", "eval")
+OWN_PARSERS = ("show", "runs", "compare", "init", "chat", "export", "resume", "eval", "tinker")
 # Commands among these that take flags of training beside their own.
 TRAINING_TOO = ("resume", "eval")
 # Flags of commands with parsers of their own, which are not in docs/flags.md.

@@ -1,0 +1,129 @@
+"""Models in training by their ids, and the order of what is asked of each.
+
+The SDK numbers the requests for a model from 1 on and may send them out of order. They run by their numbers, one after
+the other, on the one thread that trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slime.launcher.tinker.training import TrainedModel
+from slime.types.errors import Busy, DeadlineExceeded, InvalidField, NotFound, WrongState
+
+T = TypeVar("T")
+
+# Seconds that a request waits for one before it that has not come.
+GAP_SECONDS = 330.0
+MOST_AHEAD = 4096
+
+
+@dataclass
+class Model:
+    """A model of a session. turn: the number of the request that is next; waiting: those that came before it, which
+    are given a future when their work is on the thread."""
+
+    model_id: str
+    session: str
+    turn: int = 1
+    waiting: dict[int, tuple[Callable[[], Any], asyncio.Future[asyncio.Future[Any]]]] = field(default_factory=dict)
+    # None while it is being loaded, and where that failed.
+    trained: TrainedModel | None = None
+    snapshots: int = 0
+
+
+class Models:
+    """Used on one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._models: dict[str, Model] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def find(self, model_id: str) -> Model:
+        """Raises NotFound."""
+        if model_id not in self._models:
+            raise NotFound(
+                f"there is no model {model_id}: it was never created, or its session has ended", field="model_id",
+                value=model_id,
+            )  # fmt: skip
+        return self._models[model_id]
+
+    def add(self, model: Model, gone: Callable[[str], bool]) -> None:
+        """Makes room by ending sessions whose clients are gone. Raises WrongState."""
+        if len(self._models) >= self.most:
+            for session in {each.session for each in self._models.values() if gone(each.session)}:
+                self.end(session)
+        if len(self._models) >= self.most:
+            holders = ", ".join(sorted({each.session for each in self._models.values()}))
+            raise WrongState(
+                f"--max-models {self.most} are in training already, of session {holders}: end it, or start the service "
+                "with a larger --max-models",
+                field="--max-models", value=self.most,
+            )  # fmt: skip
+        self._models[model.model_id] = model
+
+    def end(self, session: str) -> list[Model]:
+        """Forgets the models of a session; returns them."""
+        ended = [model for model in self._models.values() if model.session == session]
+        for model in ended:
+            del self._models[model.model_id]
+        return ended
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def load(self, model: Model, make: Callable[[], TrainedModel]) -> None:
+        """Raises what `make` does; the model is forgotten then."""
+        try:
+            model.trained = await self.on_thread(make)
+        except BaseException:
+            self._models.pop(model.model_id, None)
+            raise
+
+    def in_turn(self, model: Model, number: int, work: Callable[[TrainedModel], T]) -> Awaitable[T]:
+        """Returns what runs `work` when it is the turn of request `number`. Raises InvalidField, Busy."""
+        if number < model.turn or number in model.waiting:
+            raise InvalidField("seq_id", number, f"at least {model.turn}, each once")
+        if len(model.waiting) >= MOST_AHEAD:
+            raise Busy(f"{MOST_AHEAD} requests wait for number {model.turn} of {model.model_id}", field="seq_id")
+
+        def run() -> T:
+            if model.trained is None:
+                raise NotFound(f"model {model.model_id} could not be loaded", field="model_id", value=model.model_id)
+            return work(model.trained)
+
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[asyncio.Future[T]] = loop.create_future()
+        model.waiting[number] = run, started
+        while model.turn in model.waiting:
+            # Given to the thread here, not where each is waited for: those may wake in any order.
+            next_run, next_started = model.waiting.pop(model.turn)
+            model.turn += 1
+            if not next_started.done():
+                next_started.set_result(loop.run_in_executor(self._thread, next_run))
+        return self._result(model, number, started)
+
+    async def _result(self, model: Model, number: int, started: asyncio.Future[asyncio.Future[T]]) -> T:
+        try:
+            async with asyncio.timeout(GAP_SECONDS):
+                running = await started
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"request {number} of {model.model_id} waited {GAP_SECONDS:g} s for request {model.turn}, which never "
+                "came",
+                field="seq_id",
+                value=number,
+                expected=str(model.turn),
+            ) from None
+        return await running
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)

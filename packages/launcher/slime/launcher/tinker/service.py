@@ -1,0 +1,316 @@
+"""Sessions, training runs and samplers: what the requests of the SDK do, apart from HTTP."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.launcher.tinker.futures import Futures
+from slime.launcher.tinker.models import Model, Models
+from slime.launcher.tinker.paths import SAMPLER, TRAINING, CheckpointStore
+from slime.launcher.tinker.requests import (
+    decode_pass,
+    integer,
+    read_adam,
+    read_pass,
+    read_sampling,
+    text,
+)
+from slime.launcher.tinker.sampling import Sampler, Weights
+from slime.launcher.tinker.training import TrainedModel
+from slime.types.directories import remove_directory
+from slime.types.errors import InvalidField, NotAvailable, NotFound, WrongState
+
+log = logging.getLogger(__name__)
+
+# The SDK sends a heartbeat every 10 s.
+SILENT_SECONDS = 120.0
+MOST_SESSIONS = 1024
+FULL_WEIGHTS = (
+    "this service trains all weights of the model: there is no LoRA, so rank and seed of create_lora_training_client "
+    "have no effect, and learning rates for full fine-tuning fit"
+)
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served. directory: of the base model; names: that requests may call it; scratch: for snapshots, removed
+    with the service; keep: snapshots of a model that can be sampled from, the newest."""
+
+    directory: Path
+    names: tuple[str, ...]
+    context_length: int
+    store: CheckpointStore
+    scratch: Path
+    bf16: bool = False
+    keep: int = 4
+
+
+@dataclass
+class _Session:
+    heard: float = field(default_factory=time.monotonic)
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class _SamplingSession:
+    weights: Weights
+    model_path: str | None = None
+
+
+class Service:
+    """Used on one event loop."""
+
+    def __init__(self, served: Served, models: Models, sampler: Sampler) -> None:
+        self.served = served
+        self.futures = Futures()
+        self._models = models
+        self._sampler = sampler
+        self._base = Weights(served.directory, "base")
+        self._sessions: dict[str, _Session] = {}
+        self._samplers: dict[str, _SamplingSession] = {}
+
+    # Sessions
+
+    def create_session(self, body: Body) -> dict[str, Any]:
+        if len(self._sessions) >= MOST_SESSIONS:
+            for name in [name for name, each in self._sessions.items() if each.ended or self._is_silent(name)]:
+                self._end(name)
+                del self._sessions[name]
+        name = secrets.token_hex(8)
+        self._sessions[name] = _Session()
+        return {"type": "create_session", "session_id": name, "warning_message": FULL_WEIGHTS}
+
+    def heartbeat(self, body: Body) -> dict[str, Any]:
+        self._session(body).heard = time.monotonic()
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, name: str) -> None:
+        if name in self._sessions:
+            self._end(name)
+
+    def _session(self, body: Body) -> _Session:
+        name = text(body, "session_id")
+        session = self._sessions.get(name)
+        if session is None:
+            raise NotFound(f"there is no session {name}", field="session_id", value=name)
+        if session.ended:
+            raise WrongState(f"session {name} has ended", field="session_id", value=name)
+        session.heard = time.monotonic()
+        return session
+
+    def _is_silent(self, name: str) -> bool:
+        session = self._sessions.get(name)
+        return session is None or session.ended or time.monotonic() - session.heard > SILENT_SECONDS
+
+    def _end(self, name: str) -> None:
+        self._sessions[name].ended = True
+        for model in self._models.end(name):
+            for number in range(max(1, model.snapshots - self.served.keep + 1), model.snapshots + 1):
+                self._drop_snapshot(model, number)
+
+    # Training runs
+
+    def create_model(self, body: Body) -> dict[str, Any]:
+        self._session(body)
+        self._check_base(text(body, "base_model"))
+        lora = body.get("lora_config")
+        for part in ("train_mlp", "train_attn", "train_unembed"):
+            if isinstance(lora, dict) and lora.get(part) is False:
+                raise NotAvailable.unavailable(f"lora_config.{part} false", "all weights train")
+        return self._add_model(body, None, optimizer=False)
+
+    def load_weights(self, body: Body) -> dict[str, Any]:
+        """Creates a model from a checkpoint, or brings a checkpoint into a model."""
+        address, optimizer = text(body, "path"), bool(body.get("optimizer"))
+        if body.get("session_id") is not None:
+            self._session(body)
+            if body.get("base_model") is not None:
+                self._check_base(text(body, "base_model"))
+            return self._add_model(body, address, optimizer=optimizer)
+        model = self._models.find(text(body, "model_id"))
+
+        def load(trained: TrainedModel) -> dict[str, Any]:
+            model.trained = self._trained(address, optimizer)
+            return {"type": "load_weights", "path": address, "model_id": model.model_id}
+
+        return self._in_turn(model, body, load)
+
+    def _add_model(self, body: Body, address: str | None, *, optimizer: bool) -> dict[str, Any]:
+        chosen = body.get("optimizer_config")
+        if isinstance(chosen, dict) and chosen.get("type", "adamw") != "adamw":
+            raise NotAvailable.unavailable(f"optimizer_config {chosen['type']}", "the optimizer is AdamW")
+        session = text(body, "session_id")
+        model_id = f"{session}:train:{integer(body, 'model_seq_id', 0)}"
+        request_id = f"{model_id}:0"
+        if request_id in self.futures:
+            return {"request_id": request_id, "model_id": model_id}
+        metadata = body.get("user_metadata")
+        model = Model(model_id, session)
+        if address is not None:
+            self.served.store.find(address)
+        self._models.add(model, self._is_silent)
+
+        async def create() -> dict[str, Any]:
+            await self._models.load(model, lambda: self._trained(address, optimizer))
+            self.served.store.add_run(model_id, self.served.names[0], metadata if isinstance(metadata, dict) else None)
+            log.info("model %s starts with the weights of %s", model_id, address or self.served.names[0])
+            return {"type": "create_model" if address is None else "load_weights", "model_id": model_id}
+
+        self.futures.add(request_id, create())
+        return {"request_id": request_id, "model_id": model_id}
+
+    def _trained(self, address: str | None, optimizer: bool) -> TrainedModel:
+        start = None if address is None else self.served.store.find(address)[1]
+        return TrainedModel(str(self.served.directory), bf16=self.served.bf16, start=start, optimizer=optimizer)
+
+    def forward_backward(self, body: bytes) -> dict[str, Any]:
+        request = decode_pass(body)
+        model = self._models.find(request.model_id)
+
+        def run(trained: TrainedModel) -> bytes:
+            try:
+                return trained.run(read_pass(request, trained.vocab_size, self.served.context_length))
+            except Exception as error:
+                if not request.forward_only:
+                    trained.fail(f"request {request.seq_id}: {error}")
+                raise
+
+        return self._in_turn(model, {"seq_id": request.seq_id}, run)
+
+    def optim_step(self, body: Body) -> dict[str, Any]:
+        model = self._models.find(text(body, "model_id"))
+        return self._in_turn(model, body, lambda trained: trained.step(read_adam(body)))
+
+    def save_weights(self, body: Body) -> dict[str, Any]:
+        model = self._models.find(text(body, "model_id"))
+
+        def save(trained: TrainedModel) -> dict[str, Any]:
+            address, path = self.served.store.new(model.model_id, TRAINING, text(body, "path"))
+            if path.exists() and not body.get("overwrite"):
+                raise WrongState(f"{address} is there already: save with overwrite=True, or another name", field="path")
+            trained.save(path)
+            return {"type": "save_weights", "path": address}
+
+        return self._in_turn(model, body, save)
+
+    def save_weights_for_sampler(self, body: Body) -> dict[str, Any]:
+        """With a name as a checkpoint, else as a snapshot for a sampling session of its own."""
+        model = self._models.find(text(body, "model_id"))
+
+        def save(trained: TrainedModel) -> dict[str, Any]:
+            if body.get("path") is not None:
+                address, path = self.served.store.new(model.model_id, SAMPLER, text(body, "path"))
+                trained.write(path)
+                return {"type": "save_weights_for_sampler", "path": address}
+            sampler = f"{model.session}:sample:{integer(body, 'sampling_session_seq_id', 0)}"
+            model.snapshots += 1
+            path = self._snapshot(model, model.snapshots)
+            trained.write(path)
+            self._samplers[sampler] = _SamplingSession(Weights(path, path.name))
+            self._drop_snapshot(model, model.snapshots - self.served.keep)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+
+        return self._in_turn(model, body, save)
+
+    def _snapshot(self, model: Model, number: int) -> Path:
+        return self.served.scratch / f"{model.model_id}:{number}"
+
+    def _drop_snapshot(self, model: Model, number: int) -> None:
+        if number > 0 and self._snapshot(model, number).exists():
+            remove_directory(self._snapshot(model, number))
+
+    def _in_turn(self, model: Model, body: Body, work: Any) -> dict[str, Any]:
+        number = integer(body, "seq_id", 1)
+        request_id = f"{model.model_id}:{number}"
+        if request_id not in self.futures:
+            self.futures.add(request_id, self._models.in_turn(model, number, work))
+        return {"request_id": request_id, "model_id": model.model_id}
+
+    def get_info(self, body: Body) -> dict[str, Any]:
+        model = self._models.find(text(body, "model_id"))
+        data = {"arch": None, "model_name": self.served.names[0], "tokenizer_id": str(self.served.directory)}
+        return {
+            "type": "get_info", "model_data": data, "model_id": model.model_id, "is_lora": False, "lora_rank": None,
+            "model_name": self.served.names[0],
+        }  # fmt: skip
+
+    def weights_info(self, body: Body) -> dict[str, Any]:
+        run, _ = self.served.store.find(text(body, "tinker_path"))
+        return {"base_model": self.served.store.run(run)["base_model"], "is_lora": False}
+
+    def training_run(self, run: str) -> dict[str, Any]:
+        about, checkpoints = self.served.store.run(run), list(self.served.store.checkpoints(run))
+        newest = {each["checkpoint_type"]: each for each in checkpoints}
+        return {
+            "training_run_id": run, "base_model": about["base_model"], "model_owner": "local", "is_lora": False,
+            "last_request_time": about["time"], "user_metadata": about["user_metadata"] or None,
+            "last_checkpoint": newest.get("training"), "last_sampler_checkpoint": newest.get("sampler"),
+        }  # fmt: skip
+
+    # Samplers
+
+    def create_sampling_session(self, body: Body) -> dict[str, Any]:
+        self._session(body)
+        name = f"{text(body, 'session_id')}:sample:{integer(body, 'sampling_session_seq_id', 0)}"
+        self._samplers[name] = self._sampling(body)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _sampling(self, body: Body) -> _SamplingSession:
+        address = body.get("model_path")
+        if address is None:
+            self._check_base(text(body, "base_model"))
+            return _SamplingSession(self._base)
+        _, path = self.served.store.find(text(body, "model_path"))
+        # A checkpoint that was saved again under its name has other weights.
+        return _SamplingSession(Weights(path, f"{address}@{path.stat().st_mtime_ns}"), address)
+
+    def sampler(self, name: str) -> dict[str, Any]:
+        if name not in self._samplers:
+            raise NotFound(f"there is no sampling session {name}", field="sampling_session_id", value=name)
+        return {"sampler_id": name, "base_model": self.served.names[0], "model_path": self._samplers[name].model_path}
+
+    def sample(self, body: Body) -> dict[str, Any]:
+        """Raises InvalidField, NotAvailable, NotFound at once: samples have no order that could get lost."""
+        name = body.get("sampling_session_id")
+        if name is None:
+            session, request_id = self._sampling(body), secrets.token_hex(8)
+        else:
+            self.sampler(text(body, "sampling_session_id"))
+            session, request_id = self._samplers[str(name)], f"{name}:{integer(body, 'seq_id', 0)}"
+        wanted = read_sampling(body, self.served.context_length)
+        if request_id not in self.futures:
+            self.futures.add(request_id, self._sample(session.weights, wanted))
+        ids = [f"{request_id}:{number}" for number in range(wanted.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    async def _sample(self, weights: Weights, wanted: Any) -> bytes:
+        if not weights.directory.exists():
+            raise NotFound(
+                f"the weights of this sampling client are gone: the {self.served.keep} newest snapshots of a model are "
+                "kept (--keep-snapshots)",
+                field="sampling_session_id", value=weights.version,
+            )  # fmt: skip
+        return await self._sampler.sample(weights, wanted)
+
+    # Everything else
+
+    def capabilities(self) -> dict[str, Any]:
+        model = {"max_context_length": self.served.context_length, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **model} for name in self.served.names]}
+
+    def _check_base(self, name: str) -> None:
+        if name not in self.served.names:
+            raise InvalidField(
+                "base_model", name, f"{' or '.join(self.served.names)}, which this service was started with"
+            )
+
+    async def close(self) -> None:
+        await self.futures.close()
+        self._models.close()

@@ -1,0 +1,149 @@
+"""A model that is trained by requests: passes that add up gradients, and optimizer steps that use them.
+
+Its backend is the trainer's, with the trainer's packed rows and log-probs. All weights train: the protocol's LoRA
+parameters say nothing to it. Used on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.launcher.tinker.losses import check_config, find_loss
+from slime.launcher.tinker.requests import Adam, Datum, Pass
+from slime.launcher.tinker.results import encode_pass
+from slime.launcher.tinker.rows import make_rows
+from slime.trainer.backends.base import Outputs
+from slime.trainer.backends.fsdp.backend import FsdpBackend
+from slime.trainer.backends.fsdp.optimizer import AdamWStep
+from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.checkpoints.checkpoint import (
+    HuggingFaceCheckpoints,
+    TrainerState,
+    read_state,
+    save_checkpoint,
+    write_model,
+)
+from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.trainer import TrainerSettings
+from slime.trainer.trainer import pick_device, prepare_process
+from slime.types.errors import InvalidField, WrongState
+from slime.types.settings import build
+
+
+class TrainedModel:
+    """start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with its moments, too."""
+
+    def __init__(self, base: str, *, bf16: bool = False, start: Path | None = None, optimizer: bool = False) -> None:
+        device = pick_device(0)
+        values = {"hf_checkpoint": base, "train_backend": "fsdp", "bf16": bf16, "compile": False}
+        settings: TrainerSettings = build(TrainerSettings, values)
+        prepare_process(settings)
+        self._base = Path(base)
+        self._ranks = Ranks(0, 1, "", 1.0)
+        self._backend = FsdpBackend(
+            settings.on(device.type), self._ranks, device, None if start is None else str(start)
+        )
+        if start is not None and optimizer:
+            state = read_state(str(start))
+            HuggingFaceCheckpoints(self._backend, self._ranks, self._base).load(str(start), state)
+        # The error of a pass since the last step, whose gradients are missing in that step.
+        self._failed: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.vocab_size
+
+    @property
+    def updates(self) -> int:
+        return self._backend.updates
+
+    def run(self, work: Pass) -> bytes:
+        """Returns the encoded result of a pass. Raises InvalidField, NotAvailable."""
+        loss = find_loss(work.loss_fn)
+        config = check_config(work.loss_fn, work.config)
+        inputs = [_loss_inputs(i, datum, loss.inputs, work.loss_fn) for i, datum in enumerate(work.data)]
+        prompts = [_untrained(each[loss.share]) if loss.share else 0 for each in inputs]
+        gather, device = self._backend.gathers_keys, self._backend.device
+        rows = list(make_rows(work.data, prompts, gather=gather, device=device))
+        found: list[np.ndarray] = []
+        total = 0.0
+
+        def take(number: int, batch: PackedBatch, outputs: Outputs) -> Tensor:
+            nonlocal total
+            row = rows[number]
+            together = {name: np.zeros(len(batch.mask), dtype=np.float32) for name in loss.inputs}
+            for places, datum in zip(row.places, row.data, strict=True):
+                for name, values in together.items():
+                    values[places] = inputs[datum][name]
+            on_device = {name: torch.from_numpy(values).to(device) for name, values in together.items()}
+            value = loss.terms(outputs.log_probs, on_device, config).sum()
+            total += float(value.detach())
+            log_probs = outputs.log_probs.detach().float().cpu().numpy()
+            found.extend(log_probs[places] for places in row.places)
+            return value
+
+        batches = [row.batch for row in rows]
+        if work.forward_only:
+            for number, outputs in enumerate(self._backend.scores(batches)):
+                assert outputs is not None
+                take(number, batches[number], outputs)
+        else:
+            self._backend.forward_backward(batches, take)
+        return encode_pass(found, {"loss:sum": total})
+
+    def fail(self, message: str) -> None:
+        """Says that a pass was not computed: the next step would lack its gradients."""
+        self._backend.drop_gradients()
+        self._failed = message
+
+    def step(self, adam: Adam) -> dict[str, Any]:
+        """Raises WrongState once after a pass has failed, NonFiniteGradient; the weights stay as they are then."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            self._backend.drop_gradients()
+            raise WrongState(f"the gradients of an earlier forward_backward are missing, which failed: {failed}")
+        made_with = AdamWStep(
+            adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
+        )
+        norm = self._backend.adamw_step(made_with)
+        return {"metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
+
+    def save(self, path: Path) -> None:
+        """Writes weights and optimizer as a checkpoint of the trainer. Raises OutOfSpace, InvalidSetting."""
+        state = TrainerState(updates=self._backend.updates)
+        save_checkpoint(path, self._backend, self._ranks, state, self._base)
+
+    def write(self, path: Path) -> None:
+        """Writes the weights alone, as a Hugging Face directory that engines load."""
+        dtype = torch.bfloat16 if self._backend.settings.bf16 else torch.float32
+        write_model(path, self._backend.named_weights(dtype=dtype), self._backend.weight_sizes(), dtype, self._base)
+
+
+def _loss_inputs(
+    number: int, datum: Datum, wanted: Mapping[str, float | None], loss_fn: str
+) -> Mapping[str, np.ndarray]:
+    for name in datum.inputs:
+        if name not in wanted:
+            raise InvalidField(
+                f"data[{number}].{name}", "given", f"nothing: {loss_fn} takes target_tokens, {', '.join(wanted)}"
+            )
+    found = {}
+    for name, default in wanted.items():
+        if name in datum.inputs:
+            found[name] = datum.inputs[name]
+        elif default is not None:
+            found[name] = np.full(len(datum.tokens), default, dtype=np.float32)
+        else:
+            raise InvalidField(f"data[{number}].{name}", "nothing", f"a number for each token, which {loss_fn} needs")
+    return found
+
+
+def _untrained(shares: np.ndarray) -> int:
+    """Returns how many tokens at the beginning have no share in the loss."""
+    return len(shares) if not shares.any() else int((shares != 0).argmax())

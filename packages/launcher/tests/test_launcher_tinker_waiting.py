@@ -1,0 +1,166 @@
+"""What waits in `slime tinker`: samples for the engine's weights, requests for their turn, clients for results."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.launcher.tinker import futures, models
+from slime.launcher.tinker.futures import Futures
+from slime.launcher.tinker.messages import SampleResponse
+from slime.launcher.tinker.models import Model, Models
+from slime.launcher.tinker.requests import Sampling
+from slime.launcher.tinker.sampling import Sampler, Weights
+from slime.types.errors import DeadlineExceeded, EngineError, WrongState
+
+ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
+BASE, NEW, BROKEN = (Weights(Path(name), name) for name in ("base", "new", "broken"))
+
+
+class Engine:
+    """Records what it is asked for, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.version = "base"
+        self.calls: list[str] = []
+        self.go = asyncio.Event()
+
+    async def generate(self, prompts: list[list[int]], params: Any) -> Any:
+        self.calls.append(self.version)
+        before = self.version
+        await self.go.wait()
+        assert self.version == before
+        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 3, None]]}
+        return [{"meta_info": meta} for _ in prompts]
+
+    async def update_weights_from_disk(self, path: str, version: str) -> None:
+        self.calls.append(f"load {version}")
+        await asyncio.sleep(0)
+        if version == "broken":
+            raise EngineError("no such tensor")
+        self.version = version
+
+
+def sampler_of(engine: Engine) -> Sampler:
+    return Sampler(engine, BASE)  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_samples_of_the_same_weights_run_together_and_none_is_passed_over() -> None:
+    async def run() -> list[str]:
+        engine = Engine()
+        sampler = sampler_of(engine)
+        tasks = []
+        for weights in (BASE, BASE, NEW, BASE, NEW):
+            tasks.append(asyncio.create_task(sampler.sample(weights, ONE)))
+            await settle()
+        assert engine.calls == ["base", "base"]
+        engine.go.set()
+        answers = await asyncio.gather(*tasks)
+        assert all(len(SampleResponse.FromString(each).sequences) == 1 for each in answers)
+        return engine.calls
+
+    assert asyncio.run(run()) == ["base", "base", "load new", "new", "new", "load base", "base"]
+
+
+def test_weights_that_cannot_be_loaded_fail_their_own_samples_alone() -> None:
+    async def run() -> None:
+        engine = Engine()
+        engine.go.set()
+        sampler = sampler_of(engine)
+        wanted = [sampler.sample(weights, ONE) for weights in (BROKEN, BASE, BROKEN, NEW)]
+        found = await asyncio.gather(*wanted, return_exceptions=True)
+        assert [type(each).__name__ for each in found] == ["EngineError", "bytes", "EngineError", "bytes"]
+        assert engine.calls == ["load broken", "load base", "base", "load new", "new"]
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_is_cancelled_while_it_waits_holds_nobody_up() -> None:
+    async def run() -> None:
+        engine = Engine()
+        sampler = sampler_of(engine)
+        running = asyncio.create_task(sampler.sample(BASE, ONE))
+        await settle()
+        waiting, last = (asyncio.create_task(sampler.sample(weights, ONE)) for weights in (NEW, BASE))
+        await settle()
+        waiting.cancel()
+        engine.go.set()
+        await asyncio.gather(running, last)
+        assert "load new" not in engine.calls
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def registry() -> Iterator[Models]:
+    found = Models(1)
+    yield found
+    found.close()
+
+
+def test_requests_run_by_their_numbers(registry: Models) -> None:
+    async def run() -> list[int]:
+        model, ran = Model("m", "s"), []
+        model.trained = object()  # type: ignore[assignment]
+        registry.add(model, lambda _: False)
+        # The results are waited for in the order of arrival, the last first.
+        waited = [asyncio.ensure_future(registry.in_turn(model, n, lambda _, n=n: ran.append(n))) for n in (3, 2, 4, 1)]
+        await asyncio.gather(*waited)
+        return ran
+
+    assert asyncio.run(run()) == [1, 2, 3, 4]
+
+
+def test_a_request_whose_forerunner_never_comes_fails(registry: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "GAP_SECONDS", 0.01)
+
+    async def run() -> None:
+        model = Model("m", "s")
+        registry.add(model, lambda _: False)
+        with pytest.raises(DeadlineExceeded, match="request 2 of m waited .* for request 1, which never came"):
+            await registry.in_turn(model, 2, lambda _: None)
+
+    asyncio.run(run())
+
+
+def test_models_of_clients_that_are_gone_make_room(registry: Models) -> None:
+    registry.add(Model("a:train:0", "a"), lambda _: False)
+    with pytest.raises(WrongState, match="--max-models 1 are in training already, of session a"):
+        registry.add(Model("b:train:0", "b"), lambda _: False)
+    registry.add(Model("b:train:0", "b"), lambda session: session == "a")
+    assert "a:train:0" not in registry and "b:train:0" in registry
+
+
+def test_a_result_stays_a_while_after_it_was_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        kept = Futures()
+        done = asyncio.Event()
+
+        async def work() -> dict[str, Any]:
+            await done.wait()
+            return {"n": 1}
+
+        kept.add("a", work())
+        assert await kept.get("a", 0.01) is None
+        done.set()
+        assert await kept.get("a", 5.0) == {"n": 1} == await kept.get("a", 5.0)
+        monkeypatch.setattr(futures, "FETCHED_SECONDS", -1.0)
+        await kept.get("a", 5.0)
+        kept.add("b", work())
+        with pytest.raises(KeyError):
+            await kept.get("a", 5.0)
+        done.clear()
+        kept.add("c", work())
+        await settle()
+        kept.cancel("c")
+        assert await kept.get("c", 5.0) == {"error": "the request was cancelled", "category": "user"}
+        await kept.close()
+
+    asyncio.run(run())
