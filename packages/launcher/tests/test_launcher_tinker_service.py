@@ -21,7 +21,7 @@ from slime.launcher.tinker.command import main
 
 KEY = "tml-of-the-test"
 FORWARD_BACKWARD = "/api/v1/forward_backward"
-# What the released SDK (0.38) sends for a forward pass of one datum, in two chunks of tokens.
+# A body that the released SDK (0.38) sends for a forward pass of one datum, in two chunks of tokens.
 OF_THE_SDK = bytes.fromhex(
     "0a09733a747261696e3a3010011a6a0a0c0a0a0a0804000000050000000a080a060a040c00000012300a0d7461726765745f746f6b656e73121f"
     "0a1805000000000000000c0000000000000006000000000000001802220103121e0a077765696768747312130a0c000000000000003f0000803f"
@@ -148,7 +148,7 @@ def test_a_client_trains_samples_saves_and_loads(client: Client) -> None:
     assert results[0]["metrics"]["grad_norm"] > 0
     learned = log_probs(client.ask("forward_backward", passed(model, 21, forward_only=True)))
     assert learned[-1] > log_probs(results[1])[-1] + 1.0
-    # The same request again is the same work.
+    # A request that is sent again is not run again.
     again = client.post("forward_backward", passed(model, 21, forward_only=True))
     np.testing.assert_array_equal(log_probs(client.result(again)), learned)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slime.launcher.quickstart.tiny_model import write_model
 from slime.launcher.tinker import rows as rows_module
 from slime.launcher.tinker.messages import ForwardBackwardOutput
-from slime.launcher.tinker.requests import Adam, Datum, Pass
+from slime.launcher.tinker.requests import Adam, Datum, PassRequest
 from slime.launcher.tinker.training import TrainedModel
 from slime.types.errors import InvalidField, NotAvailable, WrongState
 
@@ -128,17 +128,17 @@ def test_gradients_add_up_over_requests_until_the_step_as_in_float64(
     for update in range(2):
         for request in range(2):
             data = group(10 * update + request, inputs)
-            log_probs, loss = decoded(trained.run(Pass(data, name, config, forward_only=False)))
+            log_probs, loss = decoded(trained.run(PassRequest(data, name, config, forward_only=False)))
             expected, expected_loss = reference.run(data, formula)
             assert loss == pytest.approx(expected_loss, rel=2e-4, abs=1e-4)
             for ours, theirs in zip(log_probs, expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=2e-4)
         # A pass without gradient between them leaves the sum alone.
-        trained.run(Pass(group(5, inputs), name, config, forward_only=True))
+        trained.run(PassRequest(group(5, inputs), name, config, forward_only=True))
         metrics = trained.step(ADAM)["metrics"]
         assert metrics["grad_norm"] == pytest.approx(reference.step(), rel=1e-3)
     after = group(99, ("weights",))
-    ours, _ = decoded(trained.run(Pass(after, "cross_entropy", {}, forward_only=True)))
+    ours, _ = decoded(trained.run(PassRequest(after, "cross_entropy", {}, forward_only=True)))
     for found, datum in zip(ours, after, strict=True):
         np.testing.assert_allclose(found, reference.log_probs(datum).detach().numpy(), atol=1e-3)
 
@@ -146,7 +146,7 @@ def test_gradients_add_up_over_requests_until_the_step_as_in_float64(
 def test_targets_need_not_be_the_next_tokens(directory: Path) -> None:
     trained, reference = TrainedModel(str(directory)), Reference(directory, ADAM)
     data = [Datum(each.tokens, each.targets[::-1].copy(), each.inputs) for each in group(1, ("weights",))]
-    ours, _ = decoded(trained.run(Pass(data, "cross_entropy", {}, forward_only=True)))
+    ours, _ = decoded(trained.run(PassRequest(data, "cross_entropy", {}, forward_only=True)))
     for found, datum in zip(ours, data, strict=True):
         np.testing.assert_allclose(found, reference.log_probs(datum).detach().numpy(), atol=2e-4)
 
@@ -162,11 +162,11 @@ def test_a_prompt_that_data_share_is_laid_out_once(directory: Path) -> None:
 def test_a_step_after_a_failed_pass_is_refused_once_and_changes_nothing(directory: Path) -> None:
     trained = TrainedModel(str(directory))
     data = group(1, ("weights",))
-    before, _ = decoded(trained.run(Pass(data, "cross_entropy", {}, forward_only=False)))
+    before, _ = decoded(trained.run(PassRequest(data, "cross_entropy", {}, forward_only=False)))
     trained.fail("request 7: no room")
     with pytest.raises(WrongState, match="request 7: no room"):
         trained.step(ADAM)
-    after, _ = decoded(trained.run(Pass(data, "cross_entropy", {}, forward_only=True)))
+    after, _ = decoded(trained.run(PassRequest(data, "cross_entropy", {}, forward_only=True)))
     np.testing.assert_array_equal(np.concatenate(before), np.concatenate(after))
     assert trained.updates == 0
     trained.step(ADAM)
@@ -176,9 +176,9 @@ def test_a_step_after_a_failed_pass_is_refused_once_and_changes_nothing(director
 def test_a_checkpoint_resumes_with_the_moments_of_the_optimizer(directory: Path, tmp_path: Path) -> None:
     def train(model: TrainedModel, seeds: tuple[int, ...]) -> np.ndarray:
         for seed in seeds:
-            model.run(Pass(group(seed, ("weights",)), "cross_entropy", {}, forward_only=False))
+            model.run(PassRequest(group(seed, ("weights",)), "cross_entropy", {}, forward_only=False))
             model.step(ADAM)
-        found, _ = decoded(model.run(Pass(group(50, ("weights",)), "cross_entropy", {}, forward_only=True)))
+        found, _ = decoded(model.run(PassRequest(group(50, ("weights",)), "cross_entropy", {}, forward_only=True)))
         return np.concatenate(found)
 
     through, half = TrainedModel(str(directory)), TrainedModel(str(directory))
@@ -206,4 +206,4 @@ def test_a_loss_that_cannot_be_computed_is_named(
     directory: Path, name: str, inputs: tuple[str, ...], config: dict[str, float], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        TrainedModel(str(directory)).run(Pass(group(1, inputs), name, config, forward_only=False))
+        TrainedModel(str(directory)).run(PassRequest(group(1, inputs), name, config, forward_only=False))

@@ -1,4 +1,4 @@
-"""What waits in `slime tinker`: samples for the engine's weights, requests for their turn, clients for results."""
+"""Queues of `slime tinker`: samples for the engine's weights, requests for their turn, clients for results."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import pytest
 from slime.launcher.tinker import futures, models
 from slime.launcher.tinker.futures import Futures
 from slime.launcher.tinker.messages import SampleResponse
-from slime.launcher.tinker.models import Model, Models
+from slime.launcher.tinker.models import Models, TrainingRun
 from slime.launcher.tinker.requests import Sampling
-from slime.launcher.tinker.sampling import Sampler, Weights
+from slime.launcher.tinker.sampling import Sampler, SamplerWeights
 from slime.types.errors import DeadlineExceeded, EngineError, WrongState
 
 ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
-BASE, NEW, BROKEN = (Weights(Path(name), name) for name in ("base", "new", "broken"))
+BASE, NEW, BROKEN = (SamplerWeights(Path(name), name) for name in ("base", "new", "broken"))
 
 
 class Engine:
@@ -107,7 +107,7 @@ def registry() -> Iterator[Models]:
 
 def test_requests_run_by_their_numbers(registry: Models) -> None:
     async def run() -> list[int]:
-        model, ran = Model("m", "s"), []
+        model, ran = TrainingRun("m", "s"), []
         model.trained = object()  # type: ignore[assignment]
         registry.add(model, lambda _: False)
         # The results are waited for in the order of arrival, the last first.
@@ -122,7 +122,7 @@ def test_a_request_whose_forerunner_never_comes_fails(registry: Models, monkeypa
     monkeypatch.setattr(models, "GAP_SECONDS", 0.01)
 
     async def run() -> None:
-        model = Model("m", "s")
+        model = TrainingRun("m", "s")
         registry.add(model, lambda _: False)
         with pytest.raises(DeadlineExceeded, match="request 2 of m waited .* for request 1, which never came"):
             await registry.in_turn(model, 2, lambda _: None)
@@ -131,10 +131,10 @@ def test_a_request_whose_forerunner_never_comes_fails(registry: Models, monkeypa
 
 
 def test_models_of_clients_that_are_gone_make_room(registry: Models) -> None:
-    registry.add(Model("a:train:0", "a"), lambda _: False)
+    registry.add(TrainingRun("a:train:0", "a"), lambda _: False)
     with pytest.raises(WrongState, match="--max-models 1 are in training already, of session a"):
-        registry.add(Model("b:train:0", "b"), lambda _: False)
-    registry.add(Model("b:train:0", "b"), lambda session: session == "a")
+        registry.add(TrainingRun("b:train:0", "b"), lambda _: False)
+    registry.add(TrainingRun("b:train:0", "b"), lambda session: session == "a")
     assert "a:train:0" not in registry and "b:train:0" in registry
 
 

@@ -136,7 +136,7 @@ async def _serve(
     import dataclasses
 
     from slime.launcher.tinker.models import Models
-    from slime.launcher.tinker.sampling import Sampler, Weights
+    from slime.launcher.tinker.sampling import Sampler, SamplerWeights
     from slime.launcher.tinker.server import TinkerServer
     from slime.launcher.tinker.service import Service
     from slime.rollout.engines.client import EngineClient
@@ -148,7 +148,7 @@ async def _serve(
         length = (await client.server_info())["context_length"]
         served = dataclasses.replace(served, context_length=length)
         models = Models(most_models)
-        sampler = Sampler(client, Weights(served.directory, "base"))
+        sampler = Sampler(client, SamplerWeights(served.directory, "base"))
         key = given or PREFIX + secrets.token_urlsafe(32)
         server = TinkerServer(Service(served, models, sampler), LOCALHOST, key)
         runner = server.connections.runner(server.application())

@@ -23,7 +23,7 @@ Config = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Loss:
+class TinkerLoss:
     """inputs: by name, the number that stands for a missing one; None where it has to be there. share: the input that
     is 0 where a token has no share in the loss."""
 
@@ -57,18 +57,18 @@ def dro(log_probs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 _SAMPLED: Mapping[str, float | None] = {"logprobs": None, "advantages": None}
-LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, {"weights": 1.0}, share="weights"),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED),
-    "ppo": Loss(ppo, _SAMPLED, {LOW: 0.8, HIGH: 1.2}),
-    "cispo": Loss(cispo, _SAMPLED, {LOW: 0.0, HIGH: 4.0}),
-    "dro": Loss(dro, _SAMPLED, {"beta": 0.05}, share=None),
+LOSSES: Mapping[str, TinkerLoss] = {
+    "cross_entropy": TinkerLoss(cross_entropy, {"weights": 1.0}, share="weights"),
+    "importance_sampling": TinkerLoss(importance_sampling, _SAMPLED),
+    "ppo": TinkerLoss(ppo, _SAMPLED, {LOW: 0.8, HIGH: 1.2}),
+    "cispo": TinkerLoss(cispo, _SAMPLED, {LOW: 0.0, HIGH: 4.0}),
+    "dro": TinkerLoss(dro, _SAMPLED, {"beta": 0.05}, share=None),
 }
 # Losses that the SDK names and this service does not compute.
 REFUSED = ("gspo", "stable_reinforce", "custom")
 
 
-def find_loss(name: str) -> Loss:
+def find_loss(name: str) -> TinkerLoss:
     """Raises NotAvailable, or InvalidField for a name that the protocol does not have."""
     if name in LOSSES:
         return LOSSES[name]

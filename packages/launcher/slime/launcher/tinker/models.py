@@ -23,7 +23,7 @@ MOST_AHEAD = 4096
 
 
 @dataclass
-class Model:
+class TrainingRun:
     """A model of a session. turn: the number of the request that is next; waiting: those that came before it, which
     are given a future when their work is on the thread."""
 
@@ -41,13 +41,13 @@ class Models:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, TrainingRun] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._models
 
-    def find(self, model_id: str) -> Model:
+    def find(self, model_id: str) -> TrainingRun:
         """Raises NotFound."""
         if model_id not in self._models:
             raise NotFound(
@@ -56,7 +56,7 @@ class Models:
             )  # fmt: skip
         return self._models[model_id]
 
-    def add(self, model: Model, gone: Callable[[str], bool]) -> None:
+    def add(self, model: TrainingRun, gone: Callable[[str], bool]) -> None:
         """Makes room by ending sessions whose clients are gone. Raises WrongState."""
         if len(self._models) >= self.most:
             for session in {each.session for each in self._models.values() if gone(each.session)}:
@@ -70,7 +70,7 @@ class Models:
             )  # fmt: skip
         self._models[model.model_id] = model
 
-    def end(self, session: str) -> list[Model]:
+    def end(self, session: str) -> list[TrainingRun]:
         """Forgets the models of a session; returns them."""
         ended = [model for model in self._models.values() if model.session == session]
         for model in ended:
@@ -80,7 +80,7 @@ class Models:
     async def on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def load(self, model: Model, make: Callable[[], TrainedModel]) -> None:
+    async def load(self, model: TrainingRun, make: Callable[[], TrainedModel]) -> None:
         """Raises what `make` does; the model is forgotten then."""
         try:
             model.trained = await self.on_thread(make)
@@ -88,7 +88,7 @@ class Models:
             self._models.pop(model.model_id, None)
             raise
 
-    def in_turn(self, model: Model, number: int, work: Callable[[TrainedModel], T]) -> Awaitable[T]:
+    def in_turn(self, model: TrainingRun, number: int, work: Callable[[TrainedModel], T]) -> Awaitable[T]:
         """Returns what runs `work` when it is the turn of request `number`. Raises InvalidField, Busy."""
         if number < model.turn or number in model.waiting:
             raise InvalidField("seq_id", number, f"at least {model.turn}, each once")
@@ -111,7 +111,7 @@ class Models:
                 next_started.set_result(loop.run_in_executor(self._thread, next_run))
         return self._result(model, number, started)
 
-    async def _result(self, model: Model, number: int, started: asyncio.Future[asyncio.Future[T]]) -> T:
+    async def _result(self, model: TrainingRun, number: int, started: asyncio.Future[asyncio.Future[T]]) -> T:
         try:
             async with asyncio.timeout(GAP_SECONDS):
                 running = await started

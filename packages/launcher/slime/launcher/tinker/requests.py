@@ -11,7 +11,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from slime.launcher.tinker import messages
-from slime.types.errors import InvalidField, NotAvailable
+from slime.types.errors import InvalidField, NotAvailable, counted
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     messages.FLOAT32: np.dtype("<f4"),
@@ -30,7 +30,7 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassRequest:
     """One `forward_backward`, or `forward`."""
 
     data: Sequence[Datum]
@@ -67,13 +67,13 @@ def decode_pass(body: bytes) -> Any:
     try:
         request = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise InvalidField("body", f"{len(body)} bytes", "a ForwardBackwardRequest in protobuf") from None
+        raise InvalidField("body", counted(len(body), "byte"), "a ForwardBackwardRequest in protobuf") from None
     if not request.model_id or request.seq_id < 1:
         raise InvalidField("seq_id", request.seq_id, "model_id, and a seq_id of at least 1")
     return request
 
 
-def read_pass(request: Any, vocab_size: int, most_tokens: int) -> Pass:
+def read_pass(request: Any, vocab_size: int, most_tokens: int) -> PassRequest:
     """most_tokens: of one sequence. Raises InvalidField naming the datum, NotAvailable."""
     if not request.data:
         raise InvalidField("data", "nothing", "at least one datum")
@@ -81,7 +81,7 @@ def read_pass(request: Any, vocab_size: int, most_tokens: int) -> Pass:
     for name, value in request.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
     data = [_datum(f"data[{i}]", datum, vocab_size, most_tokens) for i, datum in enumerate(request.data)]
-    return Pass(data, request.loss_fn, config, request.forward_only)
+    return PassRequest(data, request.loss_fn, config, request.forward_only)
 
 
 def _datum(where: str, datum: Any, vocab_size: int, most_tokens: int) -> Datum:
@@ -92,7 +92,7 @@ def _datum(where: str, datum: Any, vocab_size: int, most_tokens: int) -> Datum:
         parts.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")).astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     if not 1 <= len(tokens) <= most_tokens:
-        raise InvalidField(f"{where}.model_input", f"{len(tokens)} tokens", f"1 to {most_tokens} tokens")
+        raise InvalidField(f"{where}.model_input", counted(len(tokens), "token"), f"1 to {most_tokens} tokens")
     _check_tokens(f"{where}.model_input", tokens, vocab_size)
     inputs = {name: _tensor(f"{where}.{name}", tensor, len(tokens)) for name, tensor in datum.loss_fn_inputs.items()}
     targets = inputs.pop("target_tokens", None)
@@ -114,13 +114,13 @@ def _tensor(where: str, tensor: Any, length: int) -> np.ndarray:
         raise InvalidField(f"{where}.dtype", tensor.dtype, "float32 or int64")
     values = _array(where, tensor.dense, dtype)
     if len(values) != length or (tensor.shape and list(tensor.shape) != [length]):
-        raise InvalidField(where, f"{len(values)} values", f"{length}, one for each token of model_input")
+        raise InvalidField(where, counted(len(values), "value"), f"{length}, one for each token of model_input")
     return values
 
 
 def _array(where: str, content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     if len(content) % dtype.itemsize:
-        raise InvalidField(where, f"{len(content)} bytes", f"whole numbers of {dtype.itemsize} bytes")
+        raise InvalidField(where, counted(len(content), "byte"), f"whole numbers of {dtype.itemsize} bytes")
     return np.frombuffer(content, dtype=dtype)
 
 
@@ -206,12 +206,12 @@ def read_sampling(body: Mapping[str, Any], context_length: int) -> Sampling:
     }
     seed = None if given.get("seed") is None else integer(given, "seed", 0)
     if most < 1:
-        raise InvalidField("prompt", f"{len(prompt)} tokens", f"at most {context_length - 1}")
+        raise InvalidField("prompt", counted(len(prompt), "token"), f"at most {context_length - 1}")
     return Sampling(prompt, count, params, seed, bool(body.get("prompt_logprobs")))
 
 
 def _stop(stop: Any) -> dict[str, Any]:
-    """As the SDK has it: None is the end of sequence alone, an empty list nothing at all."""
+    """Returns the engine's parameters for `stop`: None is the end of sequence alone, an empty list nothing at all."""
     if stop is None:
         return {}
     if isinstance(stop, str):

@@ -20,7 +20,7 @@ from slime.rollout.engines.client import EngineClient
 
 
 @dataclass(frozen=True)
-class Weights:
+class SamplerWeights:
     """A Hugging Face directory. version: differs where the content does."""
 
     directory: Path
@@ -30,14 +30,14 @@ class Weights:
 class Sampler:
     """Used on one event loop. base: the weights that the engine was started with."""
 
-    def __init__(self, engine: EngineClient, base: Weights) -> None:
+    def __init__(self, engine: EngineClient, base: SamplerWeights) -> None:
         self._engine = engine
-        self._loaded: Weights | None = base
+        self._loaded: SamplerWeights | None = base
         self._running = 0
-        self._waiting: deque[tuple[Weights, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[SamplerWeights, asyncio.Future[None]]] = deque()
         self._switching: asyncio.Task[None] | None = None
 
-    async def sample(self, weights: Weights, wanted: Sampling) -> bytes:
+    async def sample(self, weights: SamplerWeights, wanted: Sampling) -> bytes:
         """Returns an encoded SampleResponse. Raises what the engine refuses, EngineError."""
         async with self._using(weights):
             prompt = await self._score(wanted.prompt) if wanted.prompt_logprobs else None
@@ -55,7 +55,7 @@ class Sampler:
         return [value for value, _, _ in answer["meta_info"]["input_token_logprobs"]]
 
     @asynccontextmanager
-    async def _using(self, weights: Weights) -> AsyncIterator[None]:
+    async def _using(self, weights: SamplerWeights) -> AsyncIterator[None]:
         if self._loaded != weights or self._waiting or self._switching is not None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((weights, turn))
@@ -95,8 +95,8 @@ class Sampler:
             self._running += 1
             turn.set_result(None)
 
-    async def _load(self, weights: Weights) -> None:
-        # What the engine has after a failure is not known.
+    async def _load(self, weights: SamplerWeights) -> None:
+        # After a failure it is not known which weights the engine has.
         self._loaded = None
         try:
             await self._engine.update_weights_from_disk(str(weights.directory), weights.version)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.tinker.futures import Futures
-from slime.launcher.tinker.models import Model, Models
+from slime.launcher.tinker.models import Models, TrainingRun
 from slime.launcher.tinker.paths import SAMPLER, TRAINING, CheckpointStore
 from slime.launcher.tinker.requests import (
     decode_pass,
@@ -21,7 +21,7 @@ from slime.launcher.tinker.requests import (
     read_sampling,
     text,
 )
-from slime.launcher.tinker.sampling import Sampler, Weights
+from slime.launcher.tinker.sampling import Sampler, SamplerWeights
 from slime.launcher.tinker.training import TrainedModel
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidField, NotAvailable, NotFound, WrongState
@@ -40,8 +40,11 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Served:
-    """What is served. directory: of the base model; names: that requests may call it; scratch: for snapshots, removed
-    with the service; keep: snapshots of a model that can be sampled from, the newest."""
+    """The base model, in `directory`, and its settings.
+
+    names: that requests may call it; scratch: for snapshots, removed with the service; keep: the number of snapshots
+    of a training run that can be sampled from, the newest.
+    """
 
     directory: Path
     names: tuple[str, ...]
@@ -60,7 +63,7 @@ class _Session:
 
 @dataclass(frozen=True)
 class _SamplingSession:
-    weights: Weights
+    weights: SamplerWeights
     model_path: str | None = None
 
 
@@ -72,7 +75,7 @@ class Service:
         self.futures = Futures()
         self._models = models
         self._sampler = sampler
-        self._base = Weights(served.directory, "base")
+        self._base = SamplerWeights(served.directory, "base")
         self._sessions: dict[str, _Session] = {}
         self._samplers: dict[str, _SamplingSession] = {}
 
@@ -152,7 +155,7 @@ class Service:
         if request_id in self.futures:
             return {"request_id": request_id, "model_id": model_id}
         metadata = body.get("user_metadata")
-        model = Model(model_id, session)
+        model = TrainingRun(model_id, session)
         if address is not None:
             self.served.store.find(address)
         self._models.add(model, self._is_silent)
@@ -213,20 +216,20 @@ class Service:
             model.snapshots += 1
             path = self._snapshot(model, model.snapshots)
             trained.write(path)
-            self._samplers[sampler] = _SamplingSession(Weights(path, path.name))
+            self._samplers[sampler] = _SamplingSession(SamplerWeights(path, path.name))
             self._drop_snapshot(model, model.snapshots - self.served.keep)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
         return self._in_turn(model, body, save)
 
-    def _snapshot(self, model: Model, number: int) -> Path:
+    def _snapshot(self, model: TrainingRun, number: int) -> Path:
         return self.served.scratch / f"{model.model_id}:{number}"
 
-    def _drop_snapshot(self, model: Model, number: int) -> None:
+    def _drop_snapshot(self, model: TrainingRun, number: int) -> None:
         if number > 0 and self._snapshot(model, number).exists():
             remove_directory(self._snapshot(model, number))
 
-    def _in_turn(self, model: Model, body: Body, work: Any) -> dict[str, Any]:
+    def _in_turn(self, model: TrainingRun, body: Body, work: Any) -> dict[str, Any]:
         number = integer(body, "seq_id", 1)
         request_id = f"{model.model_id}:{number}"
         if request_id not in self.futures:
@@ -269,7 +272,7 @@ class Service:
             return _SamplingSession(self._base)
         _, path = self.served.store.find(text(body, "model_path"))
         # A checkpoint that was saved again under its name has other weights.
-        return _SamplingSession(Weights(path, f"{address}@{path.stat().st_mtime_ns}"), address)
+        return _SamplingSession(SamplerWeights(path, f"{address}@{path.stat().st_mtime_ns}"), address)
 
     def sampler(self, name: str) -> dict[str, Any]:
         if name not in self._samplers:
@@ -290,7 +293,7 @@ class Service:
         ids = [f"{request_id}:{number}" for number in range(wanted.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def _sample(self, weights: Weights, wanted: Any) -> bytes:
+    async def _sample(self, weights: SamplerWeights, wanted: Any) -> bytes:
         if not weights.directory.exists():
             raise NotFound(
                 f"the weights of this sampling client are gone: the {self.served.keep} newest snapshots of a model are "

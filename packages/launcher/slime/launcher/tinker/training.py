@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.launcher.tinker.losses import check_config, find_loss
-from slime.launcher.tinker.requests import Adam, Datum, Pass
+from slime.launcher.tinker.requests import Adam, Datum, PassRequest
 from slime.launcher.tinker.results import encode_pass
 from slime.launcher.tinker.rows import make_rows
 from slime.trainer.backends.base import Outputs
@@ -63,7 +63,7 @@ class TrainedModel:
     def updates(self) -> int:
         return self._backend.updates
 
-    def run(self, work: Pass) -> bytes:
+    def run(self, work: PassRequest) -> bytes:
         """Returns the encoded result of a pass. Raises InvalidField, NotAvailable."""
         loss = find_loss(work.loss_fn)
         config = check_config(work.loss_fn, work.config)

@@ -18,7 +18,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclasses.dataclass(frozen=True)
 class AdamWStep:
-    """What one update is made with. clip: largest norm of the gradient; 0 turns clipping off."""
+    """Numbers of one update. clip: largest norm of the gradient; 0 turns clipping off."""
 
     lr: float
     beta1: float
