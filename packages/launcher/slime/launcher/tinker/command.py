@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from slime.launcher.cli.help import CommandParser
 from slime.rollout.engines.keys import read_key
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
-from slime.types.rpc.token_files import LOCALHOST, publish
+from slime.types.rpc.token_files import LOCALHOST, publish, retract
 from slime.types.settings import build
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ def api_key(path: str | None) -> str | None:
 async def _serve(
     served: Served, engine: RunningEngine, listener: socket.socket, given: str | None, most_models: int
 ) -> None:
-    import dataclasses
-
     from slime.launcher.tinker.models import Models
     from slime.launcher.tinker.sampling import Sampler, SamplerWeights
     from slime.launcher.tinker.server import TinkerServer
@@ -156,11 +155,12 @@ async def _serve(
         await server.connections.serve(runner, listener)
         address = f"{LOCALHOST}:{listener.getsockname()[1]}"
         print(f"export TINKER_BASE_URL=http://{address}")
-        print(
-            f"export {VARIABLE}=$(cat {publish(address, key)})" if given is None else f"# {VARIABLE}: as it was given"
-        )
+        path = publish(address, key) if given is None else None
+        print(f"export {VARIABLE}=$(cat {path})" if path is not None else f"# {VARIABLE}: as it was given")
         print(f"# base_model={json.dumps(served.names[0])}; checkpoints are below {served.store.root}", flush=True)
         try:
             await stopped.wait()
         finally:
             await runner.cleanup()
+            if path is not None:
+                retract(path, key)
