@@ -178,6 +178,7 @@ def test_an_evaluation_of_a_run_has_its_gpus_evaluator_and_attributes(
     [
         ([], "RUN|MODEL is required"),
         (["model"], "DATA is required: a model alone has no evaluation sets"),
+        (["nowhere"], "RUN|MODEL nowhere: no such directory"),
         (["model", "a.jsonl", "b.jsonl"], "unexpected argument 'b.jsonl'"),
         (["model", "a.jsonl", "--eval-prompt-data", "b.jsonl"], "DATA a.jsonl and --eval-prompt-data cannot be used"),
         (["model", "data/prompts.jsonl", "--rm-typ", "math"], "unknown option --rm-typ; did you mean --rm-type?"),
@@ -266,7 +267,10 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
     assert cli.main(["export", "model", "--format", "gguf", "--output", str(tmp_path / "m.gguf")]) == 2
     assert "GGUF of this model is not supported yet" in capsys.readouterr().err
     assert cli.main(["export", "model", "--private"]) == 2
+    assert cli.main(["export", "model", "--step", "3"]) == 2
+    assert "--step 3 requires a run: model is a model directory" in capsys.readouterr().err
     assert cli.main(["export", "nowhere"]) == 2
+    assert "RUN|MODEL nowhere: no such directory" in capsys.readouterr().err
 
 
 def test_a_name_on_the_hub_is_exported_and_gives_the_export_its_name(
@@ -350,7 +354,8 @@ def test_a_system_message_needs_a_chat_template() -> None:
     [
         (["model", "--temperature", "-1"], "--temperature must be at least 0, got -1"),
         (["model", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
-        (["nowhere"], "RUN nowhere: expected the output directory of a run"),
+        (["nowhere"], "RUN|MODEL nowhere: no such directory"),
+        (["data"], "RUN|MODEL data: neither the output directory of a run, with run.yaml, nor a model directory"),
         ([], "RUN|MODEL is required"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from slime.launcher.cli.help import CommandParser
-from slime.launcher.cli.recorded_run import RecordedRun, is_run, read_run
+from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model, read_run
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import whole_file, write_whole
 
@@ -80,6 +80,10 @@ def evaluate(argv: list[str]) -> int:
         raise InvalidSetting.conflict(f"DATA {data}", min(named), "both name what to evaluate on")
     run = read_run(Path(model)) if is_run(Path(model)) else None
     if run is None and data is None and not named:
+        from slime.launcher.hub.names import model_name
+
+        if not Path(model).exists() and model_name(model) is None:
+            raise no_run_or_model(Path(model))
         raise InvalidSetting.required("DATA", "a model alone has no evaluation sets")
 
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.cli.help import CommandParser
-from slime.launcher.cli.recorded_run import is_run, read_run
+from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
 
 FORMATS = ("hf", "gguf")
@@ -24,7 +24,7 @@ def parser(command: str) -> CommandParser:
         description="Writes the model of a run as a Hugging Face directory or as a GGUF file for llama.cpp: the "
         "trained model, or with --step that of a checkpoint.",
     )
-    reader.add_argument("run", metavar="RUN", help="Output directory of a run, a Hugging Face directory, or ORG/NAME")
+    reader.add_argument("run", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
     reader.add_argument("--format", choices=FORMATS, default="hf", help="hf: Hugging Face directory; gguf: one file")
     reader.add_argument(
         "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[.gguf])"
@@ -82,9 +82,13 @@ def model_of(path: Path, step: int | None = None) -> tuple[Path, str | None]:
     """Returns the model of a run, and the one that it began with, which may be a name on the Hub. A directory without
     a run is a model itself.
 
-    Raises MissingFile.
+    Raises MissingFile, InvalidSetting.
     """
-    if not is_run(path) and step is None and (path / "config.json").is_file():
+    if not is_run(path):
+        if not (path / "config.json").is_file():
+            raise no_run_or_model(path)
+        if step is not None:
+            raise InvalidSetting.requires(f"--step {step}", "a run", f"{path} is a model directory")
         return path, None
     run = read_run(path)
     return run.model(step), run.began_with()
