@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -19,7 +21,7 @@ from slime.rollout.engines.process import EngineProcess
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import Member
-from slime.rollout.fleet.restarts import RestartLimits
+from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router
 from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate import state
@@ -151,7 +153,8 @@ def test_requests_of_the_only_engine_wait_for_its_successor(open_engines) -> Non
     addresses: list[str] = []
     engines.fleet.on_new_address(lambda: addresses.append(engines.members[0].url))
     before = engines.members[0].url
-    engines.signal(0, signal.SIGSTOP)
+    stopped = psutil.Process(engines.signal(0, signal.SIGSTOP))
+    wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED)
     waiting = engines.send([1])
     wait_for(lambda: engines.fleet.router.in_flight)
     engines.signal(0, signal.SIGKILL)
@@ -363,3 +366,35 @@ def test_engines_are_started_again_where_that_is_possible(monkeypatch: pytest.Mo
     assert limits(colocate=True) is None
     with pytest.raises(NotAvailable, match="--use-fault-tolerance.*offloaded"):
         limits(use_fault_tolerance=True, colocate=True)
+
+
+def test_an_engine_that_is_back_as_the_fleet_ends_is_ended_unless_somebody_has_it() -> None:
+    left, taken = Restarts(LIMITS), Restarts(LIMITS)
+    orphan, kept = left.start(start("engine-0", "answers")), taken.start(start("engine-1", "answers"))
+    taken.taken(kept)
+    left.stop(), taken.stop()
+    with kept:
+        assert not psutil.pid_exists(orphan.pid) and psutil.pid_exists(kept.pid)
+        with pytest.raises(EngineError, match="engine-0 is not started again: the fleet has ended"):
+            left.start(orphan)
+
+
+def test_restarts_hold_up_no_other_work(open_engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = open_engines("answers", "answers")
+    going_on, begun, real = threading.Event(), [], engines.fleet.restarts.start
+
+    def slow(engine: EngineProcess) -> EngineProcess:
+        begun.append(engine)
+        going_on.wait(60)
+        return real(engine)
+
+    monkeypatch.setattr(engines.fleet.restarts, "start", slow)
+    engines.loop.loop.call_soon_threadsafe(engines.loop.loop.set_default_executor, ThreadPoolExecutor(1))
+    for number in range(2):
+        engines.signal(number, signal.SIGKILL)
+    wait_for(lambda: len(begun) == 2)
+    try:
+        assert engines.run(asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20)) == "free"
+    finally:
+        going_on.set()
+    wait_for(lambda: not any(member.out for member in engines.members))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.types.errors import EngineError, counted
+
+# Engines that are started again at the same time; more wait.
+MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,19 @@ class RestartLimits:
 
 
 class Restarts:
-    """Thread-safe. count: engines that were lost, each as often as it was."""
+    """Thread-safe. count: engines that were lost, each as often as it was.
+
+    threads: for `start`, which takes minutes: in the event loop's own, many restarts would hold up all other work.
+    """
 
     def __init__(self, limits: RestartLimits) -> None:
         self.limits = limits
         self.count = 0
         self._began: defaultdict[str, deque[float]] = defaultdict(deque)
+        self.threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="restart")
         self._starting: set[EngineProcess] = set()
+        # Started engines that serve, until their member has them.
+        self._ready: set[EngineProcess] = set()
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -46,18 +56,21 @@ class Restarts:
         began.append(now)
 
     def start(self, engine: EngineProcess) -> EngineProcess:
-        """Ends what is left of `engine` and returns its successor once that serves.
+        """Ends what is left of `engine` and returns its successor once that serves. `taken` must follow, or `stop`
+        ends it.
 
         Raises what the engine refuses to start with, EngineError, DeadlineExceeded; then nothing is left running.
         """
         engine.stop(0)
         with self._lock:
-            if self._stopped:
-                raise EngineError(f"engine {engine.name} is not started again: the fleet has ended", field=engine.name)
+            self._refuse_if_stopped(engine)
             started = engine.start_again()
             self._starting.add(started)
         try:
             started.wait_ready(self.limits.start_seconds)
+            with self._lock:
+                self._refuse_if_stopped(engine)
+                self._ready.add(started)
         except BaseException:
             started.stop(0)
             raise
@@ -66,11 +79,22 @@ class Restarts:
                 self._starting.discard(started)
         return started
 
+    def _refuse_if_stopped(self, engine: EngineProcess) -> None:
+        if self._stopped:
+            raise EngineError(f"engine {engine.name} is not started again: the fleet has ended", field=engine.name)
+
+    def taken(self, engine: EngineProcess) -> None:
+        """Notes that the fleet has a started engine, and will end it."""
+        with self._lock:
+            self._ready.discard(engine)
+
     def stop(self) -> None:
-        """Ends the engines that are being started, and starts no more."""
+        """Ends the engines that are being started or that nobody has taken, and starts no more."""
         with self._lock:
             self._stopped = True
-            starting = list(self._starting)
+            starting, ready = list(self._starting), list(self._ready)
+            self._ready.clear()
         for engine in starting:
-            # The thread that waits for it cleans up.
+            # The waiting thread cleans up.
             engine.kill()
+        stop_all(ready, 0)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from slime.rollout.calls.event_loop import LoopThread
@@ -107,6 +108,8 @@ class WatchedEngines:
         if self.restarts is not None:
             self.restarts.stop()
         self.loop.run(self._close(), timeout=30)
+        if self.restarts is not None:
+            self.restarts.threads.shutdown(wait=False)
         stop_all([member.engine for member in self.members], grace_seconds)
 
     async def _close(self) -> None:
@@ -201,7 +204,8 @@ class WatchedEngines:
                 await self._end(error)
                 return
             try:
-                engine = await asyncio.to_thread(self.restarts.start, gone)
+                start = partial(self.restarts.start, gone)
+                engine = await asyncio.get_running_loop().run_in_executor(self.restarts.threads, start)
                 await self._take_back(member, engine)
                 break
             except SlimeError as error:
@@ -223,6 +227,8 @@ class WatchedEngines:
         """Raises SlimeError where the engine that has just started is gone again; then it is stopped."""
         former, remaining = member.client, member.url
         member.replace(engine, self._client(engine))
+        if self.restarts is not None:
+            self.restarts.taken(engine)
         try:
             await member.learn()
         except BaseException:
