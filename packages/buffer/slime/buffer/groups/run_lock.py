@@ -50,9 +50,9 @@ class RunLock:
         """Raises StaleWriter for any writer but the current one."""
         current = self.find()
         if writer != current:
-            shown = "no run is open" if current is None else f"the current one is {_show(current)}"
+            open_run = "no run is open" if current is None else f"the current one is {_show(current)}"
             raise StaleWriter(
-                f"{_show(writer)} may not write: {shown}",
+                f"{_show(writer)} may not write: {open_run}",
                 field="writer",
                 value=_show(writer),
                 expected="OpenRun before this call" if current is None else _show(current),

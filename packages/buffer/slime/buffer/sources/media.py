@@ -156,5 +156,5 @@ def _check(content: bytes | Path, refuse: Refuse) -> None:
         with PIL.Image.open(io.BytesIO(content) if isinstance(content, bytes) else content):
             return
     except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
-        shown = f"{len(content)} bytes" if isinstance(content, bytes) else str(content)
-        raise refuse(shown, f"an image that can be decoded ({error})") from None
+        found = f"{len(content)} bytes" if isinstance(content, bytes) else str(content)
+        raise refuse(found, f"an image that can be decoded ({error})") from None

@@ -102,10 +102,10 @@ class Parameter:
     def slices_of_rows(self, rows: slice) -> Iterator[Slice]:
         """Yields the parts of Hugging Face tensors in rows of the whole; `index` counts from the first of them."""
         for piece in self.slices():
-            own, theirs = piece.index[0], piece.hf_index[0]
-            first, last = max(own.start, rows.start), min(own.stop, rows.stop)
+            whole_rows, hf_rows = piece.index[0], piece.hf_index[0]
+            first, last = max(whole_rows.start, rows.start), min(whole_rows.stop, rows.stop)
             if first < last:
-                shift = theirs.start - own.start
+                shift = hf_rows.start - whole_rows.start
                 yield dataclasses.replace(
                     piece,
                     hf_index=(slice(first + shift, last + shift), *piece.hf_index[1:]),

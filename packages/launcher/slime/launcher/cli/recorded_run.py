@@ -92,8 +92,8 @@ def read_run(path: Path) -> RecordedRun:
     path = path.absolute()
     text = (path / SETTINGS).read_text(encoding="utf-8")
     # These are comments there, since a repetition needs values of its own.
-    own = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
-    identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in own.splitlines())) or {}
+    identity_comments = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
+    identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in identity_comments.splitlines())) or {}
     return RecordedRun(path, read_config(str(path / SETTINGS), "RUN"), _started_in(path), identity.get("run_name"))
 
 

@@ -37,9 +37,9 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     for phase in ("rollout", "eval"):
         name = f"{phase}_max_response_len"
         length, limit, allows = config.explicit.get(name), model, f"--hf-checkpoint {rollout.hf_checkpoint}"
-        for own in (f"{phase}_max_context_len", "rollout_max_context_len"):
-            if getattr(rollout, own):
-                limit, allows = getattr(rollout, own), flag_name(own)
+        for limit_name in (f"{phase}_max_context_len", "rollout_max_context_len"):
+            if getattr(rollout, limit_name):
+                limit, allows = getattr(rollout, limit_name), flag_name(limit_name)
                 break
         if isinstance(length, int) and limit is not None and length > limit:
             yield (

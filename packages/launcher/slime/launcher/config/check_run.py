@@ -106,8 +106,8 @@ def check_run(args: Mapping[str, Any]) -> None:
 def _check_reward_key(args: Mapping[str, Any]) -> None:
     key, rm_type = args["reward_key"], args["rm_type"]
     # A function of the user's scores samples as it likes.
-    own = ("custom_rm_path", "custom_generate_function_path", "custom_agent_path")
-    if not key or not rm_type or any(args[name] for name in own):
+    scoring_functions = ("custom_rm_path", "custom_generate_function_path", "custom_agent_path")
+    if not key or not rm_type or any(args[name] for name in scoring_functions):
         return
     if args["rollout_function_path"] == DEFAULT_ROLLOUT_FUNCTION and not may_return_dict(rm_type):
         raise InvalidSetting.conflict(

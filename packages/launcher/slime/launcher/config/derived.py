@@ -74,9 +74,9 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
     iterations = max(0, num_rollout - trainer.num_critic_only_steps)
     updates = iterations * trainer.updates_per_iteration or max(warm_ups.values()) + 1
     for flag, warm_up in warm_ups.items():
-        own = updates if flag == "--lr-warmup-iters" else updates + trainer.critic_only_updates
-        if warm_up >= own:
-            raise InvalidSetting.must_be(flag, f"less than {own}, the updates of the run", got=warm_up)
+        trained_updates = updates if flag == "--lr-warmup-iters" else updates + trainer.critic_only_updates
+        if warm_up >= trained_updates:
+            raise InvalidSetting.must_be(flag, f"less than {trained_updates}, the updates of the run", got=warm_up)
     trainer.lr_decay_iters = flat["lr_decay_iters"] = updates
 
 

@@ -117,8 +117,8 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
 
 def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:
     """Tells whether the chat template makes the text of a prompt; a rollout function of the user's may do without."""
-    own = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, sft_rollout.FUNCTION)
-    return bool(args.get("apply_chat_template")) or (isinstance(prompt, list) and not own)
+    own_rollout = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, sft_rollout.FUNCTION)
+    return bool(args.get("apply_chat_template")) or (isinstance(prompt, list) and not own_rollout)
 
 
 def _has_template(args: Mapping[str, Any]) -> bool:

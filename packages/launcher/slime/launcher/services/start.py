@@ -187,8 +187,8 @@ class _Start:
         address = ""
         for host, share in zip(hosts, self.placement.engine_hosts().values(), strict=True):
             # The GPUs of a part of an engine are those that its process sees.
-            own = None if share.nodes > 1 else share.gpus or None
-            of_node = replace(rollout, rollout_num_gpus=own, rollout_num_engines=share.embedded)
+            visible_gpus = None if share.nodes > 1 else share.gpus or None
+            of_node = replace(rollout, rollout_num_gpus=visible_gpus, rollout_num_engines=share.embedded)
             settings.append(_listening_at(host, of_node))
             before = range(gpus), embedded, rollout.rollout_num_gpus_per_engine
             first = {name: len(kind.divide(*before)) for name, kind in KINDS.items()}

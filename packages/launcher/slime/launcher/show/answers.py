@@ -120,10 +120,10 @@ class Answers:
         rows = []
         for name in names:
             values = [run.settings.get(name) for run in self.runs]
-            shown = [None if value is None else str(value) for value in values]
+            texts = [None if value is None else str(value) for value in values]
             rows.append({
-                "name": name, "values": shown, "told": any(name in run.told for run in self.runs),
-                "differs": len(set(shown)) > 1,
+                "name": name, "values": texts, "told": any(name in run.told for run in self.runs),
+                "differs": len(set(texts)) > 1,
             })  # fmt: skip
         return rows
 
@@ -157,14 +157,14 @@ class Answers:
         row = rows[0]
         tokens = row.pop("tokens") or []
         # A broken file may state any length.
-        response, shown = min(max(row["response_length"] or 0, 0), len(tokens)), min(len(tokens), MOST_TOKENS)
+        response, num_sent = min(max(row["response_length"] or 0, 0), len(tokens)), min(len(tokens), MOST_TOKENS)
         versions: list[str | None] = [None] * response
         for span in row.pop("spans") or ():
             for i in range(max(span["start"], 0), min(span["end"], response)):
                 versions[i] = span["weight_version"]
         return row | {
-            "row": at, "reward": finite(row["reward"]), "tokens": tokens[:shown], "num_tokens": len(tokens),
-            "texts": self._tokens[number].of(tokens[:shown]), "prompt_length": len(tokens) - response,
+            "row": at, "reward": finite(row["reward"]), "tokens": tokens[:num_sent], "num_tokens": len(tokens),
+            "texts": self._tokens[number].of(tokens[:num_sent]), "prompt_length": len(tokens) - response,
             "engine_log_probs": _numbers(row["engine_log_probs"]), "weight_versions": versions,
             "trainer_log_probs": _numbers(row["trainer_log_probs"]),
             "findings": [

@@ -261,8 +261,8 @@ def finite(value: Any) -> float | None:
 def names(paths: list[Path]) -> Iterator[str]:
     """Yields the shortest names that tell the runs apart: their last directory, or more of the path."""
     parts = [path.resolve().parts for path in paths]
-    for own in parts:
+    for directories in parts:
         length = 1
-        while length < len(own) and sum(other[-length:] == own[-length:] for other in parts) > 1:
+        while length < len(directories) and sum(other[-length:] == directories[-length:] for other in parts) > 1:
             length += 1
-        yield "/".join(own[-length:])
+        yield "/".join(directories[-length:])

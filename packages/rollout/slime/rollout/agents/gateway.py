@@ -80,8 +80,8 @@ class Gateway:
         self._runner = connections.runner(app)
         await self._runner.setup()
         await connections.serve(self._runner, listener)
-        shown = f"[{host}]" if ":" in host else host
-        self.local_url = f"http://{shown}:{listener.getsockname()[1]}"
+        url_host = f"[{host}]" if ":" in host else host
+        self.local_url = f"http://{url_host}:{listener.getsockname()[1]}"
         self.url = (self.settings.gateway_url or self.local_url).rstrip("/")
         log.info("agents reach the engines at %s", self.url)
         if self.settings.region is not None and is_loopback(urlsplit(self.url).hostname or ""):

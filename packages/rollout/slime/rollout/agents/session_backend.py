@@ -190,8 +190,8 @@ class SessionBackend:
         return params
 
     def _stops(self, request: ModelRequest) -> list[str]:
-        own = self._session.sampling_params.get("stop") or []
-        return [*([own] if isinstance(own, str) else own), *request.stops]
+        session_stops = self._session.sampling_params.get("stop") or []
+        return [*([session_stops] if isinstance(session_stops, str) else session_stops), *request.stops]
 
 
 def closed(session_id: str) -> WrongState:

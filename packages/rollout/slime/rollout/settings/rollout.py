@@ -292,8 +292,8 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
                 f"--custom-generate-function-path {self.custom_generate_function_path}",
                 "each of them generates the samples",
             )
-        own = self.custom_generate_function_path or self.custom_agent_path
-        replaces_default = own or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        own_function = self.custom_generate_function_path or self.custom_agent_path
+        replaces_default = own_function or self.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         if self.max_turns is not None and not replaces_default:
             raise InvalidSetting.requires(
                 f"--max-turns {self.max_turns}",

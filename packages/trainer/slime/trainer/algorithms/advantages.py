@@ -62,10 +62,10 @@ def generalized_advantages(
         actions = mask[end - length : end].nonzero()[:, 0] + end - length
         if not len(actions):
             continue
-        own = values[actions]
+        token_values = values[actions]
         token_rewards = -kl_coef * kl[actions]
         token_rewards[-1] += reward
-        deltas = token_rewards + gamma * torch.cat([own[1:], own.new_zeros(1)]) - own
+        deltas = token_rewards + gamma * torch.cat([token_values[1:], token_values.new_zeros(1)]) - token_values
         found[actions] = discounted_returns(deltas, gamma * lambd)
     return found
 

@@ -84,8 +84,8 @@ class CriticStep:
                 raise named from None
             log.warning("skipped %s", named)
             return None
-        own = {name: float(value) for name, value in sums.items()} if self.critic.leads_replica else {}
-        totals = self.ranks.add_numbers(own)
+        rank_sums = {name: float(value) for name, value in sums.items()} if self.critic.leads_replica else {}
+        totals = self.ranks.add_numbers(rank_sums)
         weight = totals.get("weight", 0.0)
         return {
             "value_loss": totals.get("value_loss", 0.0),

@@ -116,8 +116,8 @@ class TrainStep:
         if lengths.prompts:
             # Prompts of a group are mostly equal; who has read them knows.
             known = [p for p in lengths.shared() if p in samples] if backend.leads_replica else []
-            own = {str(p): prompt_digest(samples[p]) for p in known}
-            found = {int(p): digest for of_rank in self.ranks.gather(own) for p, digest in of_rank.items()}
+            digests = {str(p): prompt_digest(samples[p]) for p in known}
+            found = {int(p): digest for of_rank in self.ranks.gather(digests) for p, digest in of_rank.items()}
             other = lengths.told_apart(found)
             if other is not None:
                 shares, scored = self._assign(plan, other)

@@ -244,8 +244,8 @@ def _tools(tools: Any) -> Any:
     converted = []
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            shown = tool.get("type") if isinstance(tool, dict) else tool
-            raise InvalidField(f"tools[{i}]", shown, "an object with type function, name and parameters")
+            found = tool.get("type") if isinstance(tool, dict) else tool
+            raise InvalidField(f"tools[{i}]", found, "an object with type function, name and parameters")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         converted.append({"type": "function", "function": function})
     return converted

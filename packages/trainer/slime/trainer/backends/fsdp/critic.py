@@ -43,12 +43,12 @@ class FsdpCritic(FsdpBackend):
     ) -> None:
         """weights: a critic's directory in place of --critic-load (of a checkpoint to resume from)."""
         decay = settings.lr_decay_iters
-        own = dataclasses.replace(
+        critic_settings = dataclasses.replace(
             settings, lr=settings.critic_lr or settings.lr, lr_warmup_iters=settings.critic_lr_warmup_iters,
             lr_warmup_fraction=None, compile=False,
             lr_decay_iters=None if decay is None else decay + settings.critic_only_updates,
         )  # fmt: skip
-        super().__init__(own, ranks, device, weights)
+        super().__init__(critic_settings, ranks, device, weights)
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
         from transformers import AutoConfig

@@ -193,8 +193,8 @@ class _Attention:
             )
             parts.append(seen_BHD.flatten(1))
         for row, length in self._run.prompts:
-            own = slice(start, start + length)
-            query_HTD, key_KTD, value_KTD = (x[own].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))
+            rows_of_prompt = slice(start, start + length)
+            query_HTD, key_KTD, value_KTD = (x[rows_of_prompt].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))
             keys_RKCD[row, :, :length] = key_KTD
             values_RKCD[row, :, :length] = value_KTD
             seen_1HTD = F.scaled_dot_product_attention(

@@ -84,8 +84,8 @@ def optimizer_parts(optimizer: Any, chunks: Chunks) -> tuple[list[Part], dict[st
     """(this rank's parts of the optimizer's state, what of it is the same on all ranks). Collective."""
     state = optimizer.sharded_state_dict(model_state(chunks), metadata=_metadata())
     parts = list(_parts({"optimizer": state}))
-    own = (ShardedBase, LocalNonpersistentObject)
-    _, common = extract_matching_values(state, lambda value: isinstance(value, own), return_lists_as_dicts=True)
+    rank_types = (ShardedBase, LocalNonpersistentObject)
+    _, common = extract_matching_values(state, lambda value: isinstance(value, rank_types), return_lists_as_dicts=True)
     return parts, {"optimizer": common}
 
 
