@@ -297,7 +297,7 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         if self.max_turns is not None and not replaces_default:
             raise InvalidSetting.requires(
                 f"--max-turns {self.max_turns}",
-                "--custom-generate-function-path or --rollout-function-path",
+                "--custom-generate-function-path, --custom-agent-path or --rollout-function-path",
                 "the default generates one turn",
             )
 
