@@ -93,7 +93,7 @@ def port(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def client(port: int) -> Iterator[Client]:
     found = Client(port)
-    body = {"tags": [], "user_metadata": None, "sdk_version": "0", "type": "create_session"}
+    body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0", "type": "create_session"}
     answer = found.post("create_session", body)
     assert "no LoRA" in answer["warning_message"]
     found.session = answer["session_id"]

@@ -131,8 +131,8 @@ def test_gradients_add_up_over_requests_until_the_step_as_in_float64(
             log_probs, loss = decoded(trained.run(PassRequest(data, name, config, forward_only=False)))
             expected, expected_loss = reference.run(data, formula)
             assert loss == pytest.approx(expected_loss, rel=2e-4, abs=1e-4)
-            for ours, theirs in zip(log_probs, expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, atol=2e-4)
+            for values, theirs in zip(log_probs, expected, strict=True):
+                np.testing.assert_allclose(values, theirs, atol=2e-4)
         # A pass without gradient between them leaves the sum alone.
         trained.run(PassRequest(group(5, inputs), name, config, forward_only=True))
         metrics = trained.step(ADAM)["metrics"]

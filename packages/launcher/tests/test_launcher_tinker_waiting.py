@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,17 @@ def registry() -> Iterator[Models]:
 
 
 def test_requests_run_by_their_numbers(registry: Models) -> None:
+    ran: list[int] = []
+
+    def append(number: int, _: Any) -> None:
+        ran.append(number)
+
     async def run() -> list[int]:
-        model, ran = TrainingRun("m", "s"), []
+        model = TrainingRun("m", "s")
         model.trained = object()  # type: ignore[assignment]
         registry.add(model, lambda _: False)
         # The results are waited for in the order of arrival, the last first.
-        waited = [asyncio.ensure_future(registry.in_turn(model, n, lambda _, n=n: ran.append(n))) for n in (3, 2, 4, 1)]
+        waited = [asyncio.ensure_future(registry.in_turn(model, n, partial(append, n))) for n in (3, 2, 4, 1)]
         await asyncio.gather(*waited)
         return ran
 
