@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.launcher.cli.help import CommandParser
+from slime.launcher.platform.signals import Terminated, terminate_as_interrupt
 from slime.rollout.engines.keys import read_key
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.rpc.token_files import LOCALHOST, publish, retract
@@ -75,7 +76,10 @@ def main(command: str, argv: Sequence[str]) -> int:
                     f"--{flag.replace('_', '-')}", f"at least {least}", got=getattr(options, flag)
                 )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        serve(options)
+        with terminate_as_interrupt():
+            serve(options)
+    except Terminated as error:
+        return 128 + error.signum
     except KeyboardInterrupt:
         return 130
     except SlimeError as error:
