@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,14 +255,14 @@ def test_a_key_that_the_sdk_does_not_take_is_refused(
     assert "--max-models must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_a_signal_while_the_engine_starts_leaves_nothing_behind(directory: Path, tmp_path: Path) -> None:
+def test_a_signal_while_the_engine_starts_leaves_nothing_behind(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(settings: Any) -> Any:
+        assert list(tmp_path.glob(".snapshots-*"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("slime.rollout.launch.start_engines", interrupted)
     words = ["--hf-checkpoint", str(directory), "--port", "0", "--output-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "slime.launcher.cli", "tinker", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 200
-    while not list(tmp_path.glob(".snapshots-*")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, said.decode()
+    assert main("tinker", words) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
