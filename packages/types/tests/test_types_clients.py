@@ -86,6 +86,14 @@ class Buffer(Recorder, buffer_pb2_grpc.BufferServiceServicer):
         self.record(request)
         return buffer_pb2.CommitStepsResponse()
 
+    def RequeueGroups(self, request: Any, context: Any) -> Any:
+        self.record(request)
+        return buffer_pb2.RequeueGroupsResponse(groups=3)
+
+    def RewindSteps(self, request: Any, context: Any) -> Any:
+        self.record(request)
+        return buffer_pb2.RewindStepsResponse()
+
     def ReadGroups(self, request: Any, context: Any) -> Any:
         self.record(request)
         yield buffer_pb2.ReadGroupsResponse(group=group_to_proto(GROUP), state=buffer_pb2.GROUP_STATE_SEALED, step=0)
@@ -180,6 +188,11 @@ def test_the_buffer_client_joins_runs(buffer: Any) -> None:
     client.commit_steps(4)
     for request in servicer.requests[1:]:
         assert (request.writer.run_id, request.writer.incarnation, request.step) == ("r", 5, 4)
+    assert client.requeue_groups("w", unsealed=True) == 3
+    client.rewind_steps(2)
+    requeue, rewind = servicer.requests[3:]
+    assert (requeue.worker_id, requeue.unsealed, requeue.writer.incarnation) == ("w", True, 5)
+    assert (rewind.last_step, rewind.writer.incarnation) == (2, 5)
 
 
 def test_the_buffer_client_adds_prompts(buffer: Any) -> None:

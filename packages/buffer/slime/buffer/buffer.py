@@ -153,14 +153,20 @@ class Buffer:
         worker: str,
         caller: Caller,
         pace: TrainerPace | None = None,
+        request: str = "",
     ) -> list[Leased]:
-        """Waits up to `wait` seconds for the first group; empty where none came, or `pace` admits none."""
+        """Waits up to `wait` seconds for the first group; empty where none came, or `pace` admits none.
+
+        request: a name of this call; repeated, it gets what it was given before.
+        """
 
         def attempt() -> list[Leased] | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
+                if request and (before := self.leases.leased_for(request)):
+                    return before
                 next_step = 0 if pace is None else self.steps.next_to_seal()
-                leased = self.leases.lease(max_groups, ttl, worker, pace, next_step)
+                leased = self.leases.lease(max_groups, ttl, worker, pace, next_step, request)
                 unneeded, self.leases.unneeded = self.leases.unneeded, []
             self._delete(unneeded)
             return leased or None
@@ -186,6 +192,14 @@ class Buffer:
         # A step may have waited for it.
         self.waits.wake(COMPLETED)
         self._delete([] if payload is None else [payload])
+
+    def requeue(self, writer: WriterId, worker: str, *, unsealed: bool) -> int:
+        """Makes groups ready again, see `Leases.requeue`; returns how many."""
+        with self.store.transaction():
+            self.run_lock.check(writer)
+            count, unneeded = self.leases.requeue(worker, unsealed=unsealed)
+        self._delete(unneeded)
+        return count
 
     def drop(self, indexes: Sequence[int], reason: str, *, keep: bool) -> list[int]:
         """Takes groups out of the run, see `Quarantine.drop`. Returns the steps that have to be sealed again."""
@@ -279,6 +293,16 @@ class Buffer:
         self._delete(released)
         if self.detached is not None:
             self.detached.release(step)
+
+    def reopen(self, writer: WriterId, last_step: int) -> None:
+        """Makes `last_step` the last one that is acknowledged, for a trainer that goes on from its state."""
+        with self.store.transaction():
+            self.run_lock.check(writer)
+            self.steps.reopen(last_step)
+        # A group may have been damaged since it was trained on.
+        self.quarantine.check((State.SEALED,))
+        if self.detached is not None:
+            self.detached.release()
 
     def place(self, step: int) -> Iterator[bytes]:
         """Yields the file of the place in the data after `step`, in parts of about `PART_BYTES`."""

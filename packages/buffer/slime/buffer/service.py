@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ INCOMING_STREAMS = 128
 OUTGOING_STREAMS = 128
 STREAM_SECONDS = 3600.0
 LONGEST_TEXT = 4096
+REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{0,64}")
 # Memory of a prompt besides its bytes.
 PROMPT_BYTES = 256
 STATES = {state: getattr(buffer_pb2, f"GROUP_STATE_{state.name}") for state in State}
@@ -89,6 +91,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             worker=_short("worker_id", request.worker_id),
             caller=self._caller(context),
             pace=_pace(request),
+            request=_request_id(request.request_id),
         ):
             group = leased.group
             yield buffer_pb2.LeaseGroupsResponse(
@@ -148,6 +151,12 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self.buffer.reject(_writer(request), request.lease_token, _short("reason", request.reason))
         return buffer_pb2.RejectGroupResponse()
 
+    def RequeueGroups(self, request: buffer_pb2.RequeueGroupsRequest, context: Any) -> buffer_pb2.RequeueGroupsResponse:
+        worker = _short("worker_id", request.worker_id)
+        return buffer_pb2.RequeueGroupsResponse(
+            groups=self.buffer.requeue(_writer(request), worker, unsealed=request.unsealed)
+        )
+
     def SealStep(
         self, request: buffer_pb2.SealStepRequest, context: grpc.ServicerContext
     ) -> buffer_pb2.SealStepResponse:
@@ -184,6 +193,10 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def CommitSteps(self, request: buffer_pb2.CommitStepsRequest, context: Any) -> buffer_pb2.CommitStepsResponse:
         self.buffer.commit(_writer(request), request.step)
         return buffer_pb2.CommitStepsResponse()
+
+    def RewindSteps(self, request: buffer_pb2.RewindStepsRequest, context: Any) -> buffer_pb2.RewindStepsResponse:
+        self.buffer.reopen(_writer(request), request.last_step)
+        return buffer_pb2.RewindStepsResponse()
 
     def ReadGroups(
         self, request: buffer_pb2.ReadGroupsRequest, context: Any
@@ -274,6 +287,12 @@ def _short(field: str, text: str) -> str:
     """Limits a name or a reason, which is stored and shown in lists and statistics."""
     if len(text) > LONGEST_TEXT:
         raise InvalidField(field, counted(len(text), "character"), f"at most {LONGEST_TEXT} characters")
+    return text
+
+
+def _request_id(text: str) -> str:
+    if not REQUEST_ID.fullmatch(text):
+        raise InvalidField("request_id", text, "at most 64 letters, digits, - and _, or none")
     return text
 
 

@@ -121,20 +121,22 @@ class Pace(_message.Message):
     def __init__(self, max_staleness: _Optional[int] = ..., policy: _Optional[_Union[StalenessPolicy, str]] = ..., groups_per_step: _Optional[int] = ..., stop_step: _Optional[int] = ..., weight_version: _Optional[int] = ...) -> None: ...
 
 class LeaseGroupsRequest(_message.Message):
-    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds", "pace")
+    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds", "pace", "request_id")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     worker_id: str
     max_groups: int
     ttl_seconds: float
     wait_seconds: float
     pace: Pace
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_index", "token", "expires_in_seconds", "attempt")
@@ -219,6 +221,22 @@ class RejectGroupRequest(_message.Message):
 class RejectGroupResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RequeueGroupsRequest(_message.Message):
+    __slots__ = ("writer", "worker_id", "unsealed")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    UNSEALED_FIELD_NUMBER: _ClassVar[int]
+    writer: Writer
+    worker_id: str
+    unsealed: bool
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., unsealed: bool = ...) -> None: ...
+
+class RequeueGroupsResponse(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: int
+    def __init__(self, groups: _Optional[int] = ...) -> None: ...
 
 class SampleSummary(_message.Message):
     __slots__ = ("index", "group_index", "rollout_id", "total_length", "response_length", "loss_mask_sum", "reward_value", "reward_json", "status", "remove_sample", "metadata_json", "oldest_weight_version", "newest_weight_version", "non_generation_time")
@@ -366,6 +384,18 @@ class CommitStepsRequest(_message.Message):
     def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class CommitStepsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RewindStepsRequest(_message.Message):
+    __slots__ = ("writer", "last_step")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    writer: Writer
+    last_step: int
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class RewindStepsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

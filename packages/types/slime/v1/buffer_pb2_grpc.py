@@ -74,6 +74,11 @@ class BufferServiceStub(object):
                 request_serializer=slime_dot_v1_dot_buffer__pb2.RejectGroupRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_buffer__pb2.RejectGroupResponse.FromString,
                 _registered_method=True)
+        self.RequeueGroups = channel.unary_unary(
+                '/slime.v1.BufferService/RequeueGroups',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.RequeueGroupsRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.RequeueGroupsResponse.FromString,
+                _registered_method=True)
         self.SealStep = channel.unary_unary(
                 '/slime.v1.BufferService/SealStep',
                 request_serializer=slime_dot_v1_dot_buffer__pb2.SealStepRequest.SerializeToString,
@@ -103,6 +108,11 @@ class BufferServiceStub(object):
                 '/slime.v1.BufferService/CommitSteps',
                 request_serializer=slime_dot_v1_dot_buffer__pb2.CommitStepsRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_buffer__pb2.CommitStepsResponse.FromString,
+                _registered_method=True)
+        self.RewindSteps = channel.unary_unary(
+                '/slime.v1.BufferService/RewindSteps',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.RewindStepsRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.RewindStepsResponse.FromString,
                 _registered_method=True)
         self.ReadGroups = channel.unary_stream(
                 '/slime.v1.BufferService/ReadGroups',
@@ -193,6 +203,13 @@ class BufferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RequeueGroups(self, request, context):
+        """Makes the groups of a worker that has died ready again, as they were drawn. Its leases end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SealStep(self, request, context):
         """Fixes the groups of a step, lowest group index first; sealing again returns the same.
         """
@@ -229,6 +246,14 @@ class BufferServiceServicer(object):
 
     def CommitSteps(self, request, context):
         """After the checkpoint that holds every step up to and including `step`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RewindSteps(self, request, context):
+        """For a trainer that goes on from an earlier state inside an incarnation: the steps after `last_step` are sealed, as
+        before their optimizer step. Nothing is committed, and no lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -320,6 +345,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.RejectGroupRequest.FromString,
                     response_serializer=slime_dot_v1_dot_buffer__pb2.RejectGroupResponse.SerializeToString,
             ),
+            'RequeueGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequeueGroups,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.RequeueGroupsRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.RequeueGroupsResponse.SerializeToString,
+            ),
             'SealStep': grpc.unary_unary_rpc_method_handler(
                     servicer.SealStep,
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.SealStepRequest.FromString,
@@ -349,6 +379,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.CommitSteps,
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.CommitStepsRequest.FromString,
                     response_serializer=slime_dot_v1_dot_buffer__pb2.CommitStepsResponse.SerializeToString,
+            ),
+            'RewindSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindSteps,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.RewindStepsRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.RewindStepsResponse.SerializeToString,
             ),
             'ReadGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadGroups,
@@ -608,6 +643,33 @@ class BufferService(object):
             _registered_method=True)
 
     @staticmethod
+    def RequeueGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.BufferService/RequeueGroups',
+            slime_dot_v1_dot_buffer__pb2.RequeueGroupsRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.RequeueGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SealStep(request,
             target,
             options=(),
@@ -759,6 +821,33 @@ class BufferService(object):
             '/slime.v1.BufferService/CommitSteps',
             slime_dot_v1_dot_buffer__pb2.CommitStepsRequest.SerializeToString,
             slime_dot_v1_dot_buffer__pb2.CommitStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RewindSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.BufferService/RewindSteps',
+            slime_dot_v1_dot_buffer__pb2.RewindStepsRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.RewindStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

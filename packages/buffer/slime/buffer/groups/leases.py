@@ -28,6 +28,8 @@ from slime.v1 import sample_pb2
 
 # Longest lease that a worker may ask for: a dead worker's group must come back some day.
 LONGEST_LEASE = 7 * 86400.0
+# Between the name of a request and the rest of a token.
+REQUEST_END = "."
 # Limit for one call, because others wait for it.
 MOST_GROUPS = 16384
 
@@ -71,9 +73,17 @@ class Leases:
         self.clock = clock
 
     def lease(
-        self, max_groups: int, ttl_seconds: float, worker: str, pace: TrainerPace | None = None, next_step: int = 0
+        self,
+        max_groups: int,
+        ttl_seconds: float,
+        worker: str,
+        pace: TrainerPace | None = None,
+        next_step: int = 0,
+        request: str = "",
     ) -> list[Leased]:
         """Leases up to `max_groups` groups: those that wait, lowest index first, then new ones. May be empty.
+
+        request: begins their tokens, so that a repeated call finds them.
 
         pace: no more than can be trained on in time from `next_step` on; a group that was returned with tokens too old
         for that starts over. Inside a transaction.
@@ -97,7 +107,7 @@ class Leases:
             taken = [(group, self._in_time(group, samples, pace, deadlines)) for group, samples in taken]
         for group, _ in taken:
             group.state = State.LEASED
-            group.token = secrets.token_urlsafe(24)
+            group.token = f"{request}{REQUEST_END if request else ''}{secrets.token_urlsafe(24)}"
             group.attempt += 1
             self.store.update_groups(
                 [group.group_index],
@@ -109,6 +119,12 @@ class Leases:
                 weight_version=group.weight_version,
             )
         return [Leased(group, samples, seconds) for group, samples in taken]
+
+    def leased_for(self, request: str) -> list[Leased]:
+        """Returns what `lease` gave for `request` and is leased still, in a call that is repeated. In a transaction."""
+        found = [self._read(group) for group in self.store.groups_of_request(request)]
+        now = self.clock()
+        return [Leased(group, samples, max(0.0, (group.expires_at or now) - now)) for group, samples in found]
 
     def _in_time(
         self, group: Group, samples: list[sample_pb2.Sample], pace: TrainerPace, deadlines: Deadlines
@@ -254,6 +270,26 @@ class Leases:
             # A step may have waited for one of them.
             self.wake(COMPLETED, len(due))
         return len(due)
+
+    def requeue(self, worker: str, *, unsealed: bool) -> tuple[int, list[str]]:
+        """Makes the groups that `worker` has leased READY, and with `unsealed` those that anybody completed or rejected
+        and that no step has counted. Inside a transaction.
+
+        Returns how many, and the payloads to delete once it is over.
+        """
+        leased = [group for group in self.store.groups(states=[State.LEASED]) if group.worker == worker]
+        self.store.update_groups([group.group_index for group in leased], state=State.READY, **NO_LEASE)
+        ended = []
+        if unsealed:
+            found = self.store.groups(states=[State.COMPLETED, State.REJECTED], in_no_step=True)
+            # Others than workers reject, too: the buffer's filter, and operators.
+            ended = [group for group in found if group.ended_by in ("complete", "reject")]
+            columns = dict.fromkeys(("ended_token", "ended_by", "reject_reason", "summaries", "weight_version"))
+            indexes = [group.group_index for group in ended]
+            self.store.update_groups(indexes, state=State.READY, **(NO_LEASE | NO_PAYLOAD | columns))
+        if count := len(leased) + len(ended):
+            self.wake(READY, count)
+        return count, [group.payload for group in ended if group.payload is not None]
 
     def end_all(self) -> None:
         """Ends every lease, as a new incarnation does. Inside a transaction."""

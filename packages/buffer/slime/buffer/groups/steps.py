@@ -221,18 +221,31 @@ class Steps:
         for known in self.store.steps(after=self.committed_step(), upto=last_committed_step):
             if known.state is State.SEALED:
                 self._move(known, State.ACKNOWLEDGED)
-        for known in self.store.steps(after=last_committed_step):
+        self._reopen(last_committed_step, "last_committed_step")
+        return self.commit(last_committed_step)
+
+    def reopen(self, last_step: int) -> None:
+        """Makes `last_step` the last one that is acknowledged, and commits nothing. Raises WrongState as `rewind`, and
+        for a step that is not acknowledged."""
+        if not -1 <= last_step < self.next_step():
+            raise WrongState(
+                f"step {last_step} is not acknowledged, the last one that is: {self.next_step() - 1}",
+                field="last_step", value=last_step, expected=f"-1 to {self.next_step() - 1}",
+            )  # fmt: skip
+        self._reopen(last_step, "last_step")
+
+    def _reopen(self, last_step: int, field: str) -> None:
+        for known in self.store.steps(after=last_step):
             if any(group.payload is None for group in self._groups(known)):
                 raise WrongState(
                     f"step {known.step} is committed and its samples were released: it cannot be replayed",
-                    field="last_committed_step",
-                    value=last_committed_step,
+                    field=field,
+                    value=last_step,
                     expected=f"at least {self.committed_step()}",
                 )
             self._move(known, State.SEALED)
-        self.store.put("acknowledged_step", last_committed_step)
-        self.store.put("committed_step", min(last_committed_step, self.committed_step()))
-        return self.commit(last_committed_step)
+        self.store.put("acknowledged_step", last_step)
+        self.store.put("committed_step", min(last_step, self.committed_step()))
 
     def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
         """Returns encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.

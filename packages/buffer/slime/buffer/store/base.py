@@ -121,6 +121,10 @@ class Store(ABC):
         """Returns the group that is leased under `token`."""
 
     @abstractmethod
+    def groups_of_request(self, request: str) -> list[Group]:
+        """Returns the groups that are leased under tokens "REQUEST.REST", by ascending index."""
+
+    @abstractmethod
     def group_of_ended_token(self, token: str) -> Group | None: ...
 
     @abstractmethod

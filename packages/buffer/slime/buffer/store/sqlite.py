@@ -237,6 +237,13 @@ class SqliteStore(Store):
     def group_of_token(self, token: str) -> Group | None:
         return next(map(_group, self._rows(SELECT_GROUPS + "WHERE token = ?", token)), None)
 
+    def groups_of_request(self, request: str) -> list[Group]:
+        # A range, which the index serves: "/" is the character after ".".
+        rows = self._rows(
+            SELECT_GROUPS + "WHERE token >= ? AND token < ? ORDER BY group_index", f"{request}.", f"{request}/"
+        )
+        return list(map(_group, rows))
+
     def group_of_ended_token(self, token: str) -> Group | None:
         return next(map(_group, self._rows(SELECT_GROUPS + "WHERE ended_token = ?", token)), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +105,9 @@ class BufferClient(Client):
         """
 
         def lease(wait: float) -> list[LeasedGroup]:
+            # Named, so that a call that is repeated gets the groups that an answer which was lost had.
             request = buffer_pb2.LeaseGroupsRequest(
+                request_id=secrets.token_hex(8),
                 writer=self._writer(),
                 worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
                 max_groups=max_groups,
@@ -145,6 +148,14 @@ class BufferClient(Client):
         self._call(
             "RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason)
         )
+
+    def requeue_groups(self, worker_id: str, *, unsealed: bool = False) -> int:
+        """Makes the groups leased by a worker that has died ready again; returns how many.
+
+        unsealed: also those that anybody completed or rejected and that no step has counted yet, as they were drawn.
+        """
+        request = buffer_pb2.RequeueGroupsRequest(writer=self._writer(), worker_id=worker_id, unsealed=unsealed)
+        return self._call("RequeueGroups", request).groups
 
     def seal_step(
         self,
@@ -199,6 +210,11 @@ class BufferClient(Client):
     def commit_steps(self, step: int) -> None:
         """Commits every step up to and including `step`."""
         self._call("CommitSteps", buffer_pb2.CommitStepsRequest(writer=self._writer(), step=step))
+
+    def rewind_steps(self, last_step: int) -> None:
+        """Makes `last_step` the last trained one again, for a trainer that goes on from its state; nothing is
+        committed."""
+        self._call("RewindSteps", buffer_pb2.RewindStepsRequest(writer=self._writer(), last_step=last_step))
 
     def read_groups(
         self,
