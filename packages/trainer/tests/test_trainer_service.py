@@ -65,6 +65,22 @@ def test_a_step_is_sealed_planned_trained_and_acknowledged(stack: Stack, model: 
         resumed.close()
 
 
+def test_a_state_for_a_restart_has_the_optimizer_and_commits_nothing(model: str, tmp_path: Path):
+    stack = Stack(model, no_save_optim=True)
+    stack.client.train_step(0, 3, timeout=60)
+    path = stack.client.save_checkpoint(0, str(tmp_path / "step_0"), timeout=60, for_restart=True)
+    assert stack.buffer.calls[-1] == ("acknowledge", 0)
+    again = Stack(model, load=path)
+    try:
+        metrics = [s.client.train_step(1, 3, timeout=60) for s in (stack, again)]
+        assert metrics[0]["train/loss"] == metrics[1]["train/loss"]
+        weights = [dict(s.trainer.backend.named_weights()) for s in (stack, again)]
+        assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    finally:
+        again.close()
+        stack.close()
+
+
 @pytest.mark.parametrize("more", [{}, {"num_steps_per_rollout": 2}])
 def test_a_step_returns_the_log_probs_of_the_samples_that_are_asked_for(stack: Stack, model: str, more: dict[str, Any]):
     samples = make_samples(0)

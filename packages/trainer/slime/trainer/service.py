@@ -125,7 +125,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             f"SaveCheckpoint {request.step}",
             request,
             context,
-            lambda: self._trainer.save_checkpoint(request.step, self._checked(request.path)),
+            lambda: self._trainer.save_checkpoint(
+                request.step, self._checked(request.path), for_restart=request.for_restart
+            ),
         )
         return trainer_pb2.SaveCheckpointResponse(path=path)
 

@@ -222,13 +222,22 @@ class Trainer:
             metrics["perf/train_memory_stays"] = float(all(self.ranks.gather(stays)))
         return metrics
 
-    def save_checkpoint(self, step: int, path: str) -> str:
-        """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer."""
+    def save_checkpoint(self, step: int, path: str, *, for_restart: bool = False) -> str:
+        """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer.
+
+        for_restart: for ranks of this run that are started again: with the optimizer, complete when this returns, and
+        without a commit, for a later start of the run may go on from an earlier checkpoint.
+        """
         if step != self.state.step:
             raise WrongState(
                 f"step {step} is not what the weights hold", field="step", value=step, expected=str(self.state.step)
             )
         self._commit(wait=True)
+        if for_restart:
+            with self._memory.held(*PARTS):
+                self._checkpoints.save(Path(path), self.state, optimizer=True)
+            self._checkpoints.finish(wait=True)
+            return path
         place = self.ranks.together(lambda: self.buffer.read_place(step) if self.ranks.rank == 0 else None)
         with self._memory.held(*PARTS):
             optimizer = not self.settings.no_save_optim

@@ -88,14 +88,16 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("writer", "step", "path")
+    __slots__ = ("writer", "step", "path", "for_restart")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    FOR_RESTART_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     step: int
     path: str
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    for_restart: bool
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., step: _Optional[int] = ..., path: _Optional[str] = ..., for_restart: bool = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("path",)

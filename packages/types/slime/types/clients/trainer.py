@@ -63,9 +63,14 @@ class TrainerClient(Client):
         )
         return dict(self._call("UpdateWeights", request, timeout).metrics)
 
-    def save_checkpoint(self, step: int, path: str, timeout: float) -> str:
-        """Writes a checkpoint below `path` and commits its steps (collective); returns its directory."""
-        request = trainer_pb2.SaveCheckpointRequest(writer=self._writer(), step=step, path=path)
+    def save_checkpoint(self, step: int, path: str, timeout: float, *, for_restart: bool = False) -> str:
+        """Writes a checkpoint below `path` and commits its steps (collective); returns its directory.
+
+        for_restart: for ranks of this run that are started again: with the optimizer, and nothing is committed.
+        """
+        request = trainer_pb2.SaveCheckpointRequest(
+            writer=self._writer(), step=step, path=path, for_restart=for_restart
+        )
         return self._call("SaveCheckpoint", request, timeout).path
 
     def export_model(self, path: str, timeout: float) -> str:
