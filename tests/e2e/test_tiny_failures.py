@@ -88,8 +88,8 @@ def test_without_fault_tolerance_an_engine_that_dies_ends_the_run_with_its_name(
 
 
 @pytest.mark.parametrize("name", ["buffer", "trainer-0"])
-def test_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
-    process = quickstart(tmp_path)
+def test_without_fault_tolerance_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
+    process = quickstart(tmp_path, "--no-use-fault-tolerance")
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")
     children = descendants(process)
     (service,) = services(children, tmp_path / "logs" / f"{name}.log")

@@ -64,7 +64,8 @@ def victims(process: psutil.Process, output: Path, name: str) -> list[psutil.Pro
 
 def kill(output: Path, name: str, after: int, *flags: str) -> None:
     """Starts a run and kills one of its processes after `after` rows, or one more."""
-    process = quickstart(output, "--num-rollout", "1000", *flags)
+    # Otherwise the process is started again, and the run goes on.
+    process = quickstart(output, "--num-rollout", "1000", "--no-use-fault-tolerance", *flags)
     driver = psutil.Process(process.pid)
     started = f"the start of {name}"
     wait_for(lambda: process.poll() is not None or bool(victims(driver, output, name)), DEADLINE, started)

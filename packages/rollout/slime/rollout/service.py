@@ -47,7 +47,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     """settings, state: of this service; `state.args` is what plug-ins get. Starts no engine itself: `serve` does."""
 
     def __init__(
-        self, settings: RolloutSettings, state: RolloutState, buffer_address: str, rpc: RpcSettings | None = None
+        self,
+        settings: RolloutSettings,
+        state: RolloutState,
+        buffer_address: str,
+        rpc: RpcSettings | None = None,
+        worker_id: str | None = None,
     ) -> None:
         self.settings = settings
         self.state = state
@@ -55,7 +60,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.buffer_address = buffer_address
         self.rpc = rpc
         self.engine_weights = EngineWeights(self.fleet, settings.rollout_weight_update_wait_seconds)
-        self.worker_id = f"{socket.gethostname()}-{os.getpid()}"
+        self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._rollout_function = load_plugin(settings.rollout_function_path, flag="--rollout-function-path")
         self._eval_function = load_setting(settings, "eval_function_path") or self._rollout_function
         self._own_source: OwnSource | None = None
@@ -370,17 +375,19 @@ def serve(
     buffer_address: str,
     extra_args: dict[str, Any] | None = None,
     engines: Sequence[HostedEngine] | None = None,
+    worker_id: str | None = None,
 ) -> RunningService:
     """Starts engines and the service. Raises ConfigError and its kin for what cannot work, before anything is started
     where that can be known.
 
     engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here;
         an empty list for a run without engines.
+    worker_id: the name under which it leases groups (default: of the host and the process).
     """
     check_exposure(rpc)
     state = open_state(settings, extra_args, engines)
     try:
-        service = RolloutService(settings, state, buffer_address, rpc)
+        service = RolloutService(settings, state, buffer_address, rpc, worker_id)
         server = Server(
             [(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service)],
             rpc,

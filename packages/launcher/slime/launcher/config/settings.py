@@ -188,6 +188,22 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     update_timeout_seconds: float = setting(600.0, "Seconds that one weight update may take", above=0)
     save_timeout_seconds: float = setting(1800.0, "Seconds that one checkpoint or export may take", above=0)
     stop_grace_seconds: float = setting(45.0, "Seconds that a service may take to stop before it is killed", above=0)
+    service_health_timeout: float = setting(
+        60.0,
+        "Seconds without an answer to health checks after which a service hangs and, with --use-fault-tolerance, is "
+        "started again",
+        above=0,
+    )
+    service_max_restarts: int = setting(
+        5, "Most restarts of one service within --service-restart-window; one more ends the run", minimum=1
+    )
+    service_restart_window: float = setting(600.0, "Seconds over which the restarts of a service are counted", above=0)
+    restart_point_interval: float = setting(
+        30.0,
+        "Least seconds between two writes of the trainer's state to recovery/ in --output-dir, from which lost ranks "
+        "are started again; they take 5 % of the run's time at most",
+        minimum=0,
+    )
 
     output_dir: str | None = setting(
         None,

@@ -23,6 +23,9 @@ from slime.types.errors import WrongState
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
 
+# The directory in which the ranks of a trainer meet.
+RANKS = "slime-ranks-"
+
 
 class ServiceActor:
     """Starts `serve` of one package in this process and answers for its life.
@@ -57,7 +60,7 @@ class ServiceActor:
         ports behind it: `ports` in all.
         """
         if one_node:
-            self._directory = tempfile.mkdtemp(prefix="slime-ranks-")
+            self._directory = tempfile.mkdtemp(prefix=RANKS)
             return f"file://{self._directory}/store"
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
@@ -110,6 +113,9 @@ class ServiceActor:
             self._service = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def ping(self) -> None:
         """Answers, to show that the process lives."""

@@ -20,6 +20,8 @@ WAIT_SECONDS = 60.0
 class Replay:
     """Completes groups with recorded samples. args: every setting of the run by its name."""
 
+    WORKER = "replay"
+
     def __init__(self, buffer: BufferClient, args: dict[str, Any]) -> None:
         self._buffer = buffer
         self._args = SimpleNamespace(**args)
@@ -41,7 +43,7 @@ class Replay:
         self._buffer.add_prompts([_prompt(group) for group in groups], key=f"replay-{rollout_id}")
         leased: list[Any] = []
         while len(leased) < len(groups):
-            more = self._buffer.lease_groups(len(groups) - len(leased), LEASE_SECONDS, WAIT_SECONDS, "replay")
+            more = self._buffer.lease_groups(len(groups) - len(leased), LEASE_SECONDS, WAIT_SECONDS, self.WORKER)
             assert more, "the buffer has as many groups as were just added"
             leased += more
         leased.sort(key=lambda lease: lease.group.group_index)

@@ -16,6 +16,7 @@ from types import SimpleNamespace, TracebackType
 from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.faults.run_repairs import RunRepairs
 from slime.launcher.metrics.kept_samples import SAMPLES_PER_GROUP
 from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
 from slime.launcher.placement.plan import Placement
@@ -25,6 +26,7 @@ from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.memory_turns import MemoryTurns
 from slime.launcher.services.replay import Replay
+from slime.launcher.services.rollout_calls import RolloutCalls, load
 from slime.launcher.services.start import Progress, start_services
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.untrained import UntrainedSteps
@@ -79,6 +81,10 @@ class Services:
             nodes=placement.service_nodes,
         )
         self._ranks = TrainerRanks([], self._supervisor)
+        self._rollout_calls: RolloutCalls | None = None
+        self._repairs: RunRepairs | None = None
+        # The last step that was trained.
+        self.trained = -1
 
     def __enter__(self) -> Services:
         try:
@@ -96,12 +102,17 @@ class Services:
     def _start(self) -> None:
         # A killed run left its access files: their tokens are void, and their ports may belong to others by now.
         remove_access(self.output_dir / ACCESS)
-        started = start_services(self.config, self.placement, self._supervisor, self.progress)
+        self._repairs = RunRepairs.of(self.config, self.placement, self._supervisor, self.output_dir)
+        buffer_dir = None if self._repairs is None else self._repairs.buffer_dir
+        started = start_services(self.config, self.placement, self._supervisor, self.progress, buffer_dir)
         self.buffer, self.rollout, self._ranks.clients = started.buffer, started.rollout, started.trainers
         self.first_step, self.num_parameters, self.notes = started.first_step, started.num_parameters, started.notes
+        self.trained = self.first_step - 1
         if self.rollout is None:
             self._replay = Replay(self.buffer, self.config.flat)
         self._open_run()
+        if self._repairs is not None:
+            self._repairs.start(started, self)
         self.addresses = started.addresses()
         self.authority.write(self.output_dir / ACCESS, self.addresses)
         if self.rollout is not None and self.config.has_engines:
@@ -109,6 +120,9 @@ class Services:
             if self.first_step or self.config.trainer.load is not None:
                 self.update_weights(self.first_step)
             weight_updates.watch()
+        if self.rollout is not None:
+            each = self._supervisor, self.buffer, self.rollout, self._weight_updates, self.progress
+            self._rollout_calls = RolloutCalls(*each, self._settings.rollout_timeout_seconds)
 
     def _connect_engines(self, rollout: RolloutClient, restarts_engines: bool) -> WeightUpdates:
         """Prepares the weight updates, and the turns with memory, of trainer and engines."""
@@ -156,6 +170,8 @@ class Services:
             self._weight_updates.stop()
         with uninterrupted():
             self._supervisor.stop()
+            if self._repairs is not None:
+                self._repairs.close()
 
     @property
     def num_rollout(self) -> int:
@@ -171,29 +187,27 @@ class Services:
             self._untrained.generated(rollout_id)
         return metrics
 
+    def engines_lost(self) -> None:
+        """Notes that the engines are started again with other weights than the trainer's."""
+        if self._weight_updates is not None:
+            self._weight_updates.engines_lost()
+
     def _generate_missing(self, rollout_id: int) -> Metrics:
         num_groups = self.config.rollout.rollout_batch_size
         spare = num_groups if rollout_id in self._sealed_steps else min(num_groups, self._spare_groups)
         if rollout_id not in self._sealed_steps:
             self._spare_groups -= spare
-        return {} if spare == num_groups else self._generate(rollout_id, num_groups - spare)
+        if spare == num_groups:
+            return {}
+        return self._generate(rollout_id, num_groups - spare, alone=not spare and not self._spare_groups)
 
-    def _generate(self, rollout_id: int, num_groups: int) -> Metrics:
-        rollout = self.rollout
-        assert rollout is not None, "a run without a rollout service replays"
-        result = self._supervisor.call(
-            lambda: rollout.generate(
-                rollout_id,
-                num_groups,
-                timeout=self._settings.rollout_timeout_seconds,
-                on_progress=lambda done, total: self.progress("generating", done, total),
-            )
-        )
-        return result.metrics
+    def _generate(self, rollout_id: int, num_groups: int, *, alone: bool = False) -> Metrics:
+        assert self._rollout_calls is not None, "a run without a rollout service replays"
+        return self._rollout_calls.generate(rollout_id, num_groups, alone=alone)
 
     def _load(self, replay: Replay, rollout_id: int) -> Metrics:
         self.progress("loading", 0, 0)
-        self._groups[rollout_id], metrics = self._supervisor.call(lambda: replay.generate(rollout_id))
+        self._groups[rollout_id], metrics = load(self._supervisor, self.buffer, replay, rollout_id)
         return metrics
 
     def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Sample]]:
@@ -256,7 +270,7 @@ class Services:
         if not self.trainers:
             self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
             self._supervisor.call(lambda: self.buffer.commit_steps(step))
-            return {}
+            return self._after_step(step)
         if self._replay is not None:
             return self._train(step)
         retries = self._untrained.retries
@@ -283,21 +297,25 @@ class Services:
 
         with self._ranks.turn:
             results = self._ranks.each(train)
-            if self._weight_updates is not None and not any(isinstance(result, DataLoss) for result in results):
-                self._weight_updates.version = step + 1
+            if not any(isinstance(result, DataLoss) for result in results):
+                self.trained = step
+                if self._weight_updates is not None:
+                    self._weight_updates.version = step + 1
         trained = [result for result in results if isinstance(result, TrainedStep)]
         if len(trained) < len(results):
             raise next(result for result in results if isinstance(result, DataLoss))
         for position, log_probs in ChainMap(*(result.log_probs for result in trained)).items():
             kept[position].trainer_log_probs = log_probs  # type: ignore[attr-defined]
-        return trained[0].metrics
+        return trained[0].metrics | self._after_step(step)
+
+    def _after_step(self, step: int) -> Metrics:
+        return {} if self._repairs is None else self._repairs.after_step(step, self._ranks, self.progress)
 
     def generating(self) -> ContinuousGeneration:
         """Generation that lasts as long as the returned context, at the pace of the settings."""
-        rollout = self.rollout
-        assert rollout is not None, "a run without engines generates nothing"
+        assert self._rollout_calls is not None, "a run without engines generates nothing"
         self._pace = pace_of(self.config)
-        return ContinuousGeneration(self, rollout.generate_on, self._pace, self.first_step)
+        return ContinuousGeneration(self, self._rollout_calls.generate_on, self._pace, self.first_step)
 
     def groups_at_hand(self) -> int:
         """Counts complete groups to train on, without those of an earlier start that no rollout has taken."""
@@ -369,15 +387,8 @@ class Services:
 
     def evaluate(self, rollout_id: int) -> tuple[Metrics, list[Sample]]:
         """Runs every evaluation set with the weights that the engines hold."""
-        rollout = self.rollout
-        assert rollout is not None, "a run without engines evaluates nothing"
-        result = self._supervisor.call(
-            lambda: rollout.evaluate(
-                rollout_id,
-                timeout=self._settings.rollout_timeout_seconds,
-                on_progress=lambda done, total: self.progress("evaluating", done, total),
-            )
-        )
+        assert self._rollout_calls is not None, "a run without engines evaluates nothing"
+        result = self._rollout_calls.evaluate(rollout_id)
         return result.metrics, result.examples
 
     def begin(self, function: Callable[[], T]) -> Future[T]:

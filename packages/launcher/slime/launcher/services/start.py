@@ -20,7 +20,8 @@ from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, ServiceNode, core_environment, shared_devices, trainer_environment
 from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
-from slime.launcher.services.supervisor import Process, Supervisor
+from slime.launcher.services.processes import Process
+from slime.launcher.services.supervisor import Supervisor
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.registry import KINDS
@@ -31,6 +32,11 @@ from slime.types.rpc import RpcSettings
 
 # An engine on several nodes takes ports behind its meeting point, one for each replica of attention too.
 ENGINE_PORTS = 64
+
+# The name under which the rollout service leases groups.
+WORKER = "rollout"
+# Seconds during which services that are started again when they are lost are called again.
+RETRY_SECONDS = 60.0
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,24 +64,41 @@ class StartedServices:
 
 
 def start_services(
-    config: RunConfig, placement: Placement, supervisor: Supervisor, progress: Progress
+    config: RunConfig,
+    placement: Placement,
+    supervisor: Supervisor,
+    progress: Progress,
+    buffer_dir: str | None = None,
 ) -> StartedServices:
     """Starts every service that the run needs; `supervisor` stops them, also after an error.
 
-    Sets --num-rollout where the run has --num-epoch.
+    buffer_dir: None unless services are started again when they are lost: where the buffer of a run without
+    --buffer-dir then keeps its state. Sets --num-rollout where the run has --num-epoch.
     """
     progress("starting the services", 0, 0)
-    return _Start(config, placement, supervisor).start()
+    return _Start(config, placement, supervisor, buffer_dir).start()
 
 
 class _Start:
     """One start of the services; holds what its steps share."""
 
-    def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor) -> None:
+    def __init__(
+        self, config: RunConfig, placement: Placement, supervisor: Supervisor, buffer_dir: str | None = None
+    ) -> None:
         self.config, self.placement, self.supervisor = config, placement, supervisor
+        self.buffer_dir = buffer_dir
+        self.rpc = RpcSettings()
+        if buffer_dir is not None:
+            self.rpc = replace(self.rpc, retry_seconds=RETRY_SECONDS)
+
+    def _client_settings(self) -> RpcSettings:
+        """Returns the settings of the launcher's clients of services that come back in another state when they are
+        started again: the launcher repeats such calls itself."""
+        settings = self.supervisor.client_settings
+        return settings if self.buffer_dir is None else replace(settings, retry_seconds=0.0)
 
     def start(self) -> StartedServices:
-        config, placement, supervisor, rpc = self.config, self.placement, self.supervisor, RpcSettings()
+        config, placement, supervisor, rpc = self.config, self.placement, self.supervisor, self.rpc
         settings = config.launcher
         buffer = supervisor.spawn("buffer", placement.buffer)
         environment = trainer_environment(settings, placement.has_gpus)
@@ -96,7 +119,8 @@ class _Start:
         prompts = self._buffer_settings(generates=rollout is not None, trains=bool(trainers))
         blobs = self._blob_writer(buffer)
         buffer_address = supervisor.start(buffer, "slime.buffer.service", prompts, rpc, blobs=blobs)
-        started = StartedServices(BufferClient(buffer_address, settings=supervisor.client_settings))
+        buffer_client = replace(supervisor.client_settings, retry_seconds=rpc.retry_seconds)
+        started = StartedServices(BufferClient(buffer_address, settings=buffer_client))
         self._count_rollouts(started.buffer)
         if rollout is not None and trainers:
             started.notes += self._notes_on_prompts(started.buffer, prompts.data_place)
@@ -114,9 +138,10 @@ class _Start:
         if not generates:
             # Replayed samples must not enter the state of the run that was recorded.
             return replace(
-                prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None, buffer_dir=None,
-                data_place=None,
+                prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None,
+                buffer_dir=self.buffer_dir, data_place=None,
             )  # fmt: skip
+        prompts = replace(prompts, buffer_dir=prompts.buffer_dir or self.buffer_dir)
         return replace(prompts, data_place=self._data_place()) if trains else prompts
 
     def _blob_writer(self, buffer: Process) -> KeptWriter | None:
@@ -212,12 +237,13 @@ class _Start:
             rollout,
             "slime.rollout.service",
             _listening_at(rollout, config.rollout),
-            RpcSettings(),
+            self.rpc,
             buffer_address=buffer_address,
             extra_args=config.flat,
             engines=engines,
+            worker_id=WORKER,
         )
-        return RolloutClient(address, settings=supervisor.client_settings)
+        return RolloutClient(address, settings=self._client_settings())
 
     def _start_trainers(self, trainers: list[Process], started: StartedServices, blobs: KeeperReader | None) -> None:
         """Starts the trainer ranks; the first of them tells where the run begins."""
@@ -228,7 +254,7 @@ class _Start:
             trainers,
             "slime.trainer.service",
             config.trainer,
-            RpcSettings(),
+            self.rpc,
             world_size=len(trainers),
             master_address=master,
             buffer_address=started.buffer.address,
@@ -238,7 +264,7 @@ class _Start:
             blobs=blobs,
             write_below=saved_below(config.flat),
         )
-        started.trainers = [TrainerClient(address, settings=supervisor.client_settings) for address in addresses]
+        started.trainers = [TrainerClient(address, settings=self._client_settings()) for address in addresses]
         info = started.trainers[0].info()
         started.num_parameters, started.first_step = info.num_parameters, info.next_step
 

@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slime.launcher.faults.watch import HealthProbe, WatchedProcess, kill_all
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
+from slime.launcher.services.processes import Process, Repeats, Start
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
 
@@ -26,6 +28,8 @@ T = TypeVar("T")
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
 NOTICE_SECONDS = 60.0
 AFTERMATH_SECONDS = 1.0
+# The time in which calls of other ranks end, once one has failed and all are to be called again.
+LEFTOVER_SECONDS = 60.0
 # More than ranks of any run: one that is called late keeps all others waiting for ever, in a collective. A thread is
 # only started for a call that finds no idle one.
 MOST_CALLS = 16384
@@ -37,21 +41,12 @@ class ServiceDied(SlimeError):
     status = "UNAVAILABLE"
 
 
-@dataclass
-class Process:
-    name: str
-    actor: Any
-    watch: Any
-    host: str
-    # True once the service has answered a call.
-    answered: bool = False
-
-
 class Supervisor:
     """The actors of one run. `call`, `call_all` and `join` return early, with ServiceDied, when any of them dies, and
     with its error when something that was begun fails.
 
-    nodes: where services are started, by name.
+    nodes: where services are started, by name. repeats: has services that are lost started again; calls that failed
+    meanwhile are repeated, and a death ends nothing by itself.
     """
 
     def __init__(
@@ -63,6 +58,9 @@ class Supervisor:
         nodes: Mapping[str, ServiceNode] | None = None,
     ) -> None:
         self.log_dir = log_dir
+        self.repeats: Repeats | None = None
+        self.health_seconds: float | None = None
+        self._spawning = threading.Lock()
         self._nodes = dict(nodes or {})
         several = any(node.host != ServiceNode.host for node in self._nodes.values())
         # Services answer only processes of this run, through TLS where other hosts can reach them.
@@ -78,20 +76,21 @@ class Supervisor:
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
         """Creates the actor `name` on its node, with Ray `options` (resources, environment)."""
+        node = self._nodes.get(name, ServiceNode())
+        options = options | dict(node.options)
+        actor = self._actor(name, options, node.host)
+        process = Process(name, actor, actor.watch.remote(), node.host, options)
+        self._processes.append(process)
+        self.watch(process, process.watch)
+        return process
+
+    def _actor(self, name: str, options: dict[str, Any], host: str) -> Any:
         import ray
 
         from slime.launcher.services.actors import ServiceActor
 
-        node = self._nodes.get(name, ServiceNode())
-        actor = (
-            ray.remote(ServiceActor)
-            .options(max_concurrency=4, max_restarts=0, **(options | dict(node.options)))
-            .remote(name, str(self.log_dir), os.getcwd(), node.host)
-        )
-        process = Process(name, actor, actor.watch.remote(), node.host)
-        self._processes.append(process)
-        self.watch(process, process.watch)
-        return process
+        actor = ray.remote(ServiceActor).options(max_concurrency=4, max_restarts=0, **options)
+        return actor.remote(name, str(self.log_dir), os.getcwd(), host)
 
     def watch(self, process: Process, reference: Any) -> None:
         """Watches a Ray call, whose failure means that the process died, or ends the run with its error."""
@@ -125,11 +124,81 @@ class Supervisor:
         """Starts `module.serve` in all of them at once, each with settings and options of its own."""
 
         def start(process: Process, settings: Any, options: dict[str, Any]) -> str:
-            grant = self.authority.grant(self.get(process, process.actor.public_key.remote()), process.host)
-            return self.get(process, process.actor.start.remote(module, settings, rpc, options, grant))
+            process.start = Start(module, settings, rpc, options)
+            return self._start(process, process.start)
 
         each = zip(processes, settings, options, strict=True)
-        return self.call_all([partial(start, *arguments) for arguments in each])
+        return self.call_once([partial(start, *arguments) for arguments in each])
+
+    def _start(self, process: Process, start: Start) -> str:
+        grant = self.authority.grant(self.get(process, process.actor.public_key.remote()), process.host)
+        reference = process.actor.start.remote(start.module, start.settings, start.rpc, start.options, grant)
+        process.address = self.get(process, reference)
+        if self.health_seconds is not None:
+            self._watch_process(process, self.health_seconds)
+        return process.address
+
+    def watch_processes(self, health_seconds: float) -> None:
+        """Watches the processes of services themselves, which all are on this node, from now on."""
+        self.health_seconds = health_seconds
+        for process in self._processes:
+            self._watch_process(process, health_seconds)
+
+    def _watch_process(self, process: Process, health_seconds: float) -> None:
+        process.watched = WatchedProcess(self.get(process, process.actor.pid.remote()))
+        process.probe = HealthProbe(process.address, self.client_settings, health_seconds)
+
+    def lost(self) -> dict[str, str]:
+        """Returns the services that died or hang, by name, each with what it did."""
+        found = {}
+        for process in list(self._processes):
+            if process.watched is None or process.probe is None:
+                continue
+            if (reason := process.watched.look()) is not None:
+                found[process.name] = reason
+            elif process.probe.silent:
+                found[process.name] = f"did not answer its health check within {self.health_seconds:g} s"
+        return found
+
+    def named(self, prefix: str) -> list[Process]:
+        """Returns the processes of a kind of service, in order: "buffer", "rollout", "trainer"."""
+        return [process for process in self._processes if process.name.partition("-")[0] == prefix]
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """Kills processes and whatever they have started."""
+        import ray
+
+        for process in processes:
+            if process.probe is not None:
+                process.probe.close()
+        kill_all(process.watched for process in processes if process.watched is not None)
+        for process in processes:
+            process.watched = process.probe = None
+            ray.kill(process.actor)
+
+    def spawn_again(self, processes: Sequence[Process]) -> None:
+        """Creates the actors of processes that were ended again."""
+        with self._spawning:
+            if self._stopping.is_set():
+                raise ServiceDied("the run is being stopped: nothing is started again")
+            for process in processes:
+                process.answered = False
+                process.actor = self._actor(process.name, process.options, process.host)
+                process.watch = process.actor.watch.remote()
+
+    def start_again(self, processes: Sequence[Process], **changes: Any) -> None:
+        """Starts the services of `processes` as they were started before, each at the address that it had.
+
+        changes: to `Start`, the same for all; those of `options` are added to what each had.
+        """
+
+        def start(process: Process) -> str:
+            assert process.start is not None, "it was started before"
+            options = process.start.options | changes.get("options", {})
+            rpc = replace(process.start.rpc, port=int(process.address.rpartition(":")[2]))
+            return self._start(process, replace(process.start, **(changes | {"options": options, "rpc": rpc})))
+
+        self.call_once([partial(start, process) for process in processes])
 
     def get(self, process: Process, reference: Any) -> Any:
         """Returns the value of a Ray call; an error of the service is raised as the same class."""
@@ -155,12 +224,40 @@ class Supervisor:
         return self.call_all([function])[0]
 
     def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Runs `functions` at once; the first failure, of a call or a process, is raised at once."""
-        futures = [self._pool.submit(function) for function in functions]
+        """Runs `functions` at once; the first failure, of a call or a process, is raised at once.
+
+        With `repeats` all of them are run again after a service was lost and is back.
+        """
+        repeats = self.repeats
+        if repeats is None:
+            return self.call_once(functions)
+        while True:
+            count = repeats.wait_until_whole()
+            futures = [self._pool.submit(function) for function in functions]
+            try:
+                return self._results(futures)
+            except SlimeError as error:
+                if not repeats.explain(error, count):
+                    raise
+                log.info("calls are repeated, because a service was lost: %s", error)
+                # Calls of ranks are collective: none begins before all of the last ones have ended.
+                wait(futures, timeout=LEFTOVER_SECONDS)
+
+    def call_once(self, functions: list[Callable[[], T]]) -> list[T]:
+        """Runs `functions` at once, and none of them again."""
+        return self._results([self._pool.submit(function) for function in functions])
+
+    def _results(self, futures: list[Future[T]]) -> list[T]:
         waiting: set[Future[Any]] = set(futures)
         while waiting:
             waiting -= self._wait(waiting)
         return [future.result() for future in futures]
+
+    def fail(self, error: SlimeError) -> None:
+        """Ends the run: every call raises `error` from now on."""
+        with self._noting:
+            if not self._stopping.is_set() and not self._death.done():
+                self._death.set_exception(error)
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` beside what this thread does; see `join`."""
@@ -182,7 +279,8 @@ class Supervisor:
         """Waits for one of `futures` or more; returns the finished ones. Raises their error, or a service's."""
         done, _ = wait(futures | {self._death, self._failure}, return_when=FIRST_COMPLETED)
         errors = [error for error in (future.exception() for future in done - {self._death}) if error is not None]
-        if errors and isinstance(errors[0], SlimeError) and errors[0].status in CONSEQUENCES:
+        consequence = errors and isinstance(errors[0], SlimeError) and errors[0].status in CONSEQUENCES
+        if consequence and self.repeats is None:
             self._raise_if_one_died()
         if self._death.done():
             self._death.result()
@@ -228,7 +326,16 @@ class Supervisor:
         """
         import ray
 
+        if self.repeats is not None:
+            self.repeats.stop()
         self._stopping.set()
+        with self._spawning:
+            # A service that hangs does not stop by itself, and a dead one may have left others behind.
+            hanging = self.lost()
+        self.end([process for process in self._processes if process.name in hanging])
+        for process in self._processes:
+            if process.probe is not None:
+                process.probe.close()
         for _, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
             deadline = time.monotonic() + self._stop_seconds
             processes = list(alike)
@@ -254,10 +361,9 @@ class Supervisor:
             ray.get(reference)
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
-            found = cause if isinstance(cause, SlimeError) else self._died(process, error)
-            with self._noting:
-                if not self._stopping.is_set() and not self._death.done():
-                    self._death.set_exception(found)
+            if self.repeats is not None and not isinstance(cause, SlimeError):
+                return  # its process is watched itself
+            self.fail(cause if isinstance(cause, SlimeError) else self._died(process, error))
 
     def _died(self, process: Process, error: Exception) -> ServiceDied:
         """Names the service, and its host where there are several; Ray's reason where it left no lines of its own."""

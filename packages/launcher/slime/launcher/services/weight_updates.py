@@ -52,6 +52,8 @@ class WeightUpdates:
         timeout_seconds: float,
     ) -> None:
         self.version = version
+        self._sent = False
+        self._lost = False
         self._ranks = ranks
         self._rollout = rollout
         self._supervisor = supervisor
@@ -71,17 +73,31 @@ class WeightUpdates:
 
     def send(self, version: int) -> dict[str, float]:
         """Sends the weights as `version`; once more where an engine dies meanwhile and is replaced."""
+        metrics = self._send_until_done(version)
+        self._sent, self._lost = True, False
+        return metrics
+
+    def engines_lost(self) -> None:
+        """Notes that the rollout service is started again: its engines then have the weights of their start."""
+        self._lost = True
+
+    def restore(self) -> None:
+        """Sends the trainer's weights to engines that have had others since they were started again."""
+        if self._sent and self._lost:
+            self.send(self.version)
+
+    def _send_until_done(self, version: int) -> dict[str, float]:
         if not self._restarts_engines:
             metrics = self._ranks.each(lambda trainer: trainer.update_weights(version, timeout=self._timeout))
             return metrics[0] if metrics else {}
         while True:
-            before = self._engine_restarts()
+            before = self._restarts()
             results = self._ranks.each(partial(self._send, version=version))
             errors = [result for result in results if isinstance(result, SlimeError)]
             if not errors:
                 return next((result for result in results if isinstance(result, dict)), {})
-            # The service bounds the restarts.
-            if self._engine_restarts() == before:
+            # Restarts are bounded.
+            if self._restarts() == before:
                 raise errors[0]
             log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
 
@@ -93,8 +109,11 @@ class WeightUpdates:
             if isinstance(result, SlimeError):
                 raise result
 
-    def _engine_restarts(self) -> int:
-        return self._supervisor.call(self._rollout.status).engine_restarts
+    def _restarts(self) -> tuple[int, int]:
+        """Counts the repairs of services, and the restarts of engines."""
+        engines = self._supervisor.call(self._rollout.status).engine_restarts
+        repeats = self._supervisor.repeats
+        return 0 if repeats is None else repeats.wait_until_whole(), engines
 
     def _send(self, trainer: TrainerClient, *, version: int, **options: bool) -> dict[str, float] | SlimeError:
         # Errors are collected, so that no rank is called again before all have answered.

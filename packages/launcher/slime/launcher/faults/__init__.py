@@ -1,0 +1,1 @@
+"""Services that die or hang during a run: found, started again, and given what they need."""

@@ -1,0 +1,157 @@
+"""Repairs: has services that died or hang started again, and tells calls that failed meanwhile to be repeated.
+
+whole --a service is lost--> repairing --its kind is started again--> whole
+                                 └──too often within a time──> failed: every call raises ServiceDied
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from slime.launcher.faults.watch import LOOK_SECONDS
+from slime.launcher.services.supervisor import ServiceDied
+from slime.types.errors import SlimeError, counted
+
+log = logging.getLogger(__name__)
+
+# A connection breaks a moment before the death of its peer is known.
+NOTICE_SECONDS = 2.0
+# Statuses of errors that may be the consequence of a death that is not known yet.
+CONSEQUENCES = ("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
+
+
+@dataclass(frozen=True)
+class RepairLimits:
+    """At most `most` restarts of a service within `window_seconds`."""
+
+    most: int = 5
+    window_seconds: float = 600.0
+
+
+class Repairs:
+    """Thread-safe. `count` and `seconds`: of the repairs that are done, and the time from notice to end; `restarts`:
+    services that were started again in them.
+
+    lost: returns the services that died or hang, each with its reason. start_again: starts those again, in a thread
+    of this object; raises SlimeError where that fails, and is called again then. fail: ends the run with an error.
+    """
+
+    def __init__(
+        self,
+        lost: Callable[[], Mapping[str, str]],
+        start_again: Callable[[Mapping[str, str]], None],
+        fail: Callable[[SlimeError], None],
+        limits: RepairLimits,
+    ) -> None:
+        self.count = 0
+        self.restarts = 0
+        self.seconds = 0.0
+        self._lost, self._start_again, self._fail, self._limits = lost, start_again, fail, limits
+        self._began: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._changed = threading.Condition()
+        self._repairing = False
+        self._error: SlimeError | None = None
+        self._stopping = threading.Event()
+        self._looking = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="repairs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begins no more repairs. What is being started is for the caller to end."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until_whole(self) -> int:
+        """Waits for the repair under way; returns the number of those done. Raises what ended the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._repairing or self._stopping.is_set())
+            if self._error is not None:
+                raise self._error
+            return self.count
+
+    def explain(self, error: SlimeError, count: int) -> bool:
+        """Returns whether a call that failed with `error` is to be repeated: a service was lost since there had been
+        `count` repairs, and is there again. Raises what ended the run."""
+        deadline = time.monotonic() + (NOTICE_SECONDS if error.status in CONSEQUENCES else 0.0)
+        while not self._stopping.is_set():
+            self._look()
+            if self.wait_until_whole() != count:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(LOOK_SECONDS) and self._error is None:
+            if self._look():
+                self._repair()
+
+    def _look(self) -> bool:
+        """Notes whether a service is lost, so that calls wait from now on."""
+        with self._looking:
+            if not self._repairing and self._error is None and self._lost() and not self._stopping.is_set():
+                with self._changed:
+                    self._repairing = True
+        return self._repairing
+
+    def _repair(self) -> None:
+        began, lost, reasons = time.monotonic(), dict(self._lost()), dict[str, str]()
+        try:
+            while lost and not self._stopping.is_set():
+                reasons |= lost
+                for name, reason in lost.items():
+                    self._count(name, reason)
+                    log.warning("%s %s, and is started again; logs/%s.log has its last lines", name, reason, name)
+                try:
+                    self._start_again(lost)
+                    failed: Mapping[str, str] = {}
+                except SlimeError as error:
+                    log.warning("%s did not start again: %s", " and ".join(lost), error.message)
+                    failed = {name: f"did not start again: {error.message}" for name in lost}
+                # Others may have been lost meanwhile.
+                lost = {**self._lost(), **failed}
+            if reasons and not self._stopping.is_set():
+                seconds = time.monotonic() - began
+                self.seconds += seconds
+                log.warning(
+                    "%s %s back after %.1f s", " and ".join(reasons), "is" if len(reasons) == 1 else "are", seconds
+                )
+        except SlimeError as error:
+            self._end(error)
+        except Exception as error:
+            log.exception("services cannot be started again")
+            names = " and ".join(reasons or lost)
+            self._end(ServiceDied(f"{names} cannot be started again: {error}", field=names))
+        finally:
+            with self._changed:
+                self._repairing = False
+                self.count += 1
+                self._changed.notify_all()
+
+    def _end(self, error: SlimeError) -> None:
+        if not self._stopping.is_set():
+            self._error = error
+            self._fail(error)
+
+    def _count(self, name: str, reason: str) -> None:
+        """Counts one more restart. Raises ServiceDied where that is too many."""
+        now, began, limits = time.monotonic(), self._began[name], self._limits
+        while began and now - began[0] > limits.window_seconds:
+            began.popleft()
+        if len(began) >= limits.most:
+            raise ServiceDied(
+                f"{name} was started again {counted(len(began), 'time')} within {limits.window_seconds:g} s, the most "
+                f"that --service-max-restarts and --service-restart-window allow. Now it {reason}",
+                field=name, value=len(began), expected=f"at most {counted(limits.most, 'restart')}",
+            )  # fmt: skip
+        began.append(now)
+        self.restarts += 1

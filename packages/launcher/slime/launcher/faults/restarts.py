@@ -1,0 +1,128 @@
+"""Starts lost services again, each kind with what it needs: the buffer its directory, the trainer its state.
+
+The rollout service starts its engines anew; they get the trained weights before the next call of Generate or Evaluate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slime.launcher.faults.restart_points import RestartPoints
+from slime.launcher.services.actors import RANKS
+from slime.launcher.services.processes import Process
+from slime.launcher.services.supervisor import Supervisor
+from slime.types.clients import BufferClient, RolloutClient, TrainerClient
+from slime.types.clients.base import Client
+from slime.types.errors import DeadlineExceeded, counted
+
+log = logging.getLogger(__name__)
+
+# A channel finds a service that is back at its next attempt, a second later at most.
+CONNECT_SECONDS = 30.0
+
+
+@dataclass
+class TrainerReplay:
+    """Brings ranks that were started again to where the run was.
+
+    settings: of the trainer. trained: returns the last step that was trained. groups_of: the groups of a step.
+    """
+
+    points: RestartPoints
+    settings: Any
+    clients: Sequence[TrainerClient]
+    trained: Callable[[], int]
+    groups_of: Callable[[int], int]
+    timeout_seconds: float
+
+
+class ServiceRestarts:
+    """engines_lost: is called where the engines will have the weights of their start."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        buffer: BufferClient,
+        rollout: RolloutClient | None,
+        trainer: TrainerReplay | None,
+        engines_lost: Callable[[], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._buffer = buffer
+        self._rollout = rollout
+        self._trainer = trainer
+        self._engines_lost = engines_lost
+        # The ranks' own, since they were started again.
+        self._meeting_point = ""
+
+    def start_again(self, lost: Mapping[str, str]) -> None:
+        """Starts what is named in `lost` again. Raises SlimeError where that fails, with what was started then left
+        running or not: it may be called again."""
+        kinds = {name.partition("-")[0] for name in lost}
+        # The others need the buffer.
+        if "buffer" in kinds:
+            self._again(self._supervisor.named("buffer"), self._buffer)
+        if "trainer" in kinds:
+            self._trainer_again()
+        if "rollout" in kinds and self._rollout is not None:
+            self._engines_lost()
+            self._again(self._supervisor.named("rollout"), self._rollout)
+
+    def _again(self, processes: Sequence[Process], client: Client) -> None:
+        self._supervisor.end(processes)
+        self._supervisor.spawn_again(processes)
+        self._supervisor.start_again(processes)
+        _connected(client)
+
+    def _trainer_again(self) -> None:
+        """Starts every rank again, for their collectives cannot go on without one of them."""
+        supervisor, trainer = self._supervisor, self._trainer
+        assert trainer is not None, "a run without a trainer has no process of that name"
+        processes, trained = supervisor.named("trainer"), trainer.trained()
+        supervisor.end(processes)
+        first = processes[0].start
+        assert first is not None, "the ranks were started before"
+        _remove(self._meeting_point or first.options["master_address"])
+        step, load = trainer.points.newest(trained)
+        supervisor.spawn_again(processes)
+        meeting_point = supervisor.get(processes[0], processes[0].actor.meeting_point.remote(True))
+        self._meeting_point = meeting_point
+        settings = trainer.settings
+        if load != settings.load:
+            settings = dataclasses.replace(settings, load=load, start_rollout_id=None)
+        supervisor.start_again(processes, settings=settings, options={"master_address": meeting_point})
+        for client in trainer.clients:
+            _connected(client)
+        self._buffer.rewind_steps(step)
+        log.warning("the trainer goes on after step %d; it trains %s again", step, counted(trained - step, "step"))
+        for number in range(step + 1, trained + 1):
+            groups = trainer.groups_of(number)
+            supervisor.call_once([partial(_train, client, number, groups, trainer) for client in trainer.clients])
+
+
+def _train(client: TrainerClient, step: int, groups: int, trainer: TrainerReplay) -> None:
+    client.train_step(step, groups, trainer.timeout_seconds)
+
+
+def _remove(meeting_point: str) -> None:
+    """Removes the file at which ranks met that have been killed."""
+    directory = Path(meeting_point.removeprefix("file://")).parent
+    if meeting_point.startswith("file://") and directory.name.startswith(RANKS):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _connected(client: Client) -> None:
+    """Returns once `client` reaches its service."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while not client.is_serving(1.0):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{client.address} does not answer after its start", field=client.address)
+        time.sleep(0.05)

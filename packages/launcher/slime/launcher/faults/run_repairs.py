@@ -1,0 +1,142 @@
+"""Repairs of one run: whether it has them, and what they need of its settings."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol, Self
+
+from slime.launcher.config.run_config import RunConfig
+from slime.launcher.faults.repairs import RepairLimits, Repairs
+from slime.launcher.faults.restart_points import RestartPoints
+from slime.launcher.faults.restarts import ServiceRestarts, TrainerReplay
+from slime.launcher.placement.plan import Placement, ServiceNode
+from slime.launcher.services.start import Progress, StartedServices
+from slime.launcher.services.supervisor import Supervisor
+from slime.launcher.services.weight_updates import TrainerRanks
+from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
+from slime.types.errors import InvalidSetting, OutOfSpace
+
+log = logging.getLogger(__name__)
+
+
+class RepairedRun(Protocol):
+    """The parts of `Services` that repairs need."""
+
+    trained: int
+
+    def groups_of(self, step: int) -> int: ...
+    def engines_lost(self) -> None: ...
+
+
+class RunRepairs:
+    """buffer_dir: where the buffer keeps its state, in place of a directory that would end with its process."""
+
+    def __init__(self, config: RunConfig, supervisor: Supervisor, output_dir: Path) -> None:
+        self.points: RestartPoints | None = None
+        self.buffer_dir = tempfile.mkdtemp(prefix="slime-buffer-")
+        self._config = config
+        self._supervisor = supervisor
+        self._output_dir = output_dir
+        self._repairs: Repairs | None = None
+        self._told = 0, 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, placement: Placement, supervisor: Supervisor, output_dir: Path) -> Self | None:
+        """Returns those of a run; None where its lost services are not started again."""
+        reason = cls.reason_against(config, placement)
+        if reason is None:
+            return cls(config, supervisor, output_dir)
+        log.info("lost services are not started again: %s", reason)
+        return None
+
+    @staticmethod
+    def reason_against(config: RunConfig, placement: Placement) -> str | None:
+        """Returns why lost services of a run cannot be started again, or None."""
+        rollout, launcher = config.rollout, config.launcher
+        if rollout.use_fault_tolerance is False:
+            return "--no-use-fault-tolerance"
+        if any(node.host != ServiceNode.host for node in placement.service_nodes.values()) or placement.engine_hosts():
+            return "the run is on several nodes"
+        if placement.offloads or placement.shares_gpus:
+            return "engines and trainer share GPUs"
+        if launcher.rollout_data_transport != "grpc":
+            return f"--rollout-data-transport {launcher.rollout_data_transport} keeps samples in memory"
+        if rollout.data_source_path != DEFAULT_DATA_SOURCE:
+            return "--data-source-path keeps the place in the data in memory"
+        if config.trainer.keep_old_actor:
+            return "--keep-old-actor keeps weights in memory"
+        return None
+
+    def start(self, started: StartedServices, run: RepairedRun) -> None:
+        """Begins to watch the services, which have all been started."""
+        launcher, config = self._config.launcher, self._config
+        trainer = None
+        if started.trainers:
+            checkpoints = launcher.save_interval is not None and not config.trainer.no_save_optim
+            self.points = RestartPoints(
+                self._output_dir,
+                first=started.first_step - 1,
+                load=config.trainer.load,
+                backend=launcher.train_backend,
+                checkpoints=config.checkpoint_dir if checkpoints else None,
+                interval_seconds=launcher.restart_point_interval,
+                multiple_of=config.trainer.ref_update_interval or 1,
+            )
+            trainer = TrainerReplay(
+                self.points, config.trainer, started.trainers, lambda: run.trained, run.groups_of,
+                launcher.train_timeout_seconds,
+            )  # fmt: skip
+        restarts = ServiceRestarts(self._supervisor, started.buffer, started.rollout, trainer, run.engines_lost)
+        self._supervisor.watch_processes(launcher.service_health_timeout)
+        self._repairs = Repairs(
+            self._supervisor.lost,
+            restarts.start_again,
+            self._supervisor.fail,
+            RepairLimits(launcher.service_max_restarts, launcher.service_restart_window),
+        )
+        self._supervisor.repeats = self._repairs
+        self._repairs.start()
+
+    def after_step(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
+        """Writes a restart point where it is time to. Returns what there is of
+
+        perf/restart_point_time  seconds that it took
+        perf/service_restarts    services that were started again since the last step
+        perf/repair_time         seconds from when it was found to when they were back
+        """
+        return self._keep_state(step, ranks, progress) | self._take_metrics()
+
+    def _keep_state(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
+        points = self.points
+        path = None if points is None else points.due(step)
+        if points is None or path is None:
+            return {}
+        progress("saving for a restart", 0, 0)
+        started, timeout = time.perf_counter(), self._config.launcher.save_timeout_seconds
+        try:
+            ranks.each(lambda trainer: trainer.save_checkpoint(step, str(path), timeout, for_restart=True))
+        except (OutOfSpace, InvalidSetting) as error:
+            log.warning("the state of the trainer was not written for a restart: %s", error)
+            points.failed()
+            return {}
+        seconds = time.perf_counter() - started
+        points.written(path, seconds)
+        return {"perf/restart_point_time": seconds}
+
+    def _take_metrics(self) -> dict[str, float]:
+        if self._repairs is None:
+            return {}
+        now = self._repairs.restarts, self._repairs.seconds
+        restarts, seconds = now[0] - self._told[0], now[1] - self._told[1]
+        self._told = now
+        return {"perf/service_restarts": float(restarts), "perf/repair_time": seconds} if restarts else {}
+
+    def close(self) -> None:
+        """Removes what no later start of the run needs."""
+        shutil.rmtree(self.buffer_dir, ignore_errors=True)
+        if self.points is not None:
+            self.points.clear()

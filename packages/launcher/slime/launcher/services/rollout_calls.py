@@ -1,0 +1,116 @@
+"""Calls that make samples, and go on where a service was lost in them and is back: generate, evaluate, load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slime.launcher.services.replay import Replay
+from slime.launcher.services.start import WORKER, Progress
+from slime.launcher.services.supervisor import Supervisor
+from slime.launcher.services.weight_updates import WeightUpdates
+from slime.types.clients import BufferClient, RolloutClient
+from slime.types.clients.rollout import EvaluateResult, StopSignal
+from slime.types.pace import TrainerPace
+
+Metrics = dict[str, float]
+
+
+class RolloutCalls:
+    """weight_updates: None for a run without engines or trainer. timeout_seconds: of a rollout or an evaluation."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        buffer: BufferClient,
+        rollout: RolloutClient,
+        weight_updates: WeightUpdates | None,
+        progress: Progress,
+        timeout_seconds: float,
+    ) -> None:
+        self._supervisor, self._buffer, self._rollout = supervisor, buffer, rollout
+        self._weight_updates = weight_updates
+        self._progress = progress
+        self._timeout = timeout_seconds
+
+    def generate(self, rollout_id: int, num_groups: int, *, alone: bool) -> Metrics:
+        """Generates groups, and those that are lacking again where the service was lost.
+
+        alone: no group is complete that no step has taken: then all begin anew, in the batches of an undisturbed run.
+        """
+        before = 0 if alone or self._supervisor.repeats is None else self._complete()
+        begun = False
+
+        def generate() -> Metrics:
+            nonlocal begun
+            lacking = num_groups
+            if begun:
+                self._buffer.requeue_groups(WORKER, unsealed=alone)
+                lacking = num_groups if alone else num_groups - (self._complete() - before)
+            begun = True
+            if lacking <= 0:
+                return {}
+            self._restore_weights()
+            result = self._rollout.generate(
+                rollout_id,
+                lacking,
+                timeout=self._timeout,
+                on_progress=lambda done, total: self._progress("generating", done, total),
+            )
+            return result.metrics
+
+        return self._supervisor.call(generate)
+
+    def generate_on(
+        self, rollout_id: int, pace: TrainerPace, stop: StopSignal, on_metrics: Callable[[Metrics], None]
+    ) -> None:
+        """Generates until `stop` is set, as `RolloutClient.generate_on`; the sums go on where a service was lost."""
+        sums: Metrics = {}
+        begun = False
+
+        def attempt() -> None:
+            nonlocal begun
+            if begun:
+                self._buffer.requeue_groups(WORKER)
+                self._restore_weights()
+            begun, before = True, dict(sums)
+
+            def note(new: Metrics) -> None:
+                sums.update({name: value + before.get(name, 0.0) for name, value in new.items()})
+                on_metrics(dict(sums))
+
+            if not stop.is_set:
+                self._rollout.generate_on(rollout_id, pace, stop, note)
+
+        self._supervisor.call(attempt)
+
+    def evaluate(self, rollout_id: int) -> EvaluateResult:
+        def evaluate() -> EvaluateResult:
+            self._restore_weights()
+            return self._rollout.evaluate(
+                rollout_id,
+                timeout=self._timeout,
+                on_progress=lambda done, total: self._progress("evaluating", done, total),
+            )
+
+        return self._supervisor.call(evaluate)
+
+    def _complete(self) -> int:
+        return self._buffer.stats().groups.get("completed", 0)
+
+    def _restore_weights(self) -> None:
+        if self._weight_updates is not None:
+            self._weight_updates.restore()
+
+
+def load(supervisor: Supervisor, buffer: BufferClient, replay: Replay, rollout_id: int) -> tuple[int, Metrics]:
+    """Completes the groups of a recorded rollout; returns (groups, metrics)."""
+    begun = False
+
+    def attempt() -> tuple[int, Metrics]:
+        nonlocal begun
+        if begun:
+            buffer.requeue_groups(replay.WORKER, unsealed=True)
+        begun = True
+        return replay.generate(rollout_id)
+
+    return supervisor.call(attempt)

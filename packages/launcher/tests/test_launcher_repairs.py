@@ -1,0 +1,218 @@
+"""Repairs of services: real processes that die, hang or leave others behind, and calls that are repeated."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slime.launcher.faults.repairs import RepairLimits, Repairs
+from slime.launcher.faults.restart_points import RestartPoints
+from slime.launcher.faults.watch import WatchedProcess
+from slime.launcher.services.rollout_calls import RolloutCalls
+from slime.launcher.services.supervisor import ServiceDied, Supervisor
+from slime.types.clients.rollout import StopSignal
+from slime.types.directories import whole_directory
+from slime.types.errors import InvalidField, SlimeError, Unavailable
+from slime.types.pace import TrainerPace
+
+# Starts another process in a session of its own, prints its id, and waits.
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[WatchedProcess, psutil.Process]]:
+    """A process that is watched, and one that it has started."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    watched = WatchedProcess(parent.pid)
+    yield watched, child
+    watched.kill()
+    parent.wait()
+    parent.stdout.close()
+
+
+def until(condition: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_that_dies_takes_those_with_it_that_it_started(
+    family: tuple[WatchedProcess, psutil.Process],
+) -> None:
+    watched, child = family
+    assert watched.look() is None
+    # Its parent cannot be asked any more, and it is stopped itself.
+    child.suspend()
+    watched.process.kill()
+    until(lambda: watched.look() == "died")
+    watched.kill()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_process_counts_as_lost_unless_it_goes_on(family: tuple[WatchedProcess, psutil.Process]) -> None:
+    watched, child = family
+    watched.process.send_signal(signal.SIGSTOP)
+    assert watched.look() is None
+    until(lambda: watched.look() == "was stopped by a signal")
+    watched.process.send_signal(signal.SIGCONT)
+    until(lambda: watched.look() is None)
+    watched.process.send_signal(signal.SIGSTOP)
+    watched.kill()
+    assert watched.look() == "died"
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+class Parts:
+    """Services of which some are lost until they are started again."""
+
+    def __init__(self, most: int = 5, fails: int = 0) -> None:
+        self.lost: dict[str, str] = {}
+        self.started: list[list[str]] = []
+        self.fails = fails
+        self.ended: list[SlimeError] = []
+        self.repairs = Repairs(lambda: dict(self.lost), self.start_again, self.ended.append, RepairLimits(most, 600.0))
+
+    def start_again(self, lost: dict[str, str]) -> None:
+        self.started.append(sorted(lost))
+        if self.fails:
+            self.fails -= 1
+            raise Unavailable("the port is in use")
+        self.lost.clear()
+
+
+@pytest.fixture
+def parts() -> Iterator[Parts]:
+    parts = Parts()
+    parts.repairs.start()
+    yield parts
+    parts.repairs.stop()
+
+
+def test_calls_that_fail_while_a_service_is_lost_are_repeated_and_others_are_not(parts: Parts, tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, start_seconds=1.0, stop_seconds=1.0)
+    supervisor.repeats = parts.repairs
+    calls: list[str] = []
+
+    def breaks() -> int:
+        calls.append("breaks")
+        if calls.count("breaks") == 1:
+            # The connection breaks before the death is known.
+            threading.Timer(0.3, parts.lost.update, [{"buffer": "died"}]).start()
+            raise Unavailable("connection reset")
+        return len(parts.started)
+
+    assert supervisor.call(breaks) == 1
+    assert parts.started == [["buffer"]] and parts.repairs.restarts == 1
+
+    def refuses() -> None:
+        calls.append("refuses")
+        raise InvalidField("step", 3, "4")
+
+    with pytest.raises(InvalidField):
+        supervisor.call(refuses)
+    assert calls.count("refuses") == 1
+
+
+def test_a_service_that_does_not_start_is_started_again_a_bounded_number_of_times() -> None:
+    parts = Parts(most=3, fails=99)
+    parts.lost["rollout"] = "was stopped by a signal"
+    parts.repairs.start()
+    until(lambda: parts.ended)
+    expected = "rollout was started again 3 times within 600 s.*--service-max-restarts.*did not start again: the port"
+    with pytest.raises(ServiceDied, match=expected):
+        raise parts.ended[0]
+    with pytest.raises(ServiceDied):
+        parts.repairs.wait_until_whole()
+    assert parts.started == [["rollout"]] * 3
+
+
+def test_the_end_of_a_run_waits_for_no_repair() -> None:
+    parts = Parts(most=10**9, fails=10**9)
+    parts.lost["trainer-0"] = "died"
+    parts.repairs.start()
+    until(lambda: parts.started)
+    parts.repairs.stop()
+    parts.repairs.wait_until_whole()
+    assert not parts.ended
+
+
+def checkpoint(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_directory(path, "slime-trainer") as directory:
+        (directory / "trainer.json").write_text("{}")
+    return path
+
+
+def test_restart_points_take_a_bounded_share_of_the_time_and_of_the_disk(tmp_path: Path) -> None:
+    now = [100.0]
+    points = RestartPoints(
+        tmp_path, first=2, load="model", backend="fsdp", checkpoints=tmp_path / "checkpoints", interval_seconds=10,
+        multiple_of=2, clock=lambda: now[0],
+    )  # fmt: skip
+    assert points.newest(5) == (2, "model") and points.due(3) is None
+    now[0] += 11
+    # After an odd number of iterations the state is not whole.
+    assert points.due(4) is None
+    path = points.due(3)
+    assert path == tmp_path / "recovery" / "step_000003"
+    points.written(checkpoint(path), seconds=2.0)
+    assert points.newest(5) == (3, str(path))
+    now[0] += 39
+    assert points.due(5) is None  # 2 s of 39 s are more than 5 %
+    now[0] += 2
+    later = points.due(5)
+    assert later is not None
+    points.written(checkpoint(later), seconds=2.0)
+    assert [each.name for each in (tmp_path / "recovery").iterdir()] == ["step_000005"]
+    # A checkpoint of the run is a restart point, too; one of an earlier start, or beyond what was trained, is not.
+    for step in (1, 6, 7, 9):
+        checkpoint(tmp_path / "checkpoints" / f"step_{step:06d}")
+    assert points.newest(8) == (7, str(tmp_path / "checkpoints" / "step_000007"))
+    points.clear()
+    assert not (tmp_path / "recovery").exists() and points.newest(5) == (2, "model")
+
+
+def test_generation_that_was_cut_off_goes_on_with_its_sums(parts: Parts, tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, start_seconds=1.0, stop_seconds=1.0)
+    supervisor.repeats = parts.repairs
+    events: list[str] = []
+
+    class Buffer:
+        def requeue_groups(self, worker: str) -> None:
+            events.append(f"requeue {worker}")
+
+    class Weights:
+        def restore(self) -> None:
+            events.append("restore")
+
+    class Rollout:
+        def generate_on(self, step: int, pace: TrainerPace, stop: StopSignal, note: Any) -> None:
+            events.append("generate")
+            note({"groups": 2.0})
+            if len(events) == 1:
+                parts.lost["rollout"] = "died"
+                raise Unavailable("connection reset")
+            note({"groups": 3.0, "dropped": 1.0})
+
+    calls = RolloutCalls(supervisor, Buffer(), Rollout(), Weights(), lambda *_: None, 1.0)  # type: ignore[arg-type]
+    sums: list[dict[str, float]] = []
+    calls.generate_on(0, TrainerPace(1, 1, 1), StopSignal(), sums.append)
+    assert events == ["generate", "requeue rollout", "restore", "generate"]
+    assert sums == [{"groups": 2.0}, {"groups": 4.0}, {"groups": 5.0, "dropped": 1.0}]

@@ -1,0 +1,97 @@
+"""Services that are killed or stopped are started again, and the run ends as the one that was left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tiny_runs import (
+    DEADLINE,
+    alive,
+    descendants,
+    evaluations,
+    finish,
+    gone,
+    metrics,
+    processes_with,
+    quickstart,
+    run,
+    services,
+    timeless,
+    wait_for,
+)
+
+WEIGHTS = "model/model.safetensors"
+# Killed after the first step, the trainer begins anew; stopped after the fourth, it goes on from the checkpoint of the
+# third. The steps after that are trained again.
+FLAGS = ("--num-rollout", "8", "--save-interval", "3")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("alone")
+    run(directory, *FLAGS)
+    return directory
+
+
+def steps(output_dir: Path) -> int:
+    path = output_dir / "metrics.jsonl"
+    return path.read_text().count('"perf/step_time"') if path.exists() else 0
+
+
+def service(process: subprocess.Popen[str], output_dir: Path, name: str) -> psutil.Process:
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[:] = services(descendants(process), output_dir / "logs" / f"{name}.log")
+        return bool(found) or process.poll() is not None
+
+    wait_for(look, DEADLINE, f"the process of {name}")
+    assert process.poll() is None, finish(process)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["rollout", "trainer-0", "buffer"])
+def test_a_service_that_is_killed_and_then_stopped(alone: Path, tmp_path: Path, name: str) -> None:
+    process = quickstart(tmp_path, *FLAGS)
+    family: list[psutil.Process] = []
+    for after, number in ((1, signal.SIGKILL), (4, signal.SIGSTOP)):
+        wait_for(lambda n=after: steps(tmp_path) >= n or process.poll() is not None, DEADLINE, f"{after} steps")
+        victim = service(process, tmp_path, name)
+        family += [victim, *victim.children(recursive=True)]
+        victim.send_signal(number)
+        wait_for(lambda v=victim: not alive(v) or process.poll() is not None, DEADLINE, "the process has ended")
+    output = finish(process)
+    assert process.returncode == 0, output
+
+    assert gone(family), family
+    rows = metrics(tmp_path)
+    assert sum(row.get("perf/service_restarts", 0) for row in rows) == 2, output
+    assert timeless(rows) == timeless(metrics(alone))
+    assert timeless(evaluations(tmp_path)) == timeless(evaluations(alone))
+    assert (tmp_path / WEIGHTS).read_bytes() == (alone / WEIGHTS).read_bytes()
+    assert not (tmp_path / "recovery").exists()
+    for how in ("died", "was stopped by a signal"):
+        assert f"{name} {how}, and is started again" in output
+
+
+def test_ctrl_c_while_a_service_is_started_again_leaves_nothing(tmp_path: Path) -> None:
+    marked = {"SLIME_TEST_RUN": str(tmp_path)}
+    process = quickstart(tmp_path, "--num-rollout", "1000", env=os.environ | marked)
+    wait_for(lambda: steps(tmp_path) >= 1 or process.poll() is not None, DEADLINE, "a step")
+    victim = service(process, tmp_path, "rollout")
+    victim.suspend()
+    wait_for(lambda: not alive(victim) or process.poll() is not None, DEADLINE, "the process has ended")
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert "rollout was stopped by a signal, and is started again" in output
+    wait_for(lambda: not [p for p in processes_with(marked) if alive(p)], DEADLINE, "every process has ended")
