@@ -1,0 +1,169 @@
+"""Runs for hours under random kills, and records the memory of each process as a curve.
+
+    python tests/slow/soak.py --hours 2 --output soak
+
+Writes OUTPUT/memory.csv (seconds, process, MiB), OUTPUT/memory.png and OUTPUT/report.md. The exit code is 1 where the
+run ended, hung, or where the memory of a process grew by more than --most-growth per hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from random_faults import HANG_SECONDS, SIGNALS, VICTIMS, Run
+
+SAMPLE_SECONDS = 10.0
+# The time of a process's life in which its memory grows to what its work needs.
+WARM_UP_SECONDS = 300.0
+MEBIBYTE = 2**20
+Point = tuple[float, float]
+
+
+class Memory:
+    """Samples the resident memory of the run's processes, in a thread. A process that was started again has a curve of
+    its own: NAME, NAME/2, ..."""
+
+    def __init__(self, run: Run) -> None:
+        self.curves: dict[str, list[Point]] = {}
+        self._run = run
+        self._names: dict[psutil.Process, str] = {}
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            now = time.monotonic() - self._began
+            each = {"launcher": psutil.Process(self._run.process.pid)} if not self._run.ended else {}
+            each |= {name: process for name in VICTIMS if (process := self._run.process_of(name)) is not None}
+            for name, process in each.items():
+                with suppress(psutil.NoSuchProcess):
+                    curve = self.curves.setdefault(self._curve_of(name, process), [])
+                    curve.append((now, process.memory_info().rss / MEBIBYTE))
+
+    def _curve_of(self, name: str, process: psutil.Process) -> str:
+        if process not in self._names:
+            before = sum(known.partition("/")[0] == name for known in self._names.values())
+            self._names[process] = name if not before else f"{name}/{before + 1}"
+        return self._names[process]
+
+
+def growth(curve: list[Point]) -> float | None:
+    """Returns the slope in MiB an hour, by least squares, after the warm-up; None for a life that is too short."""
+    points = [(t, m) for t, m in curve if t - curve[0][0] >= WARM_UP_SECONDS]
+    if len(points) < 30:
+        return None
+    mean_t, mean_m = (sum(values) / len(points) for values in zip(*points, strict=True))
+    spread = sum((t - mean_t) ** 2 for t, _ in points)
+    return 3600.0 * sum((t - mean_t) * (m - mean_m) for t, m in points) / spread
+
+
+def write(output: Path, curves: dict[str, list[Point]], lines: list[str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with (output / "memory.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["seconds", "process", "MiB"])
+        table.writerows([f"{t:.0f}", name, f"{m:.1f}"] for name, curve in curves.items() for t, m in curve)
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
+    kinds = sorted({name.partition("/")[0] for name in curves})
+    for name, curve in curves.items():
+        kind = name.partition("/")[0]
+        label = kind if name == kind else None
+        times = [t / 3600.0 for t, _ in curve]
+        axes.plot(times, [m for _, m in curve], color=f"C{kinds.index(kind)}", linewidth=1, label=label)
+    axes.set(xlabel="hours", ylabel="resident memory, MiB", ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(output / "memory.png")
+    plt.close(figure)
+    (output / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--seconds-between", type=float, default=60.0, help="mean time between two faults")
+    parser.add_argument("--most-growth", type=float, default=50.0, help="MiB an hour that a process may grow")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("soak"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    choose = random.Random(options.seed)
+    flags = (
+        "--num-rollout", "1000000", "--service-max-restarts", "100000", "--rollout-engine-max-restarts", "100000",
+        "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5", "--log-samples", "0",
+        "--save-interval", "50", "--save-keep", "1", "--overwrite",
+    )  # fmt: skip
+    run = Run(options.output / "run", flags)
+    seconds: dict[str, list[float]] = {}
+    problem = ""
+    with run.going_on():
+        began = time.monotonic()
+        while run.steps < 1 and not run.ended and time.monotonic() - began < HANG_SECONDS:
+            time.sleep(0.5)
+        memory, began = Memory(run), time.monotonic()
+        try:
+            while time.monotonic() - began < 3600.0 * options.hours and not run.ended:
+                time.sleep(choose.expovariate(1.0 / options.seconds_between))
+                victim, number = choose.choice(VICTIMS), choose.choice(SIGNALS)
+                steps = run.steps
+                took = run.strike(victim, number)
+                if took is None:
+                    continue
+                print(f"{time.monotonic() - began:7.0f} s {number.name} {victim}: back after {took:.1f} s", flush=True)
+                seconds.setdefault(victim, []).append(took)
+                struck = time.monotonic()
+                while run.steps == steps and not run.ended:
+                    if time.monotonic() - struck > HANG_SECONDS:
+                        raise TimeoutError(f"no step within {HANG_SECONDS:.0f} s after {victim} was back")
+                    time.sleep(0.2)
+        except TimeoutError as error:
+            problem = str(error)
+        problem = problem or ("the run ended" if run.ended else "")
+        lasted, steps = time.monotonic() - began, run.steps
+        memory.stop()
+        if not run.ended:
+            run.process.send_signal(signal.SIGINT)
+            run.process.wait(HANG_SECONDS)
+    slopes = {name: slope for name, curve in memory.curves.items() if (slope := growth(curve)) is not None}
+    grown = {name: slope for name, slope in slopes.items() if slope > options.most_growth}
+    lines = [
+        f"# {lasted / 3600:.2f} hours under random kills (seed {options.seed})",
+        "",
+        f"{steps} iterations, {sum(map(len, seconds.values()))} faults. {problem or 'The run went on to the end.'}",
+        "",
+        "| process | faults | median s | longest s |",
+        "|---|---|---|---|",
+        *(f"| {n} | {len(s)} | {sorted(s)[len(s) // 2]:.1f} | {max(s):.1f} |" for n, s in sorted(seconds.items())),
+        "",
+        "| process that lived long enough | MiB an hour |",
+        "|---|---|",
+        *(f"| {name} | {slope:+.1f} |" for name, slope in sorted(slopes.items())),
+    ]
+    write(options.output, memory.curves, lines)
+    print("\n".join(lines + run.lines[-10:] if problem else lines))
+    return 1 if problem or grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
