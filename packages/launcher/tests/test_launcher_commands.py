@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import re
@@ -139,3 +140,15 @@ def test_every_program_lists_its_commands_in_one_way(words: list[str], capsys: p
     assert usage.startswith("usage: slime") and re.match(r"`slime.* COMMAND --help` describes a command", note)
     for line in commands.splitlines():
         assert re.fullmatch(r"  [a-z-]+  +[A-Z][^\n]*[^.\n]", line), line
+
+
+def test_no_help_says_a_default_twice_and_a_missing_model_is_told_by_its_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in cli.COMMANDS:
+        with contextlib.suppress(SystemExit):
+            cli.main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert not re.search(r"(\(default: [^()]*\)) \1", text), command
+    assert cli.main(["tinker", "--hf-checkpoint", "nowhere"]) == 2
+    assert "slime: error: --hf-checkpoint nowhere: no such directory" in capsys.readouterr().err

@@ -58,13 +58,16 @@ def main(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def model_directory(text: str) -> str:
-    """Returns a directory with config.json. Raises MissingFile, InvalidSetting for a checkpoint in another form."""
+def model_directory(text: str, name: str = "RUN|MODEL") -> str:
+    """Returns a directory with config.json. name: of the argument, in errors.
+
+    Raises MissingFile, InvalidSetting for a checkpoint in another form.
+    """
     from slime.launcher.cli.export import model_of
     from slime.launcher.hub.fetch import local_model
 
     path = Path(local_model(text, "MODEL"))
-    found, _ = model_of(path)
+    found, _ = model_of(path, name=name)
     if not (found / "config.json").is_file():
         raise InvalidSetting(
             f"MODEL {path}: {found} is a checkpoint of Megatron; `slime export {path}` makes a model of it",

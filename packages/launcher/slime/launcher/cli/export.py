@@ -78,15 +78,15 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
         return hf_to_gguf.convert(source, output)
 
 
-def model_of(path: Path, step: int | None = None) -> tuple[Path, str | None]:
+def model_of(path: Path, step: int | None = None, name: str = "RUN|MODEL") -> tuple[Path, str | None]:
     """Returns the model of a run, and the one that it began with, which may be a name on the Hub. A directory without
-    a run is a model itself.
+    a run is a model itself. name: of the argument, in errors.
 
     Raises MissingFile, InvalidSetting.
     """
     if not is_run(path):
         if not (path / "config.json").is_file():
-            raise no_run_or_model(path)
+            raise no_run_or_model(path, name)
         if step is not None:
             raise InvalidSetting.requires(f"--step {step}", "a run", f"{path} is a model directory")
         return path, None

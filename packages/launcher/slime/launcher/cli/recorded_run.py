@@ -73,14 +73,14 @@ def is_run(path: Path) -> bool:
     return (path / SETTINGS).is_file()
 
 
-def no_run_or_model(path: Path) -> MissingFile:
-    """Makes the error for a path that is neither a run nor a model."""
+def no_run_or_model(path: Path, name: str = "RUN|MODEL") -> MissingFile:
+    """Makes the error for a path that is neither a run nor a model. name: of the argument."""
     found = (
         f"neither the output directory of a run, with {SETTINGS}, nor a model directory, with config.json"
         if path.exists()
         else "no such directory"
     )
-    return MissingFile(f"RUN|MODEL {path}: {found}", field="RUN|MODEL", value=str(path), expected="a run or a model")
+    return MissingFile(f"{name} {path}: {found}", field=name, value=str(path), expected="a run or a model")
 
 
 def read_run(path: Path) -> RecordedRun:

@@ -51,7 +51,7 @@ def parser(command: str) -> CommandParser:
     reader.add_argument("--port", type=int, default=8791, metavar="N", help="Port on the loopback; 0 takes a free one")
     reader.add_argument(
         "--output-dir", type=Path, default=Path("runs/tinker"), metavar="DIR",
-        help="Directory of the checkpoints (default: runs/tinker)",
+        help="Directory of the checkpoints",
     )  # fmt: skip
     reader.add_argument(
         "--api-key-file", metavar="FILE",
@@ -100,7 +100,7 @@ def serve(options: Any) -> None:
     from slime.rollout.settings.rollout import RolloutSettings
 
     given = api_key(options.api_key_file)
-    directory = Path(model_directory(options.hf_checkpoint)).resolve()
+    directory = Path(model_directory(options.hf_checkpoint, "--hf-checkpoint")).resolve()
     try:
         listener = listen(LOCALHOST, options.port)
     except (OSError, OverflowError) as error:
