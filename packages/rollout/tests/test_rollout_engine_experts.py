@@ -222,9 +222,11 @@ def test_an_engine_that_records_no_experts_refuses_to_return_them(call: Any) -> 
         call(lambda c: c.generate(PROMPT, SAMPLED, return_routed_experts=True))
 
 
-def test_args_tell_the_shape_of_experts_also_where_the_launcher_leaves_it_open(first: Path) -> None:
+@pytest.mark.parametrize("of_megatron", [(None, None), (7, 3)])
+def test_args_tell_the_shape_of_the_experts_of_the_engines(first: Path, of_megatron: tuple[Any, Any]) -> None:
+    """Megatron's flags are part of every run: --moe-router-topk has a default."""
     settings = RolloutSettings(hf_checkpoint=str(first), use_rollout_routing_replay=True, rm_type="random")
     fleet = Fleet([], LoopThread(), fleet_options(settings))
-    args = flat_args(settings, fleet, {"num_layers": None, "moe_router_topk": None})
+    args = flat_args(settings, fleet, dict(zip(("num_layers", "moe_router_topk"), of_megatron, strict=True)))
     fleet.loop.stop()
     assert (args.num_layers, args.moe_router_topk) == (2, 2)

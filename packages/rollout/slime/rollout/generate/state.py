@@ -196,6 +196,8 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     for name, value in other_names(settings, args).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    # Megatron's flags have defaults of these names, which say nothing of the model that the engines run.
+    vars(args).update(_shape_of_routing(settings))
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     args.rollout_max_prompt_len = settings.max_prompt_len
@@ -216,7 +218,7 @@ def _set_addresses(args: argparse.Namespace, fleet: Fleet) -> None:
 
 def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what plug-ins written for slime read from `args` and no setting here is called."""
-    return _shape_of_routing(settings) | {
+    return {
         "eval_datasets": build_eval_dataset_configs(args),
         "sglang_tp_size": tensor_parallel_size(settings.rollout_num_gpus_per_engine, settings.sglang_args),
         "sglang_dp_size": 1,
