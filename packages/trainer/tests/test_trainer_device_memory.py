@@ -19,11 +19,11 @@ BACKENDS: dict[str, dict[str, Any]] = {
 MEGATRON = {"megatron": {}, "megatron-bf16": {"use_distributed_optimizer": True}}
 
 
-def runner_of(model: str, name: str) -> Runner:
-    runner = Runner(make_settings(model, **BACKENDS[name]), megatron=MEGATRON.get(name))
+def runner_of(model: str, name: str, **values: Any) -> Runner:
+    runner = Runner(make_settings(model, **(values or BACKENDS[name])), megatron=MEGATRON.get(name))
     backend: Any = runner.backend
     models = backend.models if name.startswith("megatron") else [backend.policy, backend.reference]
-    for parameter in (parameter for model in models for parameter in model.parameters()):
+    for parameter in (parameter for model in models if model is not None for parameter in model.parameters()):
         # On the CPU weights may be in the memory of the file that they come from, which cannot be released.
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -76,6 +76,64 @@ def test_what_is_released_holds_no_memory(model: str, name: str):
     assert held_bytes(runner, WEIGHTS) == 0
     memory.need(*PARTS)
     assert (held_bytes(runner, WEIGHTS), held_bytes(runner, TRAINING)) == (weights, training)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_only_updates_read_comes_and_leaves_while_other_work_goes_on(model: str, bf16: bool):
+    def run(late: bool) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+        runner = runner_of(model, "fsdp", bf16=bf16)
+        memory = DeviceMemory(
+            runner.backend, enabled=True, device_types=(runner.backend.device.type,), memory=lambda: (10**12, 10**12, 0)
+        )
+        runner.before_update = memory.arrive
+        norms, sent = [], []
+        for step in range(3):
+            memory.release(*PARTS)
+            memory.need(*PARTS, late=late)
+            norms.append(runner.run(step)["train/grad_norm"])
+            held = held_bytes(runner, TRAINING)
+            memory.release(TRAINING, late=late)
+            # It is away once the weights are sent, and they can be read before.
+            assert (held_bytes(runner, TRAINING) == held) == late
+            memory.need(*runner.backend.parts_of_weights(torch.bfloat16))
+            sent.append({name: weight.clone() for name, weight in runner.backend.named_weights(dtype=torch.bfloat16)})
+            memory.release(WEIGHTS)
+            assert held_bytes(runner, TRAINING) == held_bytes(runner, WEIGHTS) == 0
+        return norms, sent
+
+    (norms, sent), (expected, expected_sent) = run(True), run(False)
+    assert norms == expected
+    for weights, others in zip(sent, expected_sent, strict=True):
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def test_memory_leaves_at_once_where_engines_have_no_room_beside_it(model: str):
+    runner = runner_of(model, "fsdp", bf16=True)
+    runner.run(0)
+    device, parameters = runner.backend.device.type, runner.backend.num_parameters
+    for free, left in ((4 * parameters + 100, True), (4 * parameters + 101, False)):
+        memory = DeviceMemory(
+            runner.backend, enabled=True, device_types=(device,), memory=lambda free=free: (free, 1000, 0)
+        )
+        memory.release(TRAINING, late=True)
+        assert (not memory._leaving) == left
+        memory.need(*PARTS)
+
+
+def test_memory_that_is_leaving_can_be_needed_again(model: str):
+    runner = runner_of(model, "fsdp", bf16=True)
+    memory = DeviceMemory(
+        runner.backend, enabled=True, device_types=(runner.backend.device.type,), memory=lambda: (10**12, 10**12, 0)
+    )
+    norms = []
+    for step in range(3):
+        norms.append(runner.run(step)["train/grad_norm"])
+        memory.release(TRAINING, late=True)
+        memory.release(TRAINING, late=True)
+        memory.need(TRAINING, late=True)
+        memory.arrive()
+    plain = Runner(make_settings(model, bf16=True))
+    assert norms == [plain.run(step)["train/grad_norm"] for step in range(3)]
 
 
 def test_memory_that_is_not_to_move_stays(model: str):
@@ -173,7 +231,9 @@ def test_the_trainer_holds_what_each_call_needs(model: str, monkeypatch: pytest.
     try:
         memory = stack.trainer._memory
         if stack.trainer.backend.device.type == "cpu":
-            memory = stack.trainer._memory = DeviceMemory(stack.trainer.backend, enabled=True, device_types=("cpu",))
+            memory = stack.trainer._memory = DeviceMemory(
+                stack.trainer.backend, enabled=True, device_types=("cpu",), memory=lambda: (10**9, 10**9, 0)
+            )
             memory.release(*PARTS)
 
         def away() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A model of a few thousand parameters, samples for it, and steps on it without services."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,10 @@ class Runner:
         device = pick_device(self.ranks.rank)
         self.backend = build_backend(settings, self.ranks, device, weights=weights, megatron=megatron)
         self.critic = build_critic(settings, self.ranks, device)
-        self._step = TrainStep(settings, self.backend, self.ranks, critic=self.critic)
+        self.before_update: Callable[[], None] = lambda: None
+        self._step = TrainStep(
+            settings, self.backend, self.ranks, critic=self.critic, before_update=lambda: self.before_update()
+        )
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
         samples = make_samples(step) if samples is None else samples

@@ -70,8 +70,9 @@ class Trainer:
             self.state = dataclasses.replace(self.state, step=settings.start_rollout_id - 1)
         # The ranks of a node share one store of blobs, so each can read its samples by itself.
         self._step = TrainStep(
-            settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None, critic=self.critic
-        )
+            settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None, critic=self.critic,
+            before_update=lambda: self._memory.arrive(),
+        )  # fmt: skip
         self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
         self._weight_sender = (
             None if rollout is None else WeightSender(settings, ranks, self.backend, rollout, self._source)
@@ -138,7 +139,7 @@ class Trainer:
         started = time.perf_counter()
         plan, read = self._plan(step, num_groups)
         planned = time.perf_counter()
-        self._memory.need(*PARTS)
+        self._memory.need(*PARTS, late=True)
         onload_done = time.perf_counter()
         try:
             # A plug-in that converts samples gives them other places.
@@ -152,7 +153,7 @@ class Trainer:
             self.backend.keep(REFERENCE)
         trained = time.perf_counter()
         # The weights stay: they are sent to the engines next.
-        self._memory.release(TRAINING)
+        self._memory.release(TRAINING, late=self._weight_sender is not None)
         metrics["perf/plan_time"] = planned - started
         if self._memory.enabled:
             metrics["perf/train_onload_time"] = onload_done - planned

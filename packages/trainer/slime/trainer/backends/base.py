@@ -122,6 +122,11 @@ class Backend(abc.ABC):
         Called between steps only. A tensor may be in both, and several may share their memory.
         """
 
+    @property
+    def only_updates_read_training(self) -> bool:
+        """True if `optimizer_step` and `reset_optimizer` alone read what TRAINING has of values that matter."""
+        return False
+
     def memory_stays(self, stays: bool) -> None:
         """Says that from now on the memory of `device_tensors` stays where it is between steps, or moves."""
         return None

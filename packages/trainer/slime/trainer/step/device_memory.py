@@ -2,6 +2,9 @@
 
 Only the memory moves: every tensor, view and parameter that uses it stays the same object, and cannot be used in
 between. Where the trainer's memory has room beside that of the engines, nothing moves.
+
+Most of it is the optimizer's, which only updates read. It is copied while other work goes on: to the device during the
+forward and backward passes, and to the host while the engines take their weights.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 PARTS = (WEIGHTS, TRAINING)
 # The part of a GPU's memory that stays free beside trainer and engines, whose own need may grow.
 _SPARE = 0.1
+# Bytes that engines may take for each parameter of the model before the last of the trainer's memory has left.
+_OF_ENGINES = 4
 
 
 def gpu_memory() -> tuple[int, int, int]:
@@ -60,6 +66,13 @@ class DeviceMemory:
         self._away: dict[str, list[_Away]] = {}
         # Host copies of each part, kept for the next release: pinned memory is slow to allocate.
         self._host: dict[str, dict[int, Tensor]] = {}
+        # TRAINING on its way to the host, whose memory is not free yet, and what says that it is there.
+        self._leaving: list[_Away] = []
+        self._left: torch.cuda.Event | None = None
+        # Says that TRAINING is back on the device; None where it is.
+        self._arrived: torch.cuda.Event | None = None
+        on_gpu = backend.device.type == "cuda" and torch.cuda.is_available()
+        self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
         self._frozen = False
 
     @property
@@ -67,22 +80,78 @@ class DeviceMemory:
         """True if the trainer may work while engines on the same GPU have all their memory."""
         return self.stays and (self._room is None or self._needed <= self._room)
 
-    def need(self, *parts: str) -> None:
-        """Moves `parts` back to the device."""
-        for part in parts:
-            for away in self._away.pop(part, ()):
-                away.restore()
-        _synchronize()
+    def need(self, *parts: str, late: bool = False) -> None:
+        """Moves `parts` back to the device. late: what only updates read may arrive later; `arrive` waits for it."""
+        if TRAINING in parts:
+            self._free_what_left()
+        self.arrive()
+        moved = {part: self._away.pop(part) for part in parts if part in self._away}
+        late = late and self._critic is None and self._backend.only_updates_read_training
+        for part, pieces in moved.items():
+            for away in pieces:
+                away.take_memory()
+            if late and part == TRAINING:
+                self._arrived = self._beside(partial(_fill, pieces))
+            else:
+                _fill(pieces)
+        if moved and self._arrived is None:
+            _synchronize()
 
-    def release(self, *parts: str) -> None:
-        """Moves `parts` to host memory, and frees their memory on the device. Between steps only."""
+    def arrive(self) -> None:
+        """Has the work that is queued from now on wait for what `need` left for later."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
+    def release(self, *parts: str, late: bool = False) -> None:
+        """Moves `parts` to host memory, and frees their memory on the device. Between steps only.
+
+        late: the memory of TRAINING may be free only after a later call, which has to release WEIGHTS.
+        """
+        self.arrive()
+        if not late:
+            self._free_what_left()
         if not self.enabled or self._fits():
+            return
+        if late and self._engines_have_room():
+            assert parts == (TRAINING,)
+            if TRAINING not in self._away:
+                self._left = self._beside(lambda: self._leaving.extend(self._copy(TRAINING)))
+                self._away[TRAINING] = list(self._leaving)
             return
         # Weights are the last to leave.
         for part in PARTS if WEIGHTS in parts else parts:
             if part not in self._away:
-                self._away[part] = self._move(part)
+                self._away[part] = self._copy(part)
+                _synchronize()
+                for away in self._away[part]:
+                    away.free()
         self._trim()
+
+    def _engines_have_room(self) -> bool:
+        """Returns True if engines can take their weights, but not their caches, before TRAINING has left."""
+        if self._critic is not None or self._backend.device.type not in self._device_types:
+            return False
+        self._trim()
+        free, total, _ = self._memory()
+        return free > _OF_ENGINES * self._backend.num_parameters + _SPARE * total
+
+    def _free_what_left(self) -> None:
+        if self._left is not None:
+            self._left.synchronize()
+        for away in self._leaving:
+            away.free()
+        self._leaving, self._left = [], None
+
+    def _beside(self, copies: Callable[[], object]) -> torch.cuda.Event | None:
+        """Runs `copies` beside what is queued later; returns what says that they are done, None where they are."""
+        if self._stream is None:
+            copies()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies()
+        return self._stream.record_event()
 
     def measure(self) -> None:
         """Finds out how much the trainer may keep. Called while engines on the same GPU have all their memory."""
@@ -143,7 +212,8 @@ class DeviceMemory:
             for of_critic in PARTS:
                 yield from self._critic.device_tensors(of_critic)
 
-    def _move(self, part: str) -> list[_Away]:
+    def _copy(self, part: str) -> list[_Away]:
+        """Copies a part to host memory; ready after a synchronisation."""
         owned = set()
         if part != WEIGHTS and WEIGHTS not in self._away:
             # An optimizer may update the weights themselves; those move with their own part.
@@ -162,9 +232,6 @@ class DeviceMemory:
                 now[storage._cdata] = _host_copy(storage, before.get(storage._cdata))
             moved.append(_Away(storage, now.get(storage._cdata)))
         self._host[part] = now
-        _synchronize()
-        for away in moved:
-            away.free()
         return moved
 
 
@@ -179,12 +246,20 @@ class _Away:
     def free(self) -> None:
         self._storage.resize_(0)
 
-    def restore(self) -> None:
+    def take_memory(self) -> None:
         self._storage.resize_(self._size)
         if self._copy is None:
             _bytes(self._storage).zero_()
-        else:
-            _bytes(self._storage).copy_(self._copy, non_blocking=True)
+
+    def fill(self) -> None:
+        if self._copy is None:
+            return
+        _bytes(self._storage).copy_(self._copy, non_blocking=True)
+
+
+def _fill(pieces: Sequence[_Away]) -> None:
+    for away in pieces:
+        away.fill()
 
 
 def _host_copy(storage: torch.UntypedStorage, memory: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader."""
+    """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader.
+
+    before_update: called before what only updates read, the optimizer's state, is used.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,10 @@ class TrainStep:
         *,
         each_reads: bool = False,
         critic: Backend | None = None,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
+        self._before_update = before_update
         self.backend = backend
         self.ranks = ranks
         self.loss = Loss(settings, extra_args)
@@ -71,6 +76,7 @@ class TrainStep:
             with clock.measure("perf/train_data_time"):
                 updates = self._read(plan, read)
             if self.settings.reset_optimizer_states:
+                self._before_update()
                 self.backend.reset_optimizer()
             with clock.measure("perf/log_probs_time"), self._profiler.trace("train_log_probs", step):
                 prepared = self.preparation.run(step, updates)
@@ -204,6 +210,7 @@ class TrainStep:
 
         self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy, logits=self.loss.logits)
         added = self.backend.model_losses()
+        self._before_update()
         try:
             norm, lr = self.backend.optimizer_step()
         except NonFiniteGradient as error:

@@ -155,6 +155,10 @@ class FsdpBackend(Backend):
             )  # fmt: skip
         return whole
 
+    @property
+    def only_updates_read_training(self) -> bool:
+        return self.reference is None and self.teacher is None
+
     def memory_stays(self, stays: bool) -> None:
         # CUDA graphs hold addresses: memory that leaves the GPU comes back elsewhere.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
