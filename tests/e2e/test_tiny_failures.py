@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ MOMENTS = int(os.environ.get("SLIME_TEST_SIGNAL_MOMENTS", "3"))
 ENDINGS = ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129))
 
 
+@pytest.fixture
+def heeded_hang_ups() -> Iterator[None]:
+    """Lets SIGHUP end the children of this process also where it is ignored, as under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeded_hang_ups")
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     seconds = 0.0  # that a start takes, from the first of them
