@@ -3,6 +3,7 @@
 import sys
 
 from slime.launcher.cli import main
+from slime.launcher.platform.signals import leave
 
 if __name__ == "__main__":
-    sys.exit(main(["train-async", *sys.argv[1:]]))
+    leave(main(["train-async", *sys.argv[1:]]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 
@@ -94,3 +97,14 @@ def test_a_block_that_is_not_even_interrupted_is_abandoned() -> None:
             with suppress(KeyboardInterrupt):
                 left.wait(60)
     assert abandoned == [signal.SIGINT]
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, -signal.SIGABRT), (1, -signal.SIGABRT), (143, 143)])
+def test_a_crash_of_an_interpreter_that_ends_does_not_replace_the_code_of_a_signal(code: int, ends: int) -> None:
+    words = "import atexit, os; from slime.launcher.platform.signals import leave; atexit.register(os.abort)"
+    program = f"{words}; print('said'); leave({code})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, timeout=120)
+    assert done.returncode == ends, done.stderr
+    if code == ends:
+        assert done.stdout == b"said\n"

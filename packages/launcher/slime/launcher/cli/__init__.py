@@ -9,8 +9,9 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from slime.launcher.platform.signals import leave
 from slime.types.settings import Parser, command_list, wrong_command
 
 
@@ -55,6 +56,11 @@ def usage() -> str:
         f"usage: slime COMMAND ...\n\n{command_list({name: command.about for name, command in COMMANDS.items()})}\n\n"
         "`slime COMMAND --help` describes a command; `slime --version` prints the versions.\n"
     )
+
+
+def program() -> NoReturn:
+    """The `slime` program: runs a command and ends the process."""
+    leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """`python -m slime.launcher.cli` is `slime`."""
 
-import sys
+from slime.launcher.cli import program
 
-from slime.launcher.cli import main
-
-sys.exit(main())
+program()

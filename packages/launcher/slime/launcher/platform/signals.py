@@ -5,12 +5,14 @@ Light, so that the handlers are in place before anything heavy is imported.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 # SIGHUP arrives when the terminal closes.
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
@@ -98,6 +100,20 @@ def farewell(signum: int) -> tuple[str, int]:
     """Returns the last words and the exit code of a command that a signal has ended."""
     how = "interrupted" if signum == signal.SIGINT else "terminated"
     return f"slime: {how}; everything that this run started has been stopped", 128 + signum
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code.
+
+    After a signal it ends at once: an interpreter that takes itself down has threads of Ray and gRPC that were
+    interrupted anywhere, and at times one of them crashes, so that the exit code is that of the crash.
+    """
+    if code > 128:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager

@@ -151,4 +151,6 @@ def _next_command(options: Options) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from slime.launcher.platform.signals import leave
+
+    leave(main())
