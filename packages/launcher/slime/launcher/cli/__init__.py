@@ -59,7 +59,7 @@ def usage() -> str:
 
 
 def program() -> NoReturn:
-    """The `slime` program: runs a command and ends the process."""
+    """Runs a command and ends the process, as the `slime` program does."""
     leave(main())
 
 
