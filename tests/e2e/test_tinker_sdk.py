@@ -17,7 +17,6 @@ from slime.launcher.quickstart.tiny_model import write_model
 
 NUM_GPUS = 0
 KEY = "tml-of-the-test"
-tinker: Any = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker==0.38.0")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def tinker() -> Any:
+    return pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker==0.38.0")
+
+
+@pytest.fixture(scope="module")
+def service(tinker: Any, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     words = ["--hf-checkpoint", str(directory), "--port", "0", "--output-dir", str(tmp_path_factory.mktemp("runs"))]
     process = subprocess.Popen(
         [sys.executable, "-m", "slime.launcher.cli", "tinker", *words],
@@ -45,7 +49,7 @@ def service(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process.stdout.close()
 
 
-def test_a_client_of_the_sdk_learns_samples_saves_and_resumes(service: Any, directory: Path) -> None:
+def test_a_client_of_the_sdk_learns_samples_saves_and_resumes(tinker: Any, service: Any, directory: Path) -> None:
     types = tinker.types
     training = service.create_lora_training_client(base_model=str(directory), rank=8).result()
     tokenizer = training.get_tokenizer()
