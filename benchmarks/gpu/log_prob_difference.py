@@ -161,7 +161,7 @@ class EngineKernels:
     """The forward pass of a Llama model as SGLang's deterministic mode computes it, without gradient."""
 
     def __init__(self, model: str) -> None:
-        from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
+        from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode  # pants: no-infer-dep
         from transformers import AutoModelForCausalLM
 
         policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).cuda()
@@ -191,9 +191,9 @@ class EngineKernels:
         return torch.cat(found)
 
     def _logits(self, tokens: Tensor, positions: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        from sgl_kernel.flash_attn import flash_attn_varlen_func
-        from sglang.kernels.ops.activation.activation import silu_and_mul
-        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
+        from sgl_kernel.flash_attn import flash_attn_varlen_func  # pants: no-infer-dep
+        from sglang.kernels.ops.activation.activation import silu_and_mul  # pants: no-infer-dep
+        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace  # pants: no-infer-dep
 
         model = self._policy.model
         x, residual = model.embed_tokens(tokens), None
@@ -223,7 +223,7 @@ class EngineKernels:
 
 def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual), as SGLang adds the residual in float32 and keeps it in bfloat16."""
-    from sglang.srt.batch_invariant_ops.batch_invariant_ops import rms_norm_batch_invariant
+    from sglang.srt.batch_invariant_ops.batch_invariant_ops import rms_norm_batch_invariant  # pants: no-infer-dep
 
     if residual is None:
         return rms_norm_batch_invariant(x, module.weight, module.variance_epsilon), x
