@@ -68,7 +68,8 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(tmp_path: Path) -> N
         number, code = ENDINGS[(moment - 1) % len(ENDINGS)]
         run = tmp_path / str(moment)
         marked = {"SLIME_TEST_RUN": str(run)}
-        process = command("train", inputs, run, "--num-rollout", "3", env=os.environ | marked)
+        # So many that none ends before its signal, also where the first start was slow and this one is not.
+        process = command("train", inputs, run, "--num-rollout", "1000", env=os.environ | marked)
         began = time.monotonic()
         if moment == 0:
             wait_for((run / "logs" / "trainer-0.log").exists, DEADLINE, "the start of the services")
