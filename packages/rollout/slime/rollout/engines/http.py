@@ -152,14 +152,17 @@ class EngineHTTP:
         return last
 
     async def _repeated(self, send: Callable[[], Awaitable[T]], may_repeat: Callable[[], bool] = lambda: True) -> T:
+        session = self._opened()
         for _ in range(REPEATS):
             try:
                 return await send()
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError) or not may_repeat():
                     raise
+                await asyncio.sleep(REPEAT_SECONDS)
+                if self._session is not session:  # closed: another client has taken its place
+                    raise
                 log.info("engine %s lost a request, which is sent again: %s", self.name, error)
-            await asyncio.sleep(REPEAT_SECONDS)
         return await send()
 
     @contextlib.contextmanager

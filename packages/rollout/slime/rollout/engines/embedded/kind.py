@@ -69,7 +69,7 @@ class Embedded(EngineKind):
         shares = self.divide(gpus, settings.rollout_num_engines, settings.rollout_num_gpus_per_engine)
         on_gpus = len(gpus) if settings.rollout_engine_device != "cpu" else 0
         # Engines here that keys and values of one memory are divided among.
-        sharing = math.ceil(len(shares) / max(1, on_gpus))
+        sharing = max(1, math.ceil(len(shares) / max(1, on_gpus)))
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,
             host=settings.rollout_engine_host,
