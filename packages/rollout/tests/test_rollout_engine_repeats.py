@@ -102,3 +102,18 @@ def test_a_stream_is_not_begun_anew_after_its_first_tokens() -> None:
     with pytest.raises(EngineError, match="is gone"):
         ask(engine, lambda client: client.generate([1, 2], on_output=seen.append))
     assert engine.requests == 1 and len(seen) == 1
+
+
+def test_a_client_that_is_closed_meanwhile_sends_nothing_again() -> None:
+    engine = LossyEngine(1)
+
+    async def close(client: EngineClient) -> None:
+        request = asyncio.ensure_future(client.generate([1, 2]))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        await client.close()
+        await request
+
+    with pytest.raises(EngineError, match="is gone"):
+        ask(engine, close)
+    assert engine.requests == 1
