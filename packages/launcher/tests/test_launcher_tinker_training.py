@@ -1,5 +1,6 @@
 """Training by Tinker's requests against float64: log-probs, losses, gradients added up over requests, and updates."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 from slime.launcher.quickstart.tiny_model import write_model
 from slime.launcher.tinker import rows as rows_module
 from slime.launcher.tinker.messages import ForwardBackwardOutput
-from slime.launcher.tinker.requests import Adam, Datum, PassRequest
+from slime.launcher.tinker.requests import Adam, Datum, PassRequest, read_adam
 from slime.launcher.tinker.training import TrainedModel
-from slime.types.errors import InvalidField, NotAvailable, WrongState
+from slime.types.errors import InvalidField, NotAvailable, Unavailable, WrongState
 
 CHARACTERS = "0123456789+=>"
 VOCABULARY = len(CHARACTERS) + 2
@@ -189,6 +190,39 @@ def test_a_checkpoint_resumes_with_the_moments_of_the_optimizer(directory: Path,
     anew = TrainedModel(str(directory), start=tmp_path / "saved")
     np.testing.assert_array_equal(train(resumed, (3,)), expected)
     assert np.abs(train(anew, (3,)) - expected).max() > 1e-3
+
+
+def test_weights_alone_are_no_start_with_an_optimizer(directory: Path) -> None:
+    with pytest.raises(WrongState, match="holds weights alone: load it without the optimizer"):
+        TrainedModel(str(directory), start=directory, optimizer=True)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_pass_ends_with_the_service_and_not_with_its_last_row(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, forward_only: bool
+) -> None:
+    monkeypatch.setattr(rows_module, "ROW_TOKENS", 1)
+    closing = threading.Event()
+    trained = TrainedModel(str(directory), closing=closing)
+    computed: list[int] = []
+
+    def outputs(*args: Any) -> Any:
+        computed.append(1)
+        closing.set()
+        return found(*args)
+
+    found = trained._backend._passes.outputs
+    monkeypatch.setattr(trained._backend._passes, "outputs", outputs)
+    with pytest.raises(Unavailable, match="the service ends"):
+        trained.run(PassRequest(group(1, ("weights",)), "cross_entropy", {}, forward_only=forward_only))
+    assert computed == [1]
+
+
+@pytest.mark.parametrize("value", [0.0, 10**400, float("nan"), True])
+def test_an_epsilon_that_makes_weights_infinite_is_refused(value: float) -> None:
+    with pytest.raises(InvalidField, match="adam_params.eps"):
+        read_adam({"adam_params": {"eps": value}})
+    assert read_adam({"adam_params": {}}) == Adam()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Queues of `slime tinker`: samples for the engine's weights, requests for their turn, clients for results."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from slime.launcher.tinker.messages import SampleResponse
 from slime.launcher.tinker.models import Models, TrainingRun
 from slime.launcher.tinker.requests import Sampling
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
-from slime.types.errors import DeadlineExceeded, EngineError, WrongState
+from slime.types.errors import Busy, DeadlineExceeded, EngineError, WrongState
 
 ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
 BASE, NEW, BROKEN = (SamplerWeights(Path(name), name) for name in ("base", "new", "broken"))
@@ -136,6 +137,36 @@ def test_a_request_whose_forerunner_never_comes_fails(registry: Models, monkeypa
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_that_is_not_wanted_any_more_is_missed_in_its_turn(registry: Models, late: bool) -> None:
+    ran: list[str] = []
+
+    def work(name: str, _: Any) -> None:
+        ran.append(name)
+
+    async def run() -> list[str]:
+        model = TrainingRun("m", "s")
+        model.trained = object()  # type: ignore[assignment]
+        registry.add(model, lambda _: False)
+        gate = threading.Event()
+        passed = asyncio.ensure_future(
+            registry.in_turn(model, 2, partial(work, "pass"), missed=lambda _: ran.append("missed"))
+        )
+        step = asyncio.ensure_future(registry.in_turn(model, 3, partial(work, "step")))
+        if not late:
+            first = asyncio.ensure_future(registry.in_turn(model, 1, lambda _: gate.wait(10)))
+        await settle()
+        passed.cancel()
+        await settle()
+        if late:
+            first = asyncio.ensure_future(registry.in_turn(model, 1, lambda _: gate.wait(10)))
+        gate.set()
+        await asyncio.gather(first, step)
+        return ran
+
+    assert asyncio.run(run()) == ["missed", "step"]
+
+
 def test_models_of_clients_that_are_gone_make_room(registry: Models) -> None:
     registry.add(TrainingRun("a:train:0", "a"), lambda _: False)
     with pytest.raises(WrongState, match="--max-models 1 are in training already, of session a"):
@@ -153,20 +184,58 @@ def test_a_result_stays_a_while_after_it_was_fetched(monkeypatch: pytest.MonkeyP
             await done.wait()
             return {"n": 1}
 
-        kept.add("a", work())
+        kept.add("a", work)
         assert await kept.get("a", 0.01) is None
         done.set()
         assert await kept.get("a", 5.0) == {"n": 1} == await kept.get("a", 5.0)
         monkeypatch.setattr(futures, "FETCHED_SECONDS", -1.0)
         await kept.get("a", 5.0)
-        kept.add("b", work())
+        kept.add("b", work)
         with pytest.raises(KeyError):
             await kept.get("a", 5.0)
         done.clear()
-        kept.add("c", work())
+        kept.add("c", work)
         await settle()
         kept.cancel("c")
         assert await kept.get("c", 5.0) == {"error": "the request was cancelled", "category": "user"}
+        await kept.close()
+
+    asyncio.run(run())
+
+
+def test_a_result_of_long_work_stays_and_what_is_refused_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(futures.time, "monotonic", lambda: now)
+    monkeypatch.setattr(futures, "MOST", 2)
+
+    async def run() -> None:
+        nonlocal now
+        kept = Futures()
+        done = asyncio.Event()
+        begun: list[str] = []
+
+        async def work(name: str) -> dict[str, Any]:
+            await done.wait()
+            return {"n": name}
+
+        def begin(name: str) -> Any:
+            begun.append(name)
+            return work(name)
+
+        kept.add("a", partial(begin, "a"))
+        now = 2 * futures.KEPT_SECONDS
+        done.set()
+        await settle()
+        kept.add("b", partial(begin, "b"))
+        assert "a" in kept
+        with pytest.raises(Busy):
+            kept.add("c", partial(begin, "c"))
+        assert begun == ["a", "b"]
+        now += 2 * futures.KEPT_SECONDS
+        await settle()
+        kept.add("c", partial(begin, "c"))
+        assert "a" not in kept
+        await settle()
         await kept.close()
 
     asyncio.run(run())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,13 @@ MOST = 16384
 
 @dataclass
 class _Entry:
+    """until: when the result is forgotten, which no work is before it has ended."""
+
     task: asyncio.Task[Any]
-    until: float
+    until: float = math.inf
+
+    def keep(self, seconds: float) -> None:
+        self.until = min(self.until, time.monotonic() + seconds)
 
 
 class Futures:
@@ -41,13 +47,14 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    def add(self, request_id: str, work: Awaitable[dict[str, Any] | bytes]) -> None:
-        """Raises Busy."""
+    def add(self, request_id: str, begin: Callable[[], Awaitable[dict[str, Any] | bytes]]) -> None:
+        """Raises Busy before anything has begun, and what `begin` raises."""
         self._forget()
         if len(self._entries) >= MOST:
             raise Busy(f"{MOST} requests wait, or have results that nobody fetched", field="request_id")
-        until = time.monotonic() + KEPT_SECONDS
-        self._entries[request_id] = _Entry(asyncio.ensure_future(_outcome(work)), until)
+        entry = _Entry(asyncio.ensure_future(_outcome(begin())))
+        entry.task.add_done_callback(lambda _: entry.keep(KEPT_SECONDS))
+        self._entries[request_id] = entry
 
     async def get(self, request_id: str, seconds: float) -> dict[str, Any] | bytes | None:
         """Returns the result, {"error", "category"} where there is none, None if it is not there in time.
@@ -58,7 +65,7 @@ class Futures:
         done, _ = await asyncio.wait({entry.task}, timeout=seconds)
         if not done:
             return None
-        entry.until = min(entry.until, time.monotonic() + FETCHED_SECONDS)
+        entry.keep(FETCHED_SECONDS)
         if entry.task.cancelled():
             return {"error": "the request was cancelled", "category": "user"}
         return entry.task.result()
@@ -70,7 +77,7 @@ class Futures:
 
     def _forget(self) -> None:
         now = time.monotonic()
-        gone = [name for name, entry in self._entries.items() if entry.task.done() and entry.until < now]
+        gone = [name for name, entry in self._entries.items() if entry.until < now]
         for name in gone:
             del self._entries[name]
 

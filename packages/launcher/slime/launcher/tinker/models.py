@@ -7,6 +7,7 @@ the other, on the one thread that trains.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,25 +23,35 @@ GAP_SECONDS = 330.0
 MOST_AHEAD = 4096
 
 
+@dataclass(eq=False)
+class _Request:
+    """work: on the thread; started: its future, once it is there. is_wanted: False where the client was told that it
+    failed, or was cancelled: the work is not done then, or must leave nothing behind."""
+
+    work: Callable[[], Any]
+    started: asyncio.Future[asyncio.Future[Any]]
+    is_wanted: bool = True
+
+
 @dataclass
 class TrainingRun:
-    """A model of a session. turn: the number of the request that is next; waiting: those that came before it, which
-    are given a future when their work is on the thread."""
+    """A model of a session. turn: the number of the request that is next; waiting: those that came before it."""
 
     model_id: str
     session: str
     turn: int = 1
-    waiting: dict[int, tuple[Callable[[], Any], asyncio.Future[asyncio.Future[Any]]]] = field(default_factory=dict)
+    waiting: dict[int, _Request] = field(default_factory=dict)
     # None while it is being loaded, and where that failed.
     trained: TrainedModel | None = None
     snapshots: int = 0
 
 
 class Models:
-    """Used on one event loop."""
+    """Used on one event loop. closing: set when the service ends; long work on the thread gives up then."""
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.closing = threading.Event()
         self._models: dict[str, TrainingRun] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
@@ -88,33 +99,57 @@ class Models:
             self._models.pop(model.model_id, None)
             raise
 
-    def in_turn(self, model: TrainingRun, number: int, work: Callable[[TrainedModel], T]) -> Awaitable[T]:
-        """Returns what runs `work` when it is the turn of request `number`. Raises InvalidField, Busy."""
+    def in_turn(
+        self,
+        model: TrainingRun,
+        number: int,
+        work: Callable[[TrainedModel], T],
+        missed: Callable[[TrainedModel], None] | None = None,
+    ) -> Awaitable[T]:
+        """Returns what runs `work` when it is the turn of request `number`. Raises InvalidField, Busy.
+
+        missed: what is done in its turn where it is not wanted any more.
+        """
         if number < model.turn or number in model.waiting:
             raise InvalidField("seq_id", number, f"at least {model.turn}, each once")
         if len(model.waiting) >= MOST_AHEAD:
             raise Busy(f"{MOST_AHEAD} requests wait for number {model.turn} of {model.model_id}", field="seq_id")
 
-        def run() -> T:
-            if model.trained is None:
+        def run() -> T | None:
+            trained = model.trained
+            if trained is None:
                 raise NotFound(f"model {model.model_id} could not be loaded", field="model_id", value=model.model_id)
-            return work(model.trained)
+            try:
+                return work(trained) if request.is_wanted else None
+            finally:
+                if not request.is_wanted and missed is not None:
+                    missed(trained)
 
         loop = asyncio.get_running_loop()
-        started: asyncio.Future[asyncio.Future[T]] = loop.create_future()
-        model.waiting[number] = run, started
+        request = _Request(run, loop.create_future())
+        model.waiting[number] = request
         while model.turn in model.waiting:
             # Given to the thread here, not where each is waited for: those may wake in any order.
-            next_run, next_started = model.waiting.pop(model.turn)
+            coming = model.waiting.pop(model.turn)
             model.turn += 1
-            if not next_started.done():
-                next_started.set_result(loop.run_in_executor(self._thread, next_run))
-        return self._result(model, number, started)
+            running = asyncio.shield(loop.run_in_executor(self._thread, coming.work))
+            if coming.started.done():
+                running.cancel()
+            else:
+                coming.started.set_result(running)
+        return self._result(model, number, request)
 
-    async def _result(self, model: TrainingRun, number: int, started: asyncio.Future[asyncio.Future[T]]) -> T:
+    async def _result(self, model: TrainingRun, number: int, request: _Request) -> Any:
+        try:
+            return await (await self._started(model, number, request))
+        except (asyncio.CancelledError, DeadlineExceeded):
+            request.is_wanted = False
+            raise
+
+    async def _started(self, model: TrainingRun, number: int, request: _Request) -> asyncio.Future[Any]:
         try:
             async with asyncio.timeout(GAP_SECONDS):
-                running = await started
+                return await request.started
         except TimeoutError:
             raise DeadlineExceeded(
                 f"request {number} of {model.model_id} waited {GAP_SECONDS:g} s for request {model.turn}, which never "
@@ -123,7 +158,8 @@ class Models:
                 value=number,
                 expected=str(model.turn),
             ) from None
-        return await running
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Waits for what is on the thread: it may write to a directory that is removed next."""
+        self.closing.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)

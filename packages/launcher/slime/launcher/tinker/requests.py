@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +132,7 @@ def _check_tokens(where: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 def number(body: Mapping[str, Any], name: str, low: float, default: float, where: str = "") -> float:
     value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= sys.float_info.max:
         raise InvalidField(f"{where}{name}", value, f"a number, at least {low:g}")
     return float(value)
 
@@ -152,6 +152,10 @@ def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     return value
 
 
+# Of the optimizer, in float32: with 0, a weight that never had a gradient would be 0 / 0.
+SMALLEST_EPS = 1e-30
+
+
 def read_adam(body: Mapping[str, Any]) -> Adam:
     """Raises InvalidField, NotAvailable for another optimizer."""
     if body.get("optimizer_params") is not None:
@@ -163,7 +167,12 @@ def read_adam(body: Mapping[str, Any]) -> Adam:
     for name in params:
         if name not in known:
             raise InvalidField(f"adam_params.{name}", params[name], f"nothing: known are {', '.join(known)}")
-    found = Adam(**{name: number(params, name, 0.0, default, "adam_params.") for name, default in known.items()})
+    found = Adam(
+        **{
+            name: number(params, name, SMALLEST_EPS if name == "eps" else 0.0, default, "adam_params.")
+            for name, default in known.items()
+        }
+    )
     for name in ("beta1", "beta2"):
         if getattr(found, name) >= 1:
             raise InvalidField(f"adam_params.{name}", getattr(found, name), "less than 1")

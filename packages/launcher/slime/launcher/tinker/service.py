@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,6 @@ class Service:
         model = TrainingRun(model_id, session)
         if address is not None:
             self.served.store.find(address)
-        self._models.add(model, self._is_silent)
 
         async def create() -> dict[str, Any]:
             await self._models.load(model, lambda: self._trained(address, optimizer))
@@ -166,12 +165,19 @@ class Service:
             log.info("model %s starts with the weights of %s", model_id, address or self.served.names[0])
             return {"type": "create_model" if address is None else "load_weights", "model_id": model_id}
 
-        self.futures.add(request_id, create())
+        def begin() -> Awaitable[dict[str, Any]]:
+            self._models.add(model, self._is_silent)
+            return create()
+
+        self.futures.add(request_id, begin)
         return {"request_id": request_id, "model_id": model_id}
 
     def _trained(self, address: str | None, optimizer: bool) -> TrainedModel:
         start = None if address is None else self.served.store.find(address)[1]
-        return TrainedModel(str(self.served.directory), bf16=self.served.bf16, start=start, optimizer=optimizer)
+        return TrainedModel(
+            str(self.served.directory), bf16=self.served.bf16, start=start, optimizer=optimizer,
+            closing=self._models.closing,
+        )  # fmt: skip
 
     def forward_backward(self, body: bytes) -> dict[str, Any]:
         request = decode_pass(body)
@@ -185,7 +191,11 @@ class Service:
                     trained.fail(f"request {request.seq_id}: {error}")
                 raise
 
-        return self._in_turn(model, {"seq_id": request.seq_id}, run)
+        def missed(trained: TrainedModel) -> None:
+            if not request.forward_only:
+                trained.fail(f"request {request.seq_id}: it was cancelled, or came too late")
+
+        return self._in_turn(model, {"seq_id": request.seq_id}, run, missed)
 
     def optim_step(self, body: Body) -> dict[str, Any]:
         model = self._models.find(text(body, "model_id"))
@@ -229,11 +239,11 @@ class Service:
         if number > 0 and self._snapshot(model, number).exists():
             remove_directory(self._snapshot(model, number))
 
-    def _in_turn(self, model: TrainingRun, body: Body, work: Any) -> dict[str, Any]:
+    def _in_turn(self, model: TrainingRun, body: Body, work: Any, missed: Any = None) -> dict[str, Any]:
         number = integer(body, "seq_id", 1)
         request_id = f"{model.model_id}:{number}"
         if request_id not in self.futures:
-            self.futures.add(request_id, self._models.in_turn(model, number, work))
+            self.futures.add(request_id, lambda: self._models.in_turn(model, number, work, missed))
         return {"request_id": request_id, "model_id": model.model_id}
 
     def get_info(self, body: Body) -> dict[str, Any]:
@@ -289,7 +299,7 @@ class Service:
             session, request_id = self._samplers[str(name)], f"{name}:{integer(body, 'seq_id', 0)}"
         wanted = read_sampling(body, self.served.context_length)
         if request_id not in self.futures:
-            self.futures.add(request_id, self._sample(session.weights, wanted))
+            self.futures.add(request_id, lambda: self._sample(session.weights, wanted))
         ids = [f"{request_id}:{number}" for number in range(wanted.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 

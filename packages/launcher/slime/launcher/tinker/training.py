@@ -6,6 +6,7 @@ parameters say nothing to it. Used on one thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,27 @@ from slime.trainer.checkpoints.checkpoint import (
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.trainer import pick_device, prepare_process
-from slime.types.errors import InvalidField, WrongState
+from slime.types.errors import InvalidField, Unavailable, WrongState
 from slime.types.settings import build
 
 
 class TrainedModel:
-    """start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with its moments, too."""
+    """start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with its moments, too.
+    closing: where it is set, a pass stops after its row."""
 
-    def __init__(self, base: str, *, bf16: bool = False, start: Path | None = None, optimizer: bool = False) -> None:
+    def __init__(
+        self,
+        base: str,
+        *,
+        bf16: bool = False,
+        start: Path | None = None,
+        optimizer: bool = False,
+        closing: threading.Event | None = None,
+    ) -> None:
+        state = read_state(str(start)) if start is not None and optimizer else None
+        if state is not None and not state.has_optimizer:
+            raise WrongState(f"{start} holds weights alone: load it without the optimizer", field="optimizer")
+        self._closing = closing or threading.Event()
         device = pick_device(0)
         values = {"hf_checkpoint": base, "train_backend": "fsdp", "bf16": bf16, "compile": False}
         settings: TrainerSettings = build(TrainerSettings, values)
@@ -49,8 +63,7 @@ class TrainedModel:
         self._backend = FsdpBackend(
             settings.on(device.type), self._ranks, device, None if start is None else str(start)
         )
-        if start is not None and optimizer:
-            state = read_state(str(start))
+        if state is not None:
             HuggingFaceCheckpoints(self._backend, self._ranks, self._base).load(str(start), state)
         # The error of a pass since the last step, whose gradients are missing in that step.
         self._failed: str | None = None
@@ -76,6 +89,8 @@ class TrainedModel:
 
         def take(number: int, batch: PackedBatch, outputs: Outputs) -> Tensor:
             nonlocal total
+            if self._closing.is_set():
+                raise Unavailable("the service ends")
             row = rows[number]
             together = {name: np.zeros(len(batch.mask), dtype=np.float32) for name in loss.inputs}
             for places, datum in zip(row.places, row.data, strict=True):
@@ -90,9 +105,10 @@ class TrainedModel:
 
         batches = [row.batch for row in rows]
         if work.forward_only:
-            for number, outputs in enumerate(self._backend.scores(batches)):
+            for number, batch in enumerate(batches):
+                (outputs,) = self._backend.scores([batch])
                 assert outputs is not None
-                take(number, batches[number], outputs)
+                take(number, batch, outputs)
         else:
             self._backend.forward_backward(batches, take)
         return encode_pass(found, {"loss:sum": total})
