@@ -209,6 +209,14 @@ def test_a_run_records_the_commits_of_what_it_fetched(library: Path, monkeypatch
     monkeypatch.setattr("slime.launcher.config.run_config.check_learning", lambda *_: None)
     config = run_config.parse([*words, "--n-samples-per-prompt", "2"], environment={})
     assert f"hf_checkpoint: ORG/tiny@{COMMIT}\n" in settings_text(config)
+    # Sets of a file stay there: named beside it, they would be refused.
+    (library.parent / "sets.yaml").write_text("eval: {datasets: [{name: held, path: 'openai/gsm8k:main:test@v1'}]}\n")
+    more = ["--eval-config", "sets.yaml", "--eval-interval", "1"]
+    config = run_config.parse([*words, *more, "--n-samples-per-prompt", "2"], environment={})
+    assert config.flat["eval_prompt_data"][0][1].endswith(".parquet")
+    (library.parent / "again.yaml").write_text(settings_text(config))
+    again = run_config.parse(["--config", "again.yaml"], environment={})
+    assert again.flat["eval_prompt_data"] == config.flat["eval_prompt_data"]
 
 
 def test_a_data_set_becomes_a_file_that_keeps_its_slice(library: Path, tmp_path: Path) -> None:

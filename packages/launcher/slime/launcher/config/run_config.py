@@ -142,8 +142,8 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
     load_root = values.get("load")
     if check:
         build(LauncherSettings, values)
-        # A repetition by the record of the run gets what this one got.
-        explicit |= fetch(values)
+        # A repetition by the record of the run gets what this one got. Sets of --eval-config stay in their file.
+        explicit |= {name: pinned for name, pinned in fetch(values).items() if name in explicit}
         _find_weights(values)
     config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
     check_run(config.flat)
