@@ -119,9 +119,11 @@ class _Episode:
             log.warning("the agent goes on %g s after its episode was ended, and is interrupted", END_SECONDS)
         # Wakes an event loop that waits, too.
         self._cancel()
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(AgentInterrupted)
-        )
+        # Asked again: the identity of a thread that has ended meanwhile may be another's by now.
+        if thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(AgentInterrupted)
+            )
         # It may be in a call of the system, or take the exception for another.
         waiting.call_later(END_SECONDS, self._interrupt, waiting)
 
