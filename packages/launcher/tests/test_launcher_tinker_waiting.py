@@ -15,7 +15,7 @@ from slime.launcher.tinker.messages import SampleResponse
 from slime.launcher.tinker.models import Models, TrainingRun
 from slime.launcher.tinker.requests import Sampling
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
-from slime.types.errors import Busy, DeadlineExceeded, EngineError, WrongState
+from slime.types.errors import Busy, DeadlineExceeded, EngineError, InvalidField, WrongState
 
 ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
 BASE, NEW, BROKEN = (SamplerWeights(Path(name), name) for name in ("base", "new", "broken"))
@@ -173,6 +173,16 @@ def test_models_of_clients_that_are_gone_make_room(registry: Models) -> None:
         registry.add(TrainingRun("b:train:0", "b"), lambda _: False)
     registry.add(TrainingRun("b:train:0", "b"), lambda session: session == "a")
     assert "a:train:0" not in registry and "b:train:0" in registry
+
+
+def test_a_model_is_not_replaced_by_another_of_its_number() -> None:
+    registry = Models(2)
+    model = TrainingRun("a:train:0", "a")
+    registry.add(model, lambda _: False)
+    with pytest.raises(InvalidField, match="model_seq_id"):
+        registry.add(TrainingRun("a:train:0", "a"), lambda _: False)
+    assert registry.find("a:train:0") is model
+    registry.close()
 
 
 def test_a_result_stays_a_while_after_it_was_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,9 @@ class Models:
         return self._models[model_id]
 
     def add(self, model: TrainingRun, gone: Callable[[str], bool]) -> None:
-        """Makes room by ending sessions whose clients are gone. Raises WrongState."""
+        """Makes room by ending sessions whose clients are gone. Raises WrongState, InvalidField."""
+        if model.model_id in self._models:
+            raise InvalidField("model_seq_id", model.model_id, "a number without a model in this session")
         if len(self._models) >= self.most:
             for session in {each.session for each in self._models.values() if gone(each.session)}:
                 self.end(session)
