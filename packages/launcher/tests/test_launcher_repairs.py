@@ -216,3 +216,16 @@ def test_generation_that_was_cut_off_goes_on_with_its_sums(parts: Parts, tmp_pat
     calls.generate_on(0, TrainerPace(1, 1, 1), StopSignal(), sums.append)
     assert events == ["generate", "requeue rollout", "restore", "generate"]
     assert sums == [{"groups": 2.0}, {"groups": 4.0}, {"groups": 5.0, "dropped": 1.0}]
+
+
+def test_checkpoints_that_an_earlier_run_left_behind_are_no_restart_points(tmp_path: Path) -> None:
+    # Resumed from step 3 with --ckpt-step, where another run went on to step 7.
+    own = tmp_path / "checkpoints"
+    for step in (3, 5, 7):
+        checkpoint(own / f"step_{step:06d}")
+    load = str(own / "step_000003")
+    points = RestartPoints(tmp_path, first=3, load=load, backend="fsdp", checkpoints=own, interval_seconds=0)
+    assert points.newest(8) == (3, load)
+    # This run has written its own in the place of one.
+    checkpoint(own / "step_000005")
+    assert points.newest(8) == (5, str(own / "step_000005"))

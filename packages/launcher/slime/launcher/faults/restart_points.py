@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.launcher.run_directory.checkpoints import TRACKER, checkpoint_path, named, steps
+from slime.launcher.run_directory.checkpoints import STATE_FILE, TRACKER, checkpoint_path, named, steps
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidSetting
 
@@ -26,7 +26,8 @@ SHARE = 0.05
 
 class RestartPoints:
     """first: the step before the run's first one, whose state is in `load` (None: that of the model). checkpoints:
-    directory of the run's own checkpoints, which are restart points, too; None where they lack the optimizer.
+    directory of the run's own checkpoints, which are restart points, too; None where they lack the optimizer. Those
+    that are there already are of another run, or of another course of this one.
 
     interval_seconds: least time between two. multiple_of: the number of iterations after which the state is whole.
     """
@@ -52,6 +53,7 @@ class RestartPoints:
         self._clock = clock
         self._last = clock()
         self._cost = 0.0
+        self._others = {} if checkpoints is None else {path: _identity(path) for path in steps(checkpoints).values()}
         # A run that was killed has left its own.
         self.clear()
 
@@ -76,9 +78,10 @@ class RestartPoints:
         """Returns the last step of the newest state up to the step `upto`, and its directory."""
         found = {step: path for step, path in steps(self._directory).items() if step <= upto}
         if self._checkpoints is not None:
-            own = steps(self._checkpoints).items()
-            whole = {step: path for step, path in own if not (step + 1) % self._multiple}
-            found |= {step: path for step, path in whole.items() if self._start[0] < step <= upto}
+            for step, path in steps(self._checkpoints).items():
+                whole = not (step + 1) % self._multiple
+                if whole and self._start[0] < step <= upto and _identity(path) != self._others.get(path):
+                    found[step] = path
         return (max(found), str(found[max(found)])) if found else self._start
 
     def clear(self) -> None:
@@ -87,6 +90,12 @@ class RestartPoints:
         (self._directory / TRACKER).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self._directory)
+
+
+def _identity(checkpoint: Path) -> tuple[int, int]:
+    """Returns what tells a checkpoint from the one whose place it took."""
+    state = (checkpoint / STATE_FILE).stat()
+    return state.st_ino, state.st_mtime_ns
 
 
 def _remove(path: Path) -> None:
