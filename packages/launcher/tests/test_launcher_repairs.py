@@ -14,15 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
+from slime.buffer.settings import BufferSettings
 from slime.launcher.faults.repairs import RepairLimits, Repairs
 from slime.launcher.faults.restart_points import RestartPoints
+from slime.launcher.faults.restarts import ServiceRestarts
 from slime.launcher.faults.watch import WatchedProcess
+from slime.launcher.services.processes import Process, Start
 from slime.launcher.services.rollout_calls import RolloutCalls
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
 from slime.types.clients.rollout import StopSignal
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidField, SlimeError, Unavailable
 from slime.types.pace import TrainerPace
+from slime.types.rpc import RpcSettings
 
 # Starts another process in a session of its own, prints its id, and waits.
 PARENT = """
@@ -229,3 +233,36 @@ def test_checkpoints_that_an_earlier_run_left_behind_are_no_restart_points(tmp_p
     # This run has written its own in the place of one.
     checkpoint(own / "step_000005")
     assert points.newest(8) == (5, str(own / "step_000005"))
+
+
+class Started:
+    """A supervisor of one buffer, with the settings that it is started with again."""
+
+    def __init__(self, settings: BufferSettings) -> None:
+        start = Start("slime.buffer.service", settings, RpcSettings(), {})
+        self.process = Process("buffer", None, None, "127.0.0.1", start=start)
+        self.settings: list[BufferSettings] = []
+
+    def named(self, prefix: str) -> list[Process]:
+        return [self.process]
+
+    def end(self, processes: list[Process]) -> None: ...
+    def spawn_again(self, processes: list[Process]) -> None: ...
+
+    def start_again(self, processes: list[Process], **changes: Any) -> None:
+        assert self.process.start is not None
+        self.settings.append(changes.get("settings", self.process.start.settings))
+
+
+def test_a_buffer_that_is_started_again_needs_no_checkpoint(tmp_path: Path) -> None:
+    class Client:
+        address = "127.0.0.1:1"
+
+        def is_serving(self, timeout: float) -> bool:
+            return True
+
+    # --save-keep has deleted the checkpoint that the run began with.
+    started = Started(BufferSettings(buffer_dir=str(tmp_path), data_place=str(tmp_path / "gone" / "data_place.jsonl")))
+    restarts = ServiceRestarts(started, Client(), None, None, lambda: None)  # type: ignore[arg-type]
+    restarts.start_again({"buffer": "died"})
+    assert [(each.buffer_dir, each.data_place) for each in started.settings] == [(str(tmp_path), None)]

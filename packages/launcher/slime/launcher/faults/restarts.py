@@ -69,17 +69,23 @@ class ServiceRestarts:
         kinds = {name.partition("-")[0] for name in lost}
         # The others need the buffer.
         if "buffer" in kinds:
-            self._again(self._supervisor.named("buffer"), self._buffer)
+            self._buffer_again(self._supervisor.named("buffer"))
         if "trainer" in kinds:
             self._trainer_again()
         if "rollout" in kinds and self._rollout is not None:
             self._engines_lost()
             self._again(self._supervisor.named("rollout"), self._rollout)
 
-    def _again(self, processes: Sequence[Process], client: Client) -> None:
+    def _buffer_again(self, processes: Sequence[Process]) -> None:
+        start = processes[0].start
+        assert start is not None, "the buffer was started before"
+        # Its directory has the place in the data; the checkpoint that the run began with may be deleted by now.
+        self._again(processes, self._buffer, settings=dataclasses.replace(start.settings, data_place=None))
+
+    def _again(self, processes: Sequence[Process], client: Client, **changes: Any) -> None:
         self._supervisor.end(processes)
         self._supervisor.spawn_again(processes)
-        self._supervisor.start_again(processes)
+        self._supervisor.start_again(processes, **changes)
         _connected(client)
 
     def _trainer_again(self) -> None:
