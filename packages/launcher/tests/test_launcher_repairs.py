@@ -266,3 +266,64 @@ def test_a_buffer_that_is_started_again_needs_no_checkpoint(tmp_path: Path) -> N
     restarts = ServiceRestarts(started, Client(), None, None, lambda: None)  # type: ignore[arg-type]
     restarts.start_again({"buffer": "died"})
     assert [(each.buffer_dir, each.data_place) for each in started.settings] == [(str(tmp_path), None)]
+
+
+def test_tries_of_one_repair_are_bounded_however_long_each_takes() -> None:
+    parts = Parts(fails=99)
+    # Each try takes longer than the window, as one does that ends by a timeout.
+    repairs = Repairs(lambda: dict(parts.lost), parts.start_again, parts.ended.append, RepairLimits(3, 1e-9))
+    parts.lost["rollout"] = "died"
+    repairs.start()
+    until(lambda: parts.ended or len(parts.started) > 10)
+    repairs.stop()
+    assert parts.started == [["rollout"]] * 3 and len(parts.ended) == 1
+
+
+def test_a_look_that_fails_keeps_no_call_waiting_for_ever() -> None:
+    parts = Parts()
+    failures = [OSError(24, "Too many open files")] * 3
+
+    def lost() -> dict[str, str]:
+        if parts.lost and failures:
+            raise failures.pop()
+        return dict(parts.lost)
+
+    repairs = Repairs(lost, parts.start_again, parts.ended.append, RepairLimits())
+    repairs.start()
+    parts.lost["buffer"] = "died"
+    until(lambda: not parts.lost)
+    repairs.stop()
+    assert parts.started == [["buffer"]] and not parts.ended
+
+
+def test_a_repair_that_the_end_of_the_run_cuts_off_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def start_again(lost: object) -> None:
+        begun.set()
+        ended.wait(60)
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    failures: list[SlimeError] = []
+    repairs = Repairs(lambda: {"buffer": "died"}, start_again, failures.append, RepairLimits())
+    repairs.start()
+    assert begun.wait(60)
+    repairs.stop()
+    ended.set()
+    until(lambda: repairs.count == 1)
+    assert not failures and "cannot be started again" not in caplog.text
+
+
+def test_a_service_that_is_ended_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, start_seconds=1.0, stop_seconds=1.0)
+
+    class EndedMeanwhile:
+        silent = False
+
+        def look(self) -> None:
+            # The repair, in its own thread, has ended it by now.
+            process.watched = process.probe = None
+
+    process = Process("rollout", None, None, "127.0.0.1", watched=EndedMeanwhile(), probe=EndedMeanwhile())  # type: ignore[arg-type]
+    supervisor._processes.append(process)
+    assert supervisor.lost() == {}

@@ -27,7 +27,7 @@ CONSEQUENCES = ("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
 
 @dataclass(frozen=True)
 class RepairLimits:
-    """At most `most` restarts of a service within `window_seconds`."""
+    """At most `most` restarts of a service within `window_seconds`, or within one repair."""
 
     most: int = 5
     window_seconds: float = 600.0
@@ -92,7 +92,13 @@ class Repairs:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_SECONDS) and self._error is None:
-            if self._look():
+            try:
+                lost = self._look()
+            except Exception as error:
+                # Too many open files, say: without this thread a later call would wait for ever.
+                log.warning("the services cannot be looked at: %s", error)
+                continue
+            if lost:
                 self._repair()
 
     def _look(self) -> bool:
@@ -104,17 +110,20 @@ class Repairs:
         return self._repairing
 
     def _repair(self) -> None:
-        began, lost, reasons = time.monotonic(), dict(self._lost()), dict[str, str]()
+        began, lost, reasons = time.monotonic(), dict[str, str](), dict[str, str]()
         try:
+            lost = dict(self._lost())
             while lost and not self._stopping.is_set():
                 reasons |= lost
                 for name, reason in lost.items():
-                    self._count(name, reason)
+                    self._count(name, reason, began)
                     log.warning("%s %s, and is started again; logs/%s.log has its last lines", name, reason, name)
                 try:
                     self._start_again(lost)
                     failed: Mapping[str, str] = {}
                 except SlimeError as error:
+                    if self._stopping.is_set():
+                        return
                     log.warning("%s did not start again: %s", " and ".join(lost), error.message)
                     failed = {name: f"did not start again: {error.message}" for name in lost}
                 # Others may have been lost meanwhile.
@@ -128,6 +137,8 @@ class Repairs:
         except SlimeError as error:
             self._end(error)
         except Exception as error:
+            if self._stopping.is_set():
+                return  # what it worked with is being taken down
             log.exception("services cannot be started again")
             names = " and ".join(reasons or lost)
             self._end(ServiceDied(f"{names} cannot be started again: {error}", field=names))
@@ -142,10 +153,11 @@ class Repairs:
             self._error = error
             self._fail(error)
 
-    def _count(self, name: str, reason: str) -> None:
-        """Counts one more restart. Raises ServiceDied where that is too many."""
+    def _count(self, name: str, reason: str, since: float) -> None:
+        """Counts one more restart in the repair that began at `since`. Raises ServiceDied where that is too many."""
         now, began, limits = time.monotonic(), self._began[name], self._limits
-        while began and now - began[0] > limits.window_seconds:
+        # Tries of this repair stay: each may take longer than the window.
+        while began and since - began[0] > limits.window_seconds:
             began.popleft()
         if len(began) >= limits.most:
             raise ServiceDied(

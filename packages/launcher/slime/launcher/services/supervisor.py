@@ -152,11 +152,13 @@ class Supervisor:
         """Returns the services that died or hang, by name, each with what it did."""
         found = {}
         for process in list(self._processes):
-            if process.watched is None or process.probe is None:
+            # `end` may take them away meanwhile, in another thread.
+            watched, probe = process.watched, process.probe
+            if watched is None or probe is None:
                 continue
-            if (reason := process.watched.look()) is not None:
+            if (reason := watched.look()) is not None:
                 found[process.name] = reason
-            elif process.probe.silent:
+            elif probe.silent:
                 found[process.name] = f"did not answer its health check within {self.health_seconds:g} s"
         return found
 
@@ -168,10 +170,8 @@ class Supervisor:
         """Kills processes and whatever they have started."""
         import ray
 
-        for process in processes:
-            if process.probe is not None:
-                process.probe.close()
-        kill_all(process.watched for process in processes if process.watched is not None)
+        _close_probes(processes)
+        kill_all(watched for process in processes if (watched := process.watched) is not None)
         for process in processes:
             process.watched = process.probe = None
             ray.kill(process.actor)
@@ -333,9 +333,7 @@ class Supervisor:
             # A service that hangs does not stop by itself, and a dead one may have left others behind.
             hanging = self.lost()
         self.end([process for process in self._processes if process.name in hanging])
-        for process in self._processes:
-            if process.probe is not None:
-                process.probe.close()
+        _close_probes(self._processes)
         for _, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
             deadline = time.monotonic() + self._stop_seconds
             processes = list(alike)
@@ -370,3 +368,9 @@ class Supervisor:
         where = "" if process.host == ServiceNode.host else f" on {process.host}"
         lines = self.last_lines(process.name) or f": {str(error).strip()}"
         return ServiceDied(f"{process.name} died{where}{lines}", field=process.name)
+
+
+def _close_probes(processes: Sequence[Process]) -> None:
+    for process in processes:
+        if (probe := process.probe) is not None:
+            probe.close()
