@@ -113,6 +113,23 @@ def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, en
         assert [rank.versions for rank in ranks] == [[4]] * 2
 
 
+def test_engines_that_are_lost_as_they_have_got_weights_get_them_again(tmp_path: Path) -> None:
+    versions: list[int] = []
+
+    class Sends:
+        def update_weights(self, version: int, timeout: float) -> dict[str, float]:
+            versions.append(version)
+            if len(versions) == 1:
+                updates.engines_lost()
+            return {}
+
+    updates, _ = updates_of(tmp_path, [Sends()], version=4)
+    updates.send(4)
+    updates.restore()
+    updates.restore()
+    assert versions == [4, 4]
+
+
 def test_no_rank_is_called_again_before_all_have_answered(tmp_path: Path) -> None:
     failed, held = threading.Event(), []
 

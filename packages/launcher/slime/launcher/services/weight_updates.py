@@ -53,7 +53,8 @@ class WeightUpdates:
     ) -> None:
         self.version = version
         self._sent = False
-        self._lost = False
+        # Counts the losses of engines, all of them and those before the last weights were sent.
+        self._losses = self._restored = 0
         self._ranks = ranks
         self._rollout = rollout
         self._supervisor = supervisor
@@ -73,17 +74,19 @@ class WeightUpdates:
 
     def send(self, version: int) -> dict[str, float]:
         """Sends the weights as `version`; once more where an engine dies meanwhile and is replaced."""
+        losses = self._losses
         metrics = self._send_until_done(version)
-        self._sent, self._lost = True, False
+        # The engines that got these weights may be lost by now.
+        self._sent, self._restored = True, losses
         return metrics
 
     def engines_lost(self) -> None:
         """Notes that the rollout service is started again: its engines then have the weights of their start."""
-        self._lost = True
+        self._losses += 1
 
     def restore(self) -> None:
         """Sends the trainer's weights to engines that have had others since they were started again."""
-        if self._sent and self._lost:
+        if self._sent and self._restored != self._losses:
             self.send(self.version)
 
     def _send_until_done(self, version: int) -> dict[str, float]:
