@@ -70,6 +70,14 @@ def test_what_no_step_has_taken_is_given_again_as_it_was_drawn(client):
         client.complete_group(done.token, finish(done.group.samples))
 
 
+def test_a_complete_group_that_an_operator_rejected_is_not_given_again(client):
+    (poisonous,) = client.lease_groups(1, worker_id="dead")
+    client.complete_group(poisonous.token, finish(poisonous.group.samples))
+    client.drop_groups([poisonous.group.group_index], "by hand")
+    assert client.requeue_groups("dead", unsealed=True) == 0
+    assert client.stats().rejected == {"by hand": 1}
+
+
 def test_steps_are_trained_again_after_a_rewind_that_commits_nothing(client):
     sealed = []
     for step in range(3):

@@ -282,8 +282,9 @@ class Leases:
         ended = []
         if unsealed:
             found = self.store.groups(states=[State.COMPLETED, State.REJECTED], in_no_step=True)
-            # Others than workers reject, too: the buffer's filter, and operators.
-            ended = [group for group in found if group.ended_by in ("complete", "reject")]
+            # Others than workers reject, too, also what was complete: the buffer's filter, and operators.
+            by_worker = {State.COMPLETED: "complete", State.REJECTED: "reject"}
+            ended = [group for group in found if group.ended_by == by_worker[group.state]]
             columns = dict.fromkeys(("ended_token", "ended_by", "reject_reason", "summaries", "weight_version"))
             indexes = [group.group_index for group in ended]
             self.store.update_groups(indexes, state=State.READY, **(NO_LEASE | NO_PAYLOAD | columns))
