@@ -17,7 +17,7 @@ MOST_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """most: restarts of one engine within `window_seconds`; each may take `start_seconds`."""
+    """most: restarts of one engine within `window_seconds`, or for one loss; each may take `start_seconds`."""
 
     most: int = 5
     window_seconds: float = 600.0
@@ -41,10 +41,12 @@ class Restarts:
         self._stopped = False
         self._lock = threading.Lock()
 
-    def check(self, name: str, reason: str) -> None:
-        """Counts one more restart of the engine `name`. Raises EngineError where that is too many."""
+    def check(self, name: str, reason: str, since: float) -> None:
+        """Counts one more restart of the engine `name`, which was lost at `since`. Raises EngineError where that is too
+        many."""
         now, began, limits = time.monotonic(), self._began[name], self.limits
-        while began and now - began[0] > limits.window_seconds:
+        # Tries since then stay: each may take longer than the window.
+        while began and since - began[0] > limits.window_seconds:
             began.popleft()
         if len(began) >= limits.most:
             raise EngineError(

@@ -199,7 +199,7 @@ class WatchedEngines:
         assert self.restarts is not None
         while True:
             try:
-                self.restarts.check(member.name, reason.message)
+                self.restarts.check(member.name, reason.message, since)
             except EngineError as error:
                 await self._end(error)
                 return
