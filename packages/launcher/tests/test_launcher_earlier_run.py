@@ -84,6 +84,14 @@ def test_a_run_that_resumes_its_own_checkpoint_goes_on(words: list[str], used: P
     check_unused(config)
 
 
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+def test_what_the_start_would_delete_is_not_what_to_keep(words: list[str], used: Path, flag: str) -> None:
+    model_at(used / "recovery" / "step_000005", state=True)
+    with pytest.raises(InvalidSetting, match=rf"{flag} .*restart points, which are deleted .*move it elsewhere"):
+        run_config.parse([*words, flag, str(used / "recovery")])
+    run_config.parse([*words, flag, str(used / "recovery"), "--output-dir", str(used.parent / "other")])
+
+
 def test_a_run_from_elsewhere_is_no_resumption(words: list[str], used: Path, tmp_path: Path) -> None:
     other = model_at(tmp_path / "other" / "step_000009", state=True)
     config = run_config.parse([*words, "--load", str(other)])

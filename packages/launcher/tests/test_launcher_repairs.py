@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from slime.launcher.services.processes import Process, Start
 from slime.launcher.services.rollout_calls import RolloutCalls
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
 from slime.types.clients.rollout import StopSignal
-from slime.types.directories import whole_directory
+from slime.types.directories import WholeDirectory, whole_directory
 from slime.types.errors import InvalidField, SlimeError, Unavailable
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings
@@ -327,3 +328,17 @@ def test_a_service_that_is_ended_while_it_is_looked_at_is_no_error(tmp_path: Pat
     process = Process("rollout", None, None, "127.0.0.1", watched=EndedMeanwhile(), probe=EndedMeanwhile())  # type: ignore[arg-type]
     supervisor._processes.append(process)
     assert supervisor.lost() == {}
+
+
+def test_a_restart_point_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
+    def points() -> RestartPoints:
+        return RestartPoints(tmp_path, first=-1, load=None, backend="fsdp", checkpoints=None, interval_seconds=0)
+
+    path = points().due(0)
+    assert path is not None
+    # Killed: the lock of the directory that it writes is gone, the directory is not.
+    writing = WholeDirectory(checkpoint(path))
+    (writing.partial / "model.safetensors").write_text("weights")
+    os.close(writing._handle)
+    points().clear()
+    assert list(tmp_path.iterdir()) == []

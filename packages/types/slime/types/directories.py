@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -38,6 +39,8 @@ MARK = "slime-files.json"
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
 SHOWN = 3
+# What `_leftover_prefix` makes of a name.
+_LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")
 # errno of failures that are not the fault of the path.
 _OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)
 
@@ -270,6 +273,14 @@ def _lock(handle: int) -> bool | None:
         return False
     except OSError:
         return None
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Cleans up after dead writers of whatever was to be in `directory`."""
+    if directory.is_dir():
+        names = [_LEFTOVER.match(entry.name) for entry in os.scandir(directory)]
+        for name in {match[1] for match in names if match}:
+            _clear_leftovers(directory / name)
 
 
 def _clear_leftovers(path: Path) -> bool:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.launcher.run_directory.checkpoints import STATE_FILE, TRACKER, checkpoint_path, named, steps
-from slime.types.directories import remove_directory
+from slime.launcher.run_directory.checkpoints import RECOVERY, STATE_FILE, TRACKER, checkpoint_path, named, steps
+from slime.types.directories import clear_leftovers, remove_directory
 from slime.types.errors import InvalidSetting
 
 log = logging.getLogger(__name__)
 
-DIRECTORY = "recovery"
 # The part of a run's time that they may take.
 SHARE = 0.05
 
@@ -44,7 +43,7 @@ class RestartPoints:
         multiple_of: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = output_dir / DIRECTORY
+        self._directory = output_dir / RECOVERY
         self._start = first, load
         self._backend = backend
         self._checkpoints = checkpoints
@@ -85,6 +84,8 @@ class RestartPoints:
         return (max(found), str(found[max(found)])) if found else self._start
 
     def clear(self) -> None:
+        # A trainer that was killed leaves what it was writing.
+        clear_leftovers(self._directory)
         for _, path in named(self._directory):
             _remove(path)
         (self._directory / TRACKER).unlink(missing_ok=True)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 PLACE_FILE = "data_place.jsonl"  # position in the prompt data, written by the buffer
 STATE_FILE = "trainer.json"  # in every checkpoint of the trainer, which appears complete or not at all
+RECOVERY = "recovery"  # directory of restart points below --output-dir, which is emptied at the start and end of a run
 NAME = re.compile(r"(?:step|iter)_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
 # Files of plain weights that training can start from: a Hugging Face model or a converted torch_dist one.

@@ -22,6 +22,8 @@ DIRECTORIES = (
     "output_dir", "save", "save_hf", "buffer_dir", "update_weight_disk_dir", "dump_details", "memory_snapshot_dir",
     "profile_dir", "wandb_dir",
 )  # fmt: skip
+# Settings that name checkpoints and models which a run must not delete.
+KEPT = ("load", "ref_load", "opd_teacher_load", "critic_load", "hf_checkpoint", "save")
 # Settings that name a file for each rollout.
 DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
 
@@ -38,11 +40,25 @@ def check_places(args: Mapping[str, Any]) -> None:
             path = Path(before or ".")
             # An export is written beside the directory that it replaces.
             _check(flag_name(name), str(value), path.parent if name == "save_hf" and not braces else path)
+    _check_recovery(args)
     for flag, path in _replaced(args):
         check_replaceable(path, field=flag)
     for name in DUMPS:
         for path in matches(args.get(name)):
             check_file_place(path, field=flag_name(name))
+
+
+def _check_recovery(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for a directory that this run would empty before it is read, or that the next would."""
+    recovery = Path(os.path.realpath(args["output_dir"])) / checkpoints.RECOVERY
+    for name in KEPT:
+        value = args.get(name)
+        if value and Path(os.path.realpath(value)).is_relative_to(recovery):
+            raise InvalidSetting(
+                f"{flag_name(name)} {value}: {recovery} holds restart points, which are deleted when a run with this "
+                "--output-dir starts; move it elsewhere first",
+                field=flag_name(name), value=str(value), expected=f"a directory outside of {recovery}",
+            )  # fmt: skip
 
 
 def saved_below(args: Mapping[str, Any]) -> list[str]:
