@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,10 +17,13 @@ import psutil
 import pytest
 
 from slime.buffer.settings import BufferSettings
+from slime.launcher.config import run_config
 from slime.launcher.faults.repairs import RepairLimits, Repairs
 from slime.launcher.faults.restart_points import RestartPoints
 from slime.launcher.faults.restarts import ServiceRestarts
+from slime.launcher.faults.run_repairs import RunRepairs
 from slime.launcher.faults.watch import WatchedProcess
+from slime.launcher.placement.plan import Placement
 from slime.launcher.services.processes import Process, Start
 from slime.launcher.services.rollout_calls import RolloutCalls
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
@@ -342,3 +346,35 @@ def test_a_restart_point_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None
     os.close(writing._handle)
     points().clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_lost_while_steps_are_trained_again_is_noticed(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, start_seconds=1.0, stop_seconds=1.0)
+
+    class Stopped:
+        silent = False
+
+        def look(self) -> str:
+            return "was stopped by a signal"
+
+    rank = Process("trainer-1", None, None, "127.0.0.1", watched=Stopped(), probe=Stopped())  # type: ignore[arg-type]
+    supervisor._processes.append(rank)
+    ended = threading.Event()
+    with pytest.raises(ServiceDied, match="trainer-1 was stopped by a signal"):
+        supervisor.call_once([lambda: ended.wait(60)], without=[rank])
+    ended.set()
+
+
+@pytest.mark.parametrize("trainer", [{"no_save_optim": True}, {"ref_update_interval": 4, "use_kl_loss": True}])
+def test_samples_that_are_deleted_cannot_be_trained_again(trainer: dict[str, Any]) -> None:
+    def reason(release_committed: bool) -> str | None:
+        config = run_config.parse(["--hf-checkpoint", "m", "--prompt-data", "p", "--num-rollout", "1"], check=False)
+        config = dataclasses.replace(
+            config,
+            buffer=dataclasses.replace(config.buffer, release_committed=release_committed),
+            trainer=dataclasses.replace(config.trainer, **trainer),
+        )
+        return RunRepairs.reason_against(config, Placement(1))
+
+    assert reason(False) is None
+    assert "--release-committed" in str(reason(True))

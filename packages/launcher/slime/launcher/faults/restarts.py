@@ -111,7 +111,8 @@ class ServiceRestarts:
         log.warning("the trainer goes on after step %d; it trains %s again", step, counted(trained - step, "step"))
         for number in range(step + 1, trained + 1):
             groups = trainer.groups_of(number)
-            supervisor.call_once([partial(_train, client, number, groups, trainer) for client in trainer.clients])
+            train_ranks = [partial(_train, client, number, groups, trainer) for client in trainer.clients]
+            supervisor.call_once(train_ranks, without=processes)
 
 
 def _train(client: TrainerClient, step: int, groups: int, trainer: TrainerReplay) -> None:

@@ -56,7 +56,7 @@ class RunRepairs:
     @staticmethod
     def reason_against(config: RunConfig, placement: Placement) -> str | None:
         """Returns why lost services of a run cannot be started again, or None."""
-        rollout, launcher = config.rollout, config.launcher
+        rollout, launcher, trainer = config.rollout, config.launcher, config.trainer
         if rollout.use_fault_tolerance is False:
             return "--no-use-fault-tolerance"
         if any(node.host != ServiceNode.host for node in placement.service_nodes.values()) or placement.engine_hosts():
@@ -67,8 +67,10 @@ class RunRepairs:
             return f"--rollout-data-transport {launcher.rollout_data_transport} keeps samples in memory"
         if rollout.data_source_path != DEFAULT_DATA_SOURCE:
             return "--data-source-path keeps the place in the data in memory"
-        if config.trainer.keep_old_actor:
+        if trainer.keep_old_actor:
             return "--keep-old-actor keeps weights in memory"
+        if config.buffer.release_committed and (trainer.no_save_optim or trainer.ref_update_interval):
+            return "--release-committed deletes samples of steps after the last state that ranks can start from"
         return None
 
     def start(self, started: StartedServices, run: RepairedRun) -> None:

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slime.launcher.faults.watch import HealthProbe, WatchedProcess, kill_all
+from slime.launcher.faults.watch import LOOK_SECONDS, HealthProbe, WatchedProcess, kill_all
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
 from slime.launcher.services.processes import Process, Repeats, Start
@@ -243,14 +243,18 @@ class Supervisor:
                 # Calls of ranks are collective: none begins before all of the last ones have ended.
                 wait(futures, timeout=LEFTOVER_SECONDS)
 
-    def call_once(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Runs `functions` at once, and none of them again."""
-        return self._results([self._pool.submit(function) for function in functions])
+    def call_once(self, functions: Sequence[Callable[[], T]], *, without: Sequence[Process] = ()) -> list[T]:
+        """Runs `functions` at once, and none of them again. Raises ServiceDied where one of the processes is lost
+        without which they cannot end; for a thread that has lost ones started again, which nobody else looks at."""
+        return self._results([self._pool.submit(function) for function in functions], without)
 
-    def _results(self, futures: list[Future[T]]) -> list[T]:
+    def _results(self, futures: list[Future[T]], without: Sequence[Process] = ()) -> list[T]:
         waiting: set[Future[Any]] = set(futures)
+        names = {process.name for process in without}
         while waiting:
-            waiting -= self._wait(waiting)
+            waiting -= self._wait(waiting, LOOK_SECONDS if without else None)
+            if waiting and names and (lost := {n: reason for n, reason in self.lost().items() if n in names}):
+                raise ServiceDied(" and ".join(f"{name} {reason}" for name, reason in lost.items()), field=min(lost))
         return [future.result() for future in futures]
 
     def fail(self, error: SlimeError) -> None:
@@ -275,9 +279,9 @@ class Supervisor:
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
 
-    def _wait(self, futures: set[Future[Any]]) -> set[Future[Any]]:
+    def _wait(self, futures: set[Future[Any]], seconds: float | None = None) -> set[Future[Any]]:
         """Waits for one of `futures` or more; returns the finished ones. Raises their error, or a service's."""
-        done, _ = wait(futures | {self._death, self._failure}, return_when=FIRST_COMPLETED)
+        done, _ = wait(futures | {self._death, self._failure}, timeout=seconds, return_when=FIRST_COMPLETED)
         errors = [error for error in (future.exception() for future in done - {self._death}) if error is not None]
         consequence = errors and isinstance(errors[0], SlimeError) and errors[0].status in CONSEQUENCES
         if consequence and self.repeats is None:
