@@ -25,10 +25,7 @@ from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router
 from slime.rollout.fleet.watched import FleetOptions
-from slime.rollout.generate import state
-from slime.rollout.generate.state import restart_limits
-from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import EngineError, InvalidSetting, NotAvailable, WrongState
+from slime.types.errors import EngineError, WrongState
 
 # An engine process in a few lines: its answer to /generate is its name. One that "dies" does so at the first request;
 # one that "stops" fails that request and ends a little later; one that "holds" answers no prompt that begins with 9,
@@ -351,25 +348,6 @@ class Named:
 async def admitted(router: Router[Any], engine: Any = None) -> str:
     async with router.admit(1, engine=engine) as chosen:
         return str(chosen.name)
-
-
-def test_engines_are_started_again_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limits(**values: Any) -> RestartLimits | None:
-        return restart_limits(RolloutSettings(hf_checkpoint="none", **values))
-
-    monkeypatch.setattr(state, "visible_gpus", list)
-    assert limits(rollout_engine_max_restarts=3) == RestartLimits(most=3, window_seconds=600, start_seconds=300)
-    assert limits(colocate=True) is not None
-    assert limits(use_fault_tolerance=False) is None
-    assert limits(rollout_external_engine_addrs=["10.0.0.1:30000"]) is None
-    with pytest.raises(InvalidSetting, match="--use-fault-tolerance.*--rollout-external-engine-addrs"):
-        limits(use_fault_tolerance=True, rollout_external_engine_addrs=["10.0.0.1:30000"])
-
-    monkeypatch.setattr(state, "visible_gpus", lambda: ["0"])
-    assert limits(use_fault_tolerance=True) is not None
-    assert limits(colocate=True) is None
-    with pytest.raises(NotAvailable, match="--use-fault-tolerance.*offloaded"):
-        limits(use_fault_tolerance=True, colocate=True)
 
 
 def test_an_engine_that_is_back_as_the_fleet_ends_is_ended_unless_somebody_has_it() -> None:

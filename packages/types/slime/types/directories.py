@@ -39,7 +39,7 @@ MARK = "slime-files.json"
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
 SHOWN = 3
-# What `_leftover_prefix` makes of a name.
+# Names that `_leftover_prefix` makes.
 _LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")
 # errno of failures that are not the fault of the path.
 _OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)

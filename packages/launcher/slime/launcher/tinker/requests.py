@@ -152,7 +152,7 @@ def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     return value
 
 
-# Of the optimizer, in float32: with 0, a weight that never had a gradient would be 0 / 0.
+# In float32; with 0 in the optimizer, a weight that never had a gradient would be 0 / 0.
 SMALLEST_EPS = 1e-30
 
 
