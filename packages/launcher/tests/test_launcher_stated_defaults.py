@@ -221,9 +221,9 @@ def test_collectives_are_of_nccl_where_there_are_gpus() -> None:
     assert (_process_groups(None, "cuda", 2), _process_groups(None, "cpu", 2)) == ("cpu:gloo,cuda:nccl", "gloo")
 
 
-@states(rollout_engine_threads="OMP_NUM_THREADS, else all cores")
+@states(rollout_engine_threads="OMP_NUM_THREADS, else 1 in a run and all cores elsewhere")
 def test_an_embedded_engine_has_the_threads_of_torch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads OMP_NUM_THREADS, and takes all cores without it."""
+    """torch reads OMP_NUM_THREADS, which Ray makes 1 in a run, and takes all cores without it."""
     options: list[Any] = []
     monkeypatch.setattr(launch, "start_embedded", lambda chosen, **_: options.append(chosen))
     for start in KINDS["embedded"].starts(run_config.parse(words).rollout, []):
