@@ -127,7 +127,7 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
 # Flag -> the test that shows its default, where it takes a trainer or a rollout service; test_files_to_touch.py of
 # tests/packaging, which has all tests at hand, looks for them.
 SHOWN_BY: dict[str, str] = {
-    "use_fault_tolerance": "packages/rollout/tests/test_rollout_lost_engines.py::"
+    "use_fault_tolerance": "packages/rollout/tests/test_rollout_restart_limits.py::"
     "test_engines_are_started_again_where_that_is_possible",
     "async_buffer_size": "packages/launcher/tests/test_launcher_async.py::"
     "test_by_default_each_rollout_is_made_with_the_weights_of_one_step_before",
