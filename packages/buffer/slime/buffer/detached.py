@@ -34,7 +34,7 @@ class _Step:
 
 
 class DetachedSteps:
-    """Thread-safe."""
+    """Steps whose large tensors lie in a blob store. Thread-safe."""
 
     def __init__(self, steps: Steps, blobs: BlobWriter) -> None:
         self.blobs = blobs

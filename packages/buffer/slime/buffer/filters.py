@@ -32,7 +32,7 @@ def pop_first(args: Any, rollout_id: None, buffer: list[list[Sample]], num_sampl
 
 @dataclass
 class Choice:
-    """chosen: samples by position of the group; dropped: positions."""
+    """Groups that a filter chose and dropped. chosen: samples by position of the group; dropped: positions."""
 
     chosen: dict[int, list[Sample]]
     dropped: list[int]

@@ -16,8 +16,8 @@ class Cancellable(Protocol):
 
 
 class Streams:
-    """Thread-safe. max_seconds: of one stream, which is cancelled then. max_bytes: of all open streams together; None
-    for no limit."""
+    """The open streams of a server. Thread-safe. max_seconds: of one stream, which is cancelled then. max_bytes: of all
+    open streams together; None for no limit."""
 
     def __init__(self, max_streams: int, max_seconds: float, max_bytes: int | None = None) -> None:
         self.max_streams = max_streams

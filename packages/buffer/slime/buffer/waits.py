@@ -34,7 +34,7 @@ class Caller:
 
 
 class Waits:
-    """Thread-safe. capacity: how many calls may wait at a time."""
+    """Calls that wait for a change. Thread-safe. capacity: how many calls may wait at a time."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -68,7 +68,8 @@ class RolloutDataSource(DataSource):
 
     @classmethod
     def from_args(cls, args: Any) -> RolloutDataSource:
-        """`cls(args)`; a class that wants `(dataset, args)` gets the prompts of `args.prompt_data` as its dataset."""
+        """Returns `cls(args)`; a class that wants `(dataset, args)` gets the prompts of `args.prompt_data` as its
+        dataset."""
         parameters = inspect.signature(cls).parameters.values()
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len([p for p in positional if p.default is p.empty]) == 2:

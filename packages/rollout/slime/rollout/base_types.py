@@ -11,7 +11,8 @@ from slime.types import Sample
 
 @dataclass
 class RolloutFnTrainOutput:
-    """samples: one list a group; an element may be a list (the segments that one sample fanned out into)."""
+    """The answer of a rollout function. samples: one list a group; an element may be a list (the segments that one
+    sample fanned out into)."""
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
@@ -19,7 +20,8 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """data: by name of the set, {"rewards": [...], "truncated": [...], "samples": [...]}, in sample order."""
+    """The answer of an evaluation function. data: by name of the set, {"rewards": [...], "truncated": [...], "samples":
+    [...]}, in sample order."""
 
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None

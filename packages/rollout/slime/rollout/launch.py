@@ -99,7 +99,7 @@ def _close(fleet: Fleet) -> None:
 def start_engines(
     settings: RolloutSettings, first: Mapping[str, int] | None = None, node: EngineNode | None = None
 ) -> list[RunningEngine]:
-    """External engines where addresses are given, else engines of ours, which load at the same time; ready when
+    """Returns external engines where addresses are given, else engines of ours, which load at the same time; ready when
     returned.
 
     first: by kind, the number in the name of the first engine here; 0 where it says nothing. node: starts this node's
@@ -134,6 +134,6 @@ def start_engines(
 
 
 def engine_url(address: str) -> str:
-    """`host:port`, or a URL, as `http://host:port`. Raises InvalidSetting."""
+    """Returns `host:port`, or a URL, as `http://host:port`. Raises InvalidSetting."""
     split_url(address, "--rollout-external-engine-addrs")
     return (address if "://" in address else f"http://{address}").rstrip("/")

@@ -14,7 +14,8 @@ from slime.types import Sample
 
 
 def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, float]:
-    """groups: flat lists of samples. Segments that one sample fanned out into count their reward once.
+    """Returns the metrics of an iteration. groups: flat lists of samples. Segments that one sample fanned
+    out into count their reward once.
 
     rollout/raw_reward            mean reward
     rollout/reward_std            mean over groups of the standard deviation (population) within
@@ -56,7 +57,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, 
 
 
 def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Metrics of the episodes of agents; empty where there were none.
+    """Returns metrics of the episodes of agents; empty where there were none.
 
     rollout/agents/episodes, /failed   numbers of episodes
     rollout/agents/segments, /turns    means an episode, of those that did not fail
@@ -87,8 +88,8 @@ def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: float) -> dict[str, float]:
-    """perf/rollout_time and perf/reward_time in seconds (the latter summed over samples scored at once), tokens of
-    responses a second."""
+    """Returns perf/rollout_time and perf/reward_time in seconds (the latter summed over samples scored at once), tokens
+    of responses a second."""
     tokens = sum(sample.response_length for sample in samples)
     return {
         "perf/rollout_time": seconds,
@@ -98,7 +99,7 @@ def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: floa
 
 
 def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict[str, float]:
-    """eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
+    """Returns eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
 
     Segments that one sample fanned out into count their reward once.
     """
@@ -119,8 +120,8 @@ def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict
 
 
 def _evaluated(rewards: Sequence[Any], samples: Sequence[Sample], n: int) -> list[list[float]]:
-    """Rewards by prompt, one for each sample, also where it fanned out into segments; of samples that name no prompt,
-    every `n` are of one."""
+    """Returns rewards by prompt, one for each sample, also where it fanned out into segments; of samples that name no
+    prompt, every `n` are of one."""
     values = [float(reward) for reward in rewards]
     if not samples or any(sample.group_index is None for sample in samples):
         return [values[i : i + n] for i in range(0, len(values), n)]

@@ -46,7 +46,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
 
 
 def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """Zeros for raw and training rewards, the contract of `--custom-reward-post-process-path`."""
+    """Returns zeros for raw and training rewards, the contract of `--custom-reward-post-process-path`."""
     return [0.0] * len(samples), [0.0] * len(samples)
 
 

@@ -44,7 +44,7 @@ ENGINE_RESTARTS = "rollout/engine_restarts"
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """settings, state: of this service; `state.args` is what plug-ins get. Starts no engine itself: `serve` does."""
+    """Answers the service's calls. `state.args` is what plug-ins get. Starts no engine itself: `serve` does."""
 
     def __init__(
         self,

@@ -138,7 +138,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ExportModelResponse(path=path)
 
     def _checked(self, path: str) -> str:
-        """`path`; raises InvalidField, on every rank, where it is in no directory of the run. Links are followed."""
+        """Returns `path`; raises InvalidField, on every rank, where it is in no directory of the run. Links are
+        followed."""
         self._trainer.ranks.together(lambda: self._check(path))
         return path
 

@@ -36,7 +36,8 @@ from slime.types.sample import Sample
 
 
 class Trainer:
-    """Every method but `info` is collective: all ranks call it at once, and all fail if one does."""
+    """One rank of a trainer. Every method but `info` is collective: all ranks call it at once, and all fail if one
+    does."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
 
 
 def _fault(error: Exception) -> str:
-    """`, line 3: the key 'a' occurs twice`: the place, where it is known, and the problem in one line."""
+    """Words a fault as `, line 3: the key 'a' occurs twice`: its place, where that is known, and the problem."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f": not YAML: {error}"
     context = f" ({error.context})" if error.context else ""

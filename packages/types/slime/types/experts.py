@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 
 class Experts(NamedTuple):
-    """layers: of the model, dense ones counted. top_k: experts of a token. experts: of a layer."""
+    """The sizes of a mixture of experts. layers: of the model, dense ones counted. top_k: experts of a token. experts:
+    of a layer."""
 
     layers: int
     top_k: int

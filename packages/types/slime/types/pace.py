@@ -13,7 +13,8 @@ _PREFIX = "STALENESS_POLICY_"
 
 @dataclass(frozen=True)
 class TrainerPace:
-    """max_staleness: most versions between the oldest token of a group and the step that trains on it.
+    """The pace of a trainer. max_staleness: most versions between the oldest token of a group and the step that trains
+    on it.
 
     policy: how a step is sealed where a group would exceed it: "wait" for the groups that are due, "drop" those that
     are too old, "keep" them. groups_per_step: of every step. stop_step: the step after the last one.

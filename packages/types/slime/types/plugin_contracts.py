@@ -56,7 +56,7 @@ class Contract:
         raise TypeError(f"{function} takes none of {self}")
 
     def __str__(self) -> str:
-        """`(args, sample[, evaluation=])`."""
+        """Spells the arguments: `(args, sample[, evaluation=])`."""
         keywords = [f"{name}=" for name in self.keywords]
         optional = "".join(f"[, {name}=]" for name in self.optional)
         shapes = [f"({', '.join([*p, *keywords])}{optional})" for p in (self.parameters, *self.alternatives)]

@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
     def refused_flags(self) -> list[str]:
-        """Flags that are known only to be refused with a reason: their actions have `refused`."""
+        """Lists flags that are known only to be refused with a reason: their actions have `refused`."""
         return [name for action in self._actions if getattr(action, "refused", "") for name in action.option_strings]
 
 

@@ -36,7 +36,7 @@ MOST_GROUPS = 16384
 
 @dataclass
 class Leased:
-    """group: as it was leased; samples: as they were last returned, or new."""
+    """A leased group. group: as it was leased; samples: as they were last returned, or new."""
 
     group: Group
     samples: list[sample_pb2.Sample]

@@ -21,7 +21,7 @@ PAGE = 64
 
 
 class Quarantine:
-    """Methods that change something are called inside a transaction."""
+    """Takes groups out of the run. Methods that change something are called inside a transaction."""
 
     def __init__(self, store: Store, payloads: Payloads, steps: Steps, on_unsealed: Callable[[int], None]) -> None:
         """on_unsealed: called with the number of groups that are COMPLETED again."""

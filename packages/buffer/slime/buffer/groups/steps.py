@@ -41,7 +41,7 @@ class StepSample(NamedTuple):
 
 
 class Steps:
-    """Every method that changes something is called inside a transaction."""
+    """The steps of a run, from seal to commit. Every method that changes something is called inside a transaction."""
 
     def __init__(self, store: Store, payloads: Payloads, *, release_committed: bool) -> None:
         self.store = store

@@ -49,8 +49,8 @@ def repair(directory: Path) -> tuple[int, int]:
 
 
 def backup(directory: Path, target: Path) -> tuple[int, int]:
-    """(groups, payloads) copied to `target`, also while a server uses `directory`. Raises InvalidSetting where `target`
-    exists."""
+    """Copies a buffer to `target`, also while a server uses `directory`; returns (groups, payloads). Raises
+    InvalidSetting where `target` exists."""
     source = _database(directory)
     if target.exists():
         raise InvalidSetting(f"{target} exists: a backup is a new directory", field="DEST", value=str(target))

@@ -17,7 +17,8 @@ from slime.types.wire.json_fields import SHALLOW, too_deep
 
 @dataclass
 class Prompt:
-    """prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object; images: of its items."""
+    """A prompt of the data. prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object;
+    images: of its items."""
 
     prompt: str | list[dict[str, Any]]
     label: Any = None

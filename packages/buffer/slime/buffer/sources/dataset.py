@@ -121,7 +121,8 @@ def _read(source: str, columns: Columns, all_columns: bool, flag: str) -> tuple[
 
 
 def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
-    """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)). The path of `reasoning_gym:NAME` is that of its file.
+    """Splits `data.jsonl@[10:20]` into ("data.jsonl", slice(10, 20)). The path of `reasoning_gym:NAME` is that of its
+    file.
 
     Raises InvalidSetting for another form behind `@[`, and what `local_file` raises.
     """

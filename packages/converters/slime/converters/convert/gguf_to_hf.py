@@ -52,7 +52,7 @@ def convert(
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """`architecture`, `num_elements` and the ids `bos`, `eos`, `pad`, `unk` (None where absent) of a GGUF file.
+    """Returns `architecture`, `num_elements` and the ids `bos`, `eos`, `pad`, `unk` (None where absent) of a GGUF file.
 
     Raises as `convert` does.
     """

@@ -32,8 +32,8 @@ SHOWN = 10
 
 
 class HfSource:
-    """
-    weights: the headers. dtype(name): what `read` makes of a tensor by default.
+    """The weights of a Hugging Face directory. weights: the headers. dtype(name): what `read` makes of a tensor by
+    default.
 
     Raises MissingFile, InvalidFile; NotAvailable for a quantisation other than fp8 in blocks.
     """

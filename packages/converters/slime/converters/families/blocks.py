@@ -113,7 +113,8 @@ def dense_mlp(config: Config) -> Iterator[Parameter]:
 
 
 def moe(config: Config, experts: int, *, bias: bool = False, shared: int = 0) -> Iterator[Parameter]:
-    """bias: what the router adds to the scores of experts to choose among them; shared: experts of every token."""
+    """Yields the parameters of experts and router. bias: what the router adds to the scores of experts to choose among
+    them; shared: experts of every token."""
     hidden, ffn = required(config, "hidden_size"), required(config, "moe_intermediate_size")
     yield copy("mlp.router.weight", "mlp.gate.weight", (experts, hidden))
     if bias:

@@ -30,7 +30,7 @@ def _glm4_parameters(config: Config) -> Iterator[Parameter]:
 
 
 def _glm4_layer(config: Config) -> Iterator[Parameter]:
-    """Norms before and after both the attention and the MLP; gate and up projection in one tensor already."""
+    """Yields norms before and after both the attention and the MLP; gate and up are one tensor already."""
     hidden, ffn = required(config, "hidden_size"), required(config, "intermediate_size")
     yield from blocks.layer_norms(hidden)
     yield from blocks.attention(config, head_dim(config, GLM4_HEAD_DIM), bias=config.get("attention_bias", True))

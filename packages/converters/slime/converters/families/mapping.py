@@ -149,7 +149,7 @@ def copy(
 
 
 def stack(name: str, hf_names: tuple[str, ...], shape: Shape) -> Parameter:
-    """Equal tensors of `shape` one above the other, as in the gate and the up projection of a gated MLP."""
+    """Takes equal tensors of `shape` one above the other, as in the gate and the up projection of a gated MLP."""
     zero = (0,) * len(shape)
     blocks = tuple(Block(hf_name, shape, zero, (i * shape[0], *zero[1:]), shape) for i, hf_name in enumerate(hf_names))
     return Parameter(name, (len(hf_names) * shape[0], *shape[1:]), blocks, split=0, stacks=len(hf_names))

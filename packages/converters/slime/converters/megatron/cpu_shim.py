@@ -128,7 +128,7 @@ _ONLY_STREAM = NoStream()
 
 
 def current_device() -> None:
-    """Rotary embeddings, tensor parallel buffers, gradient buffers and pipeline messages are allocated on it."""
+    """Makes the CPU the current device, on which rotary embeddings, buffers and pipeline messages are allocated."""
     _replace(torch.cuda, current_device=lambda: _CPU, set_device=lambda *args: None)
 
 
@@ -147,7 +147,7 @@ def streams() -> None:
 
 
 def synchronize() -> None:
-    """Saving a torch_dist checkpoint and pipeline messages wait for the device."""
+    """Has nothing wait for the device, as saving a torch_dist checkpoint and pipeline messages do."""
     _replace(torch.cuda, synchronize=lambda *args: None, empty_cache=lambda: None)
 
 
@@ -176,11 +176,11 @@ def random_numbers() -> None:
 
 
 def _ignored_seed(seed: int) -> None:
-    """torch.manual_seed calls torch.cuda.manual_seed_all, which must not call back."""
+    """Does nothing: torch.manual_seed calls torch.cuda.manual_seed_all, which must not call back."""
 
 
 def host_copies() -> None:
-    """`as_numpy` is honoured for CUDA tensors only; the token dispatchers then fail on the tensor they get."""
+    """Honours `as_numpy` for CPU tensors too: without it the token dispatchers fail on the tensor they get."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -191,8 +191,8 @@ def host_copies() -> None:
 
 
 def compiled_functions() -> None:
-    """Megatron decorates small functions (the router's, for one) with torch.compile while it is imported; on a CPU each
-    costs seconds and a C++ compiler."""
+    """Runs eagerly what Megatron decorates with torch.compile while it is imported (the router's functions, for one):
+    on a CPU each costs seconds and a C++ compiler."""
     torch.compiler.set_stance("force_eager")
 
 
@@ -202,23 +202,23 @@ def devices() -> None:
 
 
 def router_matmul() -> None:
-    """moe_utils asks whether `te_general_gemm` is None, and defines it only where Transformer Engine is there."""
+    """Sets `te_general_gemm` to None, as moe_utils asks, which defines it only where Transformer Engine is there."""
     from megatron.core.transformer.moe import moe_utils
 
     _replace(moe_utils, te_general_gemm=None)
 
 
 def latent_attention() -> None:
-    """megatron.core.extensions.transformer_engine can be imported without Transformer Engine; multi_latent_attention
-    takes that for its presence and asks for an instance of a placeholder that is no class."""
+    """Says that Transformer Engine is absent: megatron.core.extensions.transformer_engine can be imported without it,
+    which multi_latent_attention takes for its presence, and asks for an instance of a placeholder that is no class."""
     from megatron.core.transformer import multi_latent_attention
 
     _replace(multi_latent_attention, HAVE_TE=False)
 
 
 def library_version() -> None:
-    """OptimizerConfig asks whether Transformer Engine is new enough before it asks whether it is there, and compares
-    None with a version."""
+    """Gives Transformer Engine a version: OptimizerConfig asks whether it is new enough before it asks whether it is
+    there, and would compare None with a version."""
     from megatron.core import utils
 
     _replace(utils, _te_version=utils.PkgVersion("0"))

@@ -141,7 +141,7 @@ class TorchDist:
         return data
 
     def args(self) -> dict[str, Any]:
-        """Megatron's arguments that the checkpoint was made with; {} where it holds none."""
+        """Returns Megatron's arguments that the checkpoint was made with; {} where it holds none."""
         if isinstance(self.description.get("args"), dict):
             return dict(self.description["args"])
         args = self.common().get("args")

@@ -17,14 +17,16 @@ from slime.types.files import write_whole
 
 @dataclass(frozen=True)
 class Inputs:
-    """directory: of the files. replace: a file with other content is replaced, and not refused."""
+    """The input files of a run. directory: of the files. replace: a file with other content is replaced, and not
+    refused."""
 
     directory: Path
     replace: bool = True
 
     @classmethod
     def of_run(cls, output: Path, *, overwrite: bool) -> Inputs:
-        """overwrite: replaces the files of a run that has ended; those of one that is alive are in use."""
+        """Returns the inputs of a run. overwrite: replaces the files of a run that has ended; those of one that is
+        alive are in use."""
         replace = not (output / SETTINGS).exists() or (overwrite and read_state(output).state != "running")
         return cls(output / "inputs", replace)
 

@@ -64,8 +64,8 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 wrong flags or files, 3 a dry run that does not fit, 130 Ctrl-C,
-    143 SIGTERM, 129 SIGHUP."""
+    """Runs a command. Returns 0 where it is done, 1 where the run failed, 2 for wrong flags or files, 3 for a dry run
+    that does not fit, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     if "_ARGCOMPLETE" in os.environ:
         complete()
     words = list(sys.argv[1:] if argv is None else argv)

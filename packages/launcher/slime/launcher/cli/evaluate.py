@@ -32,7 +32,7 @@ GPUS = ("actor_num_nodes", "actor_num_gpus_per_node")
 
 
 class Score(NamedTuple):
-    """error: the standard error of the mean over prompts; NaN for a single one."""
+    """The mean reward of a set. error: the standard error of the mean over prompts; NaN for a single one."""
 
     mean: float
     error: float

@@ -21,7 +21,8 @@ _STARTED_IN = re.compile(r"^# \S+ \S+ \S+, in (?P<directory>.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """path: absolute. settings: those that were set, by name. started_in: the directory that relative paths are below.
+    """A run as its directory describes it. path: absolute. settings: those that were set, by name. started_in: the
+    directory that relative paths are below.
 
     run_name: None where the run was not named.
     """

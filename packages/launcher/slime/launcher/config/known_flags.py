@@ -199,7 +199,7 @@ def _megatron_meaning(row: FlagRow) -> str:
 
 
 def available_names(flags: dict[str, Flag]) -> set[str]:
-    """Flag names without dashes in front: fields, aliases and the names that turn something off."""
+    """Returns flag names without dashes in front: fields, aliases and the names that turn something off."""
     names: set[str] = set()
     for flag in flags.values():
         if flag.field.metadata["flag"]:

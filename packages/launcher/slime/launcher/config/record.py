@@ -67,7 +67,7 @@ def _commented(values: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of Python and installed packages, and git revisions of the source trees that the run came from."""
+    """Returns versions of Python and installed packages, and git revisions of the source trees of the run."""
     packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
     trees = {str(path): revision for path in (Path.cwd(), Path(__file__).parent) if (revision := _git(path))}
     return {

@@ -80,7 +80,7 @@ def parser(command: str) -> Parser:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """Exit code: 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
+    """Returns 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
     reader = parser(command)
     try:
         own, words = reader.parse_known_args(list(argv))

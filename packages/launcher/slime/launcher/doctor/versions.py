@@ -81,7 +81,8 @@ def _bounds(row: Mapping[str, Any]) -> str:
 
 
 def _is_in(version: str, specifiers: str) -> bool:
-    """Also of pre-releases and of local builds (2.13.0+cpu); a version that is none is in nothing."""
+    """Tells whether a version fits, pre-releases and local builds (2.13.0+cpu) included; text that is no version never
+    does."""
     try:
         return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
     except InvalidVersion:

@@ -34,8 +34,8 @@ class RepairLimits:
 
 
 class Repairs:
-    """Thread-safe. `count` and `seconds`: of the repairs that are done, and the time from notice to end; `restarts`:
-    services that were started again in them.
+    """Repairs the services of a run. Thread-safe. `count` and `seconds`: of the repairs that are done, and the time
+    from notice to end; `restarts`: services that were started again in them.
 
     lost: returns the services that died or hang, each with its reason. start_again: starts those again, in a thread
     of this object; raises SlimeError where that fails, and is called again then. fail: ends the run with an error.

@@ -24,9 +24,9 @@ SHARE = 0.05
 
 
 class RestartPoints:
-    """first: the step before the run's first one, whose state is in `load` (None: that of the model). checkpoints:
-    directory of the run's own checkpoints, which are restart points, too; None where they lack the optimizer. Those
-    that are there already are of another run, or of another course of this one.
+    """The restart points of a run. first: the step before the run's first one, whose state is in `load` (None: that of
+    the model). checkpoints: directory of the run's own checkpoints, which are restart points, too; None where they lack
+    the optimizer. Those that are there already are of another run, or of another course of this one.
 
     interval_seconds: least time between two. multiple_of: the number of iterations after which the state is whole.
     """

@@ -45,7 +45,7 @@ class TrainerReplay:
 
 
 class ServiceRestarts:
-    """engines_lost: is called where the engines will have the weights of their start."""
+    """Starts lost services again. engines_lost: called where the engines will have the weights of their start."""
 
     def __init__(
         self,

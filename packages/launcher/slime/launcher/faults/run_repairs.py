@@ -33,7 +33,8 @@ class RepairedRun(Protocol):
 
 
 class RunRepairs:
-    """buffer_dir: where the buffer keeps its state, in place of a directory that would end with its process."""
+    """The repairs of one run. buffer_dir: where the buffer keeps its state, in place of a directory that would end with
+    its process."""
 
     def __init__(self, config: RunConfig, supervisor: Supervisor, output_dir: Path) -> None:
         self.points: RestartPoints | None = None

@@ -27,7 +27,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Fetched:
-    """path: on this machine. pinned: the text that fetches the same again: of a name on the Hub, with its commit."""
+    """A model or a data set of the Hub. path: on this machine. pinned: the text that fetches the same again: of a name
+    on the Hub, with its commit."""
 
     path: str
     pinned: str

@@ -16,7 +16,8 @@ _DATASET = re.compile(_NAME + r"(?::(?P<first>[\w.-]+))?(?::(?P<second>[\w.-]+))
 
 @dataclass(frozen=True)
 class HubName:
-    """name: ORG/NAME. revision: a branch, a tag or a commit; None is the main branch. config: None is the only one."""
+    """A name on the Hub. name: ORG/NAME. revision: a branch, a tag or a commit; None is the main branch. config: None
+    is the only one."""
 
     name: str
     revision: str | None = None

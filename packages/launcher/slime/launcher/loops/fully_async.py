@@ -18,7 +18,7 @@ from slime.launcher.services.session import evaluates_at_start
 
 
 def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
-    """Beside the metrics of the other loops, in seconds and counts of a step:
+    """Trains while generation goes on. Adds to the metrics of the other loops, in seconds and counts of a step:
 
     perf/rollout_wait_time  what the trainer waited for groups
     perf/engine_wait_time   what the engines waited for the trainer, with nothing to generate

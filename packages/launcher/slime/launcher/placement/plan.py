@@ -73,7 +73,7 @@ class Placement:
         return {"num_cpus": 0} if self.engine_hosts() else self.engine_options(self.engines[0])
 
     def engine_options(self, share: EngineShare) -> dict[str, Any]:
-        """Options of the service that starts these engines."""
+        """Returns the options of the service that starts these engines."""
         return {"num_cpus": 0, "num_gpus": 0 if self.shares_gpus else share.gpus}
 
     def engine_hosts(self) -> dict[str, EngineShare]:

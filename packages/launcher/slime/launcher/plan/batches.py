@@ -32,7 +32,7 @@ class Batches:
         return self.samples - self.updates * self.per_update
 
     def passes(self, size: int, multiple: int = 1) -> int:
-        """Forward passes of a replica and update, of `size` samples at most: as many on each, a multiple of
+        """Counts the forward passes of a replica and update, of `size` samples at most: as many on each, a multiple of
         `multiple`."""
         batches = -(-self.per_update // size)
         return -(-batches // (self.replicas * multiple)) * multiple

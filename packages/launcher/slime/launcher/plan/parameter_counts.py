@@ -23,7 +23,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def whole_model(config: Config, *, mtp: bool = False) -> int:
-    """Parameters of a model of a known family, without padding; a tied output layer counts once.
+    """Counts the parameters of a model of a known family, without padding; a tied output layer counts once.
 
     mtp: with the layers for multi-token prediction. Raises NotAvailable for a family that is not known, InvalidFile.
     """
@@ -50,7 +50,7 @@ def by_transformers(directory: str | Path) -> int:
 
 
 def of_directory(directory: str | Path, config: Config) -> int:
-    """Parameters of the model in a Hugging Face directory, by its family's table or else by transformers.
+    """Counts the parameters of the model in a Hugging Face directory, by its family's table or else by transformers.
 
     Raises InvalidFile for a config that describes none.
     """

@@ -92,7 +92,8 @@ class Shape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Shape:
-        """config: the object of config.json, or the one of its language model. Widths that are not there are 0."""
+        """Reads the values of a config. config: the object of config.json, or the one of its language model. Widths
+        that are not there are 0."""
 
         def number(*names: str) -> int:
             return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
@@ -148,7 +149,7 @@ def trainer_memory(
 
 
 def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, whole: bool) -> list[Item]:
-    """whole: each rank has all weights and gradients, in bfloat16 and float32."""
+    """Estimates a rank of the fsdp backend. whole: each rank has all weights and gradients, in bfloat16 and float32."""
     ranks, total = sizes.data, held.total
     share, text = total / ranks, f"{total:,} / {ranks}" if ranks > 1 else f"{total:,}"
     if whole:

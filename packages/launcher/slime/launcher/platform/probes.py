@@ -128,7 +128,7 @@ def cpus() -> int:
 
 
 def open_files_limit() -> tuple[int, int]:
-    """(soft, hard) limit of open files; -1 for none."""
+    """Returns (soft, hard) limit of open files; -1 for none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
 

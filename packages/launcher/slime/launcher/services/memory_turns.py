@@ -11,7 +11,8 @@ from slime.types.clients import RolloutClient
 
 
 class MemoryTurns:
-    """offloaded: the engines have released their memory to the trainer. always: they do so even where both have room.
+    """Turns of engines and trainer with the memory of their GPUs. offloaded: the engines have released their memory to
+    the trainer. always: they do so even where both have room.
 
     trainer_stays: the trainer has found room for all its work beside the engines.
     """

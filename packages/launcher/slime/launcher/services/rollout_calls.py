@@ -16,7 +16,8 @@ Metrics = dict[str, float]
 
 
 class RolloutCalls:
-    """weight_updates: None for a run without engines or trainer. timeout_seconds: of a rollout or an evaluation."""
+    """Calls of the rollout service that outlive its loss. weight_updates: None for a run without engines or trainer.
+    timeout_seconds: of a rollout or an evaluation."""
 
     def __init__(
         self,

@@ -312,7 +312,7 @@ class Services:
         return {} if self._repairs is None else self._repairs.after_step(step, self._ranks, self.progress)
 
     def generating(self) -> ContinuousGeneration:
-        """Generation that lasts as long as the returned context, at the pace of the settings."""
+        """Returns a context that generates as long as it lasts, at the pace of the settings."""
         assert self._rollout_calls is not None, "a run without engines generates nothing"
         self._pace = pace_of(self.config)
         return ContinuousGeneration(self, self._rollout_calls.generate_on, self._pace, self.first_step)

@@ -27,7 +27,7 @@ class Making(Protocol):
 
 
 class UntrainedSteps:
-    """Thread-safe: a rollout may be generated beside the training.
+    """Steps that are generated and not trained on. Thread-safe: a rollout may be generated beside the training.
 
     The buffer sets damaged groups aside and unseals their step and all later ones. What these steps then lack is
     generated, and they are sealed again, in order.

@@ -36,7 +36,8 @@ class TrainerRanks:
 
 
 class WeightUpdates:
-    """version: of the trainer's weights, which they have, or will have, at the engines.
+    """Sends the trainer's weights to the engines. version: of the trainer's weights, which they have, or will have, at
+    the engines.
 
     restarts_engines: whether the rollout service starts engines again that are lost.
     """

@@ -49,7 +49,8 @@ Number = TypeVar("Number", int, float)
 
 @dataclass
 class CheckedFile:
-    """modified: when the file was written. rows: how many are checked. whole: all of them."""
+    """The state of the checks of a file of samples. modified: when the file was written. rows: how many are checked.
+    whole: all of them."""
 
     modified: float
     rows: int = 0
@@ -205,7 +206,7 @@ class Answers:
         }  # fmt: skip
 
     def pairs(self, query: Query) -> dict[str, Any]:
-        """Samples before and after: of the first and the last evaluation, or of the first and the last step."""
+        """Returns samples before and after: of the first and the last evaluation, or of the first and the last step."""
         files = self._run(query).kept()
         chosen = [file for file in files if file.evaluation] or files
         if len(chosen) < 2:
@@ -322,7 +323,7 @@ def ranges(steps: Sequence[int]) -> list[list[int]]:
 def _thinned(
     steps: list[float], values: dict[str, list[float | None]]
 ) -> tuple[list[float], dict[str, list[float | None]]]:
-    """Means over as many neighbouring rows as make `POINTS` of them."""
+    """Returns means over as many neighbouring rows as make `POINTS` of them."""
     edges = np.linspace(0, len(steps), POINTS + 1).astype(int)[:-1]
     counts = np.diff([*edges, len(steps)])
     thinned: dict[str, list[float | None]] = {}
@@ -335,7 +336,7 @@ def _thinned(
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits: more than a curve shows, and half the size of all of them."""
+    """Rounds to six digits: more than a curve shows, and half the size of all of them."""
     return None if value is None else float(f"{value:.6g}")
 
 

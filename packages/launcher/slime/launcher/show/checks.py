@@ -59,7 +59,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SampleFinding:
-    """row: the sample's place in its file."""
+    """A fault that a check found in a sample. row: the sample's place in its file."""
 
     check: str
     row: int
@@ -130,7 +130,7 @@ def weights(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
 
 
 def rewards(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
-    """Rewards that contradict the responses of their group, whatever the reward function is."""
+    """Yields rewards that contradict the responses of their group, whatever the reward function is."""
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         if row["reward"] is not None and not rules.random:

@@ -29,7 +29,8 @@ CHECK_CALLS = 40
 
 
 def page(title: str, embedded: dict[str, Any] | None = None) -> str:
-    """embedded: answers by request, for a page that has no server to ask; and `note`, what it leaves out."""
+    """Returns the page as HTML. embedded: answers by request, for a page that has no server to ask; and `note`, what it
+    leaves out."""
     folder = resources.files(__package__) / "page"
     text = (folder / "index.html").read_text(encoding="utf-8")
     style = "\n".join((folder / name).read_text(encoding="utf-8") for name in STYLES)
@@ -142,7 +143,7 @@ def _in_html(text: str) -> str:
 
 
 def _in_script(value: Any) -> str:
-    """JSON that ends no script: what a model wrote may hold `</script>`."""
+    """Encodes JSON that ends no script: what a model wrote may hold `</script>`."""
     return (
         json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     )

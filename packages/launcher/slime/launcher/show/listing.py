@@ -52,7 +52,7 @@ def listing(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def compared(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Differences of settings, and the ends of the curves: means of the last steps of each run."""
+    """Returns differences of settings, and the ends of the curves: means of the last steps of each run."""
     names = sorted({name for run in runs for name in run.settings})
     settings = {name: [run.settings.get(name) for run in runs] for name in names}
     metrics = {key: [_end(run, key) for run in runs] for key in COMPARED}

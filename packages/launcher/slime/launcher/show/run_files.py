@@ -167,7 +167,7 @@ class RunFiles:
         return Path(str(self.settings.get("hf_checkpoint") or "")).name
 
     def kept(self) -> list[KeptFile]:
-        """Files of kept samples. Not to be changed."""
+        """Returns the files of kept samples, in a list that must not be changed."""
         try:
             modified = (self.path / DIRECTORY).stat().st_mtime_ns
         except OSError:
@@ -185,7 +185,7 @@ class RunFiles:
         return self._places.get((step, evaluation))
 
     def scores(self) -> dict[str, list[tuple[int, float]]]:
-        """(iterations, score) of each evaluation set, in order."""
+        """Returns (iterations, score) of each evaluation set, in order."""
         found: dict[str, list[tuple[int, float]]] = {}
         for row in self.evaluations():
             for name, value in evaluation_scores(row).items():
@@ -199,7 +199,7 @@ class RunFiles:
         return sum(values) / len(values) if values else None
 
     def started(self) -> float | None:
-        """Seconds since 1970; of a run without state.json the time of its settings."""
+        """Returns seconds since 1970; of a run without state.json the time of its settings."""
         started = self.state.started
         if started is None:
             for name in MARKS:

@@ -17,7 +17,7 @@ CHECK_CALLS = 40
 
 
 def text(answers: Answers, number: int, step: int | None) -> Iterator[str]:
-    """Lines about one run. step: that of the samples; None for the last one."""
+    """Yields lines about one run. step: that of the samples; None for the last one."""
     run = answers.runs[number]
     row = described(run)
     total = f" of {row['num_steps']}" if row["num_steps"] else ""

@@ -29,7 +29,7 @@ MOST = 16384
 
 @dataclass
 class _Entry:
-    """until: when the result is forgotten, which no work is before it has ended."""
+    """A request and its result. until: when the result is forgotten, which no work is before it has ended."""
 
     task: asyncio.Task[Any]
     until: float = math.inf
@@ -39,7 +39,7 @@ class _Entry:
 
 
 class Futures:
-    """Used on one event loop. A result is a JSON object, or encoded protobuf."""
+    """The results of requests, by id. Used on one event loop. A result is a JSON object, or encoded protobuf."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()

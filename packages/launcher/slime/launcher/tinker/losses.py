@@ -24,8 +24,8 @@ Config = Mapping[str, float]
 
 @dataclass(frozen=True)
 class TinkerLoss:
-    """inputs: by name, the number that stands for a missing one; None where it has to be there. share: the input that
-    is 0 where a token has no share in the loss."""
+    """A loss of Tinker's protocol. inputs: by name, the number that stands for a missing one; None where it has to be
+    there. share: the input that is 0 where a token has no share in the loss."""
 
     terms: Callable[[Tensor, Inputs, Config], Tensor]
     inputs: Mapping[str, float | None]

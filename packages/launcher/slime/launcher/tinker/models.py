@@ -25,8 +25,8 @@ MOST_AHEAD = 4096
 
 @dataclass(eq=False)
 class _Request:
-    """work: on the thread; started: its future, once it is there. is_wanted: False where the client was told that it
-    failed, or was cancelled: the work is not done then, or must leave nothing behind."""
+    """A request for a model. work: on the thread; started: its future, once it is there. is_wanted: False where the
+    client was told that it failed, or was cancelled: the work is not done then, or must leave nothing behind."""
 
     work: Callable[[], Any]
     started: asyncio.Future[asyncio.Future[Any]]
@@ -47,7 +47,8 @@ class TrainingRun:
 
 
 class Models:
-    """Used on one event loop. closing: set when the service ends; long work on the thread gives up then."""
+    """The models in training. Used on one event loop. closing: set when the service ends; long work on the thread gives
+    up then."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -74,7 +74,7 @@ def decode_pass(body: bytes) -> Any:
 
 
 def read_pass(request: Any, vocab_size: int, most_tokens: int) -> PassRequest:
-    """most_tokens: of one sequence. Raises InvalidField naming the datum, NotAvailable."""
+    """Reads the data of a pass. most_tokens: of one sequence. Raises InvalidField naming the datum, NotAvailable."""
     if not request.data:
         raise InvalidField("data", "nothing", "at least one datum")
     config: dict[str, float | str] = dict(request.loss_fn_config)

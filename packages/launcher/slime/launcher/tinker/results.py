@@ -13,7 +13,7 @@ from slime.types.errors import EngineError
 
 
 def encode_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """log_probs: float32 [N] of each datum."""
+    """Encodes the result of a pass. log_probs: float32 [N] of each datum."""
     output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
     values = record.fields["logprobs"]
@@ -27,7 +27,8 @@ def encode_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 
 def encode_samples(answers: Sequence[Mapping[str, Any]], prompt: Sequence[float | None] | None) -> bytes:
-    """answers: of the engine. prompt: log-probs of its tokens; the first has none. Raises EngineError."""
+    """Encodes the result of sampling. answers: of the engine. prompt: log-probs of its tokens; the first has none.
+    Raises EngineError."""
     response = messages.SampleResponse()
     for answer in answers:
         meta = answer["meta_info"]

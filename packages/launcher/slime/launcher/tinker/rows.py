@@ -24,7 +24,8 @@ ROW_TOKENS = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """data: their numbers in the request. places: of the tokens of each datum, [N] into the log-probs of `batch`."""
+    """A packed row and the data in it. data: their numbers in the request. places: of the tokens of each datum, [N]
+    into the log-probs of `batch`."""
 
     data: list[int]
     batch: PackedBatch
@@ -32,7 +33,8 @@ class Row:
 
 
 def make_rows(data: Sequence[Datum], prompts: Sequence[int], *, gather: bool, device: torch.device) -> Iterator[Row]:
-    """prompts: tokens of each datum without a share in the loss, from its beginning on. gather: see `pack`."""
+    """Packs data into rows. prompts: tokens of each datum without a share in the loss, from its beginning on. gather:
+    see `pack`."""
     for numbers in _fill(data, prompts):
         yield _row(numbers, [data[i] for i in numbers], [_prompt(data[i], prompts[i]) for i in numbers], gather, device)
 

@@ -28,7 +28,7 @@ class SamplerWeights:
 
 
 class Sampler:
-    """Used on one event loop. base: the weights that the engine was started with."""
+    """Samples from one engine. Used on one event loop. base: the weights that the engine was started with."""
 
     def __init__(self, engine: EngineClient, base: SamplerWeights) -> None:
         self._engine = engine

@@ -68,7 +68,7 @@ class _SamplingSession:
 
 
 class Service:
-    """Used on one event loop."""
+    """The requests of the SDK, apart from HTTP. Used on one event loop."""
 
     def __init__(self, served: Served, models: Models, sampler: Sampler) -> None:
         self.served = served
@@ -214,7 +214,7 @@ class Service:
         return self._in_turn(model, body, save)
 
     def save_weights_for_sampler(self, body: Body) -> dict[str, Any]:
-        """With a name as a checkpoint, else as a snapshot for a sampling session of its own."""
+        """Saves weights: with a name as a checkpoint, else as a snapshot for a sampling session of its own."""
         model = self._models.find(text(body, "model_id"))
 
         def save(trained: TrainedModel) -> dict[str, Any]:

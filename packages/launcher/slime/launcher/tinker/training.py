@@ -38,8 +38,8 @@ from slime.types.settings import build
 
 
 class TrainedModel:
-    """start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with its moments, too.
-    closing: where it is set, a pass stops after its row."""
+    """A model in training. start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with
+    its moments, too. closing: where it is set, a pass stops after its row."""
 
     def __init__(
         self,

@@ -262,7 +262,8 @@ def _parse_variables(text: str) -> dict[str, str]:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Flags that log a test's run under its name; none without the package, or WANDB_API_KEY, which the run reads."""
+    """Returns flags that log a test's run under its name; none without the package, or WANDB_API_KEY, which the run
+    reads."""
     for reason, absent in (
         ("WANDB_API_KEY is not set", not os.environ.get("WANDB_API_KEY")),
         ("the package wandb is not installed", importlib.util.find_spec("wandb") is None),

@@ -55,8 +55,8 @@ class AgentCore:
             await self._stop(session_id)
 
     def _refuse_when_over(self, request: Any, **kwargs: Any) -> None:
-        """boto3 tries again by itself, in a thread that outlives the episode's deadline: such a call would start the
-        agent once more, for nobody."""
+        """Refuses the calls of a session that is over. boto3 tries again by itself, in a thread that outlives the
+        episode's deadline: such a call would start the agent once more, for nobody."""
         session = request.headers.get(SESSION_HEADER)
         session_id = session.decode() if isinstance(session, bytes) else session
         if session_id not in self._running:

@@ -176,7 +176,7 @@ _SHARED: WeakKeyDictionary[RolloutState, _SharedEpisodes] = WeakKeyDictionary()
 async def shared_episodes(
     state: RolloutState, settings: AgentSettings, agent: InProcessAgent | None = None
 ) -> AsyncIterator[Episodes]:
-    """Settings are those of the first of the calls that share them."""
+    """Yields the episodes of a state, with the settings of the first of the calls that share them."""
     shared = _SHARED.setdefault(state, _SharedEpisodes())
     async with shared.lock:
         if shared.episodes is None:

@@ -34,7 +34,8 @@ CLOSE_SECONDS = 10.0
 
 
 class Gateway:
-    """Used on the loop of `state` only. api_key: what agents send as a key; None: nothing.
+    """The HTTP server that agents call. Used on the loop of `state` only. api_key: what agents send as a key; None:
+    nothing.
 
     Raises InvalidSetting where the renderer does not fit the tokenizer, or where others could reach the gateway without
     a key.

@@ -31,8 +31,8 @@ class AgentInterrupted(BaseException):
 
 
 class InProcessAgent:
-    """Each episode runs in a thread, an async function on an event loop of its own there: a call that blocks holds up
-    nobody else, least of all the gateway that it waits for."""
+    """An agent in this process. Each episode runs in a thread, an async function on an event loop of its own there: a
+    call that blocks holds up nobody else, least of all the gateway that it waits for."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -16,7 +16,8 @@ Following: TypeAlias = Callable[[list[JSON], Mapping[str, Any]], str | None]
 
 
 class Renderer:
-    """cumulative: a prompt that continues an earlier turn is that turn's tokens, and its new messages rendered.
+    """Renders conversations to token ids. cumulative: a prompt that continues an earlier turn is that turn's tokens,
+    and its new messages rendered.
 
     family: how new messages are rendered: "auto" takes what the template puts behind an assistant's message, "qwen"
     writes ChatML. Raises InvalidSetting for a tokenizer that does not fit it.
@@ -67,7 +68,8 @@ class Renderer:
         return [*turn.all_ids, *self._encode(text)]
 
     def _behind_an_answer(self, new: list[JSON], extra: Mapping[str, Any]) -> str | None:
-        """None for a template that does not show an answer with messages behind it."""
+        """Returns the text that the template writes behind an answer; None where it does not show one with messages
+        behind it."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *new]
         _, mark, following = self._render(messages, None, extra).rpartition(MARK)
         return following if mark else None

@@ -214,7 +214,7 @@ def _append(turn: Turn, output: Mapping[str, Any]) -> None:
 
 
 def _generated(turn: Turn, more: list[Any], meta: Mapping[str, Any], reason: Any) -> Generated:
-    """more: tokens behind those of the turn, with their log-probs."""
+    """Returns a turn as protocols read it. more: tokens behind those of the turn, with their log-probs."""
     return Generated(
         prompt_tokens=len(turn.prompt_ids),
         ids=[*turn.completion_ids, *(int(pair[1]) for pair in more)],

@@ -55,9 +55,10 @@ class Turn:
 
 @dataclass
 class Session:
-    """sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the seeds of its requests, None
-    where they carry none. aborted: an engine was told to end a request of it; ends_aborted: there are none after
-    that. open_requests: those at the engines; open_of_call: where the rollout call that it is of keeps its own."""
+    """The session of an episode. sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the
+    seeds of its requests, None where they carry none. aborted: an engine was told to end a request of it; ends_aborted:
+    there are none after that. open_requests: those at the engines; open_of_call: where the rollout call that it is of
+    keeps its own."""
 
     id: str
     sampling_params: JSON

@@ -29,7 +29,9 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """agent_runtime_arn: of AgentCore, or `http://host:port/invocations` of an agent that is called directly.
+    """Settings of agents.
+
+    agent_runtime_arn: of AgentCore, or `http://host:port/invocations` of an agent that is called directly.
     custom_agent_path: an agent in the rollout service instead.
     s3_bucket: where agents leave results; needed with an ARN.
     exp_id: first part of the keys of results. model_id: what the model is called before agents.

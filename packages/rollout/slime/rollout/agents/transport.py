@@ -51,8 +51,8 @@ def result_key(payload: Mapping[str, Any], session_id: str) -> str:
 
 
 def result_place(answer: JSON, bucket: str | None, payload: Mapping[str, Any], session_id: str) -> tuple[str, str]:
-    """Bucket and key of a result that an agent leaves in S3. It is read with the credentials of the run, so an agent
-    says no more than which key of its own experiment. Raises InvalidField for another bucket or key."""
+    """Returns bucket and key of a result that an agent leaves in S3. It is read with the credentials of the run, so an
+    agent says no more than which key of its own experiment. Raises InvalidField for another bucket or key."""
     named = answer.get("s3_bucket") or bucket
     if bucket is None or named != bucket:
         raise InvalidField("s3_bucket", named, f"the bucket of the settings ({bucket or 'none is set'})")
@@ -81,7 +81,7 @@ def is_pending(result: Mapping[str, Any]) -> bool:
 
 
 def extract_reward(result: Mapping[str, Any]) -> float:
-    """`rewards` of a result: a number, or the last of a list.
+    """Reads `rewards` of a result: a number, or the last of a list.
 
     Raises RemoteError where the agent says that it failed (status_code of 400 or more), InvalidField where it gives no
     reward.

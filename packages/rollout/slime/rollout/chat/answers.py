@@ -15,7 +15,8 @@ PROMPT_END = 12
 
 
 class AnswerReader:
-    """stops: texts that end the answer, those of the request among them. end_ids: tokens that may end it.
+    """Reads an answer as it grows. stops: texts that end the answer, those of the request among them. end_ids: tokens
+    that may end it.
 
     The sum of the pieces is the same, however the tokens arrive.
     """
@@ -63,13 +64,13 @@ class AnswerReader:
         return pieces
 
     def log_probs(self, generated: Generated) -> list[tuple[str, float]]:
-        """Texts and log-probs of the tokens that were not told of before."""
+        """Returns texts and log-probs of the tokens that are new since the last call."""
         first, self._told = self._told, len(generated.log_probs)
         pairs = zip(generated.ids[first : self._told], generated.log_probs[first:], strict=True)
         return [(str(self._tokenizer.decode([token])), float(value)) for token, value in pairs]
 
     def answer(self, generated: Generated, log_probs: list[tuple[str, float]] | None = None) -> Answer:
-        """generated: the last."""
+        """Returns the whole answer. generated: the last."""
         reason = generated.finish_reason or {}
         message = message_of(self._pieces)
         kind = str(reason.get("type") or "stop")

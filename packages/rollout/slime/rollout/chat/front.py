@@ -47,7 +47,7 @@ class AgentBackend(Protocol):
         """Raises InvalidField for a request that this backend does not serve."""
 
     def render(self, request: ModelRequest) -> list[int]:
-        """Token ids of the request's messages with the start of an answer behind them. Runs in a thread.
+        """Returns token ids of the request's messages with the start of an answer behind them. Runs in a thread.
 
         Raises InvalidField.
         """
@@ -65,7 +65,7 @@ class AgentBackend(Protocol):
 
 
 class Front:
-    """read_json: the body of a request, within limits. open: the backend of a request."""
+    """Answers requests of agents. read_json: the body of a request, within limits. open: the backend of a request."""
 
     def __init__(
         self, read_json: Callable[[web.Request], Awaitable[Any]], open: Callable[[web.Request], AgentBackend]

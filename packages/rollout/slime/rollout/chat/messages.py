@@ -12,7 +12,7 @@ JSON = dict[str, Any]
 
 
 def clean(messages: Any) -> list[JSON]:
-    """OpenAI's messages as templates take them: content as text, arguments of tool calls as objects.
+    """Returns OpenAI's messages as templates take them: content as text, arguments of tool calls as objects.
 
     Raises InvalidField.
     """

@@ -11,7 +11,8 @@ from slime.rollout.chat.pieces import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """messages: as `clean` gives them, or None where `prompt` is given: a text or token ids, neither of them checked.
+    """A request for answers to a prompt. messages: as `clean` gives them, or None where `prompt` is given: a text or
+    token ids, neither of them checked.
 
     tools: in the form of OpenAI's chat protocol; None where the model may call none. template_arguments: not checked.
     max_tokens: None for as many as there is room for. sampling: SGLang's names; the values are not checked. count:
@@ -50,8 +51,9 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """message: in the form of OpenAI's chat protocol. log_probs: (text, log-prob) of each token, where they were asked
-    for. finish_reason: stop, length or tool_calls; matched: the text among the stops that ended it, if one did."""
+    """A whole answer. message: in the form of OpenAI's chat protocol. log_probs: (text, log-prob) of each token, where
+    they were asked for. finish_reason: stop, length or tool_calls; matched: the text among the stops that ended it, if
+    one did."""
 
     message: JSON
     finish_reason: str

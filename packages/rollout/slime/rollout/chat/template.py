@@ -56,7 +56,8 @@ def _arguments(template: str) -> frozenset[str]:
 
 
 def check_arguments(tokenizer: Any, given: Any, field: str = "chat_template_kwargs") -> dict[str, Any]:
-    """`given` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to give."""
+    """Returns `given` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to
+    give."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -100,8 +101,8 @@ def apply(renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: 
 
 
 def encode(tokenizer: Any, text: str, field: str) -> list[int]:
-    """Token ids, none of them special that `text` does not name. Raises InvalidField naming `field` for what is no
-    text: JSON can hold half a character."""
+    """Returns token ids, none of them special that `text` does not name. Raises InvalidField naming `field` for what is
+    no text: JSON can hold half a character."""
     check_text(text, field)
     return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -10,7 +10,7 @@ MOST_BYTES = 4
 
 
 class TextStream:
-    """Costs the same for each token, however long the answer grows.
+    """Decodes tokens to text as they arrive. Costs the same for each token, however long the answer grows.
 
     skip_special_tokens: leaves them out of the text. stops: texts that end the answer; the start of one is held back
     until it is known to be none. end_ids: tokens that may end the answer, held back likewise.

@@ -36,7 +36,8 @@ class Refused(InvalidField):
 
 
 class Access:
-    """host: the address that the server listens on. names: other host names that callers may use for it.
+    """Checks who may call. host: the address that the server listens on. names: other host names that callers may use
+    for it.
 
     api_key: what every call carries as `Authorization: Bearer`, or as `x-api-key` from Anthropic's clients, save those
     of open_paths. content_types: of the bodies of paths that do not take JSON.

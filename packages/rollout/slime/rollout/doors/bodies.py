@@ -17,7 +17,7 @@ BODY_SECONDS = 60.0
 
 
 class Bodies:
-    """max_bytes, seconds: of one body. together: bytes of all bodies that are being read."""
+    """Reads bodies within limits. max_bytes, seconds: of one body. together: bytes of all that are being read."""
 
     def __init__(
         self, *, max_bytes: int = MAX_BYTES, seconds: float = BODY_SECONDS, together: int = MAX_BYTES_TOGETHER
@@ -51,7 +51,7 @@ class Bodies:
         return b"".join(parts)
 
     async def json(self, request: web.Request) -> Any:
-        """None for an empty body. Raises Refused, or InvalidField for what is no JSON."""
+        """Reads a body as JSON; None for an empty one. Raises Refused, or InvalidField for what is no JSON."""
         raw = await self.read(request)
         return parse_json(raw) if raw else None
 

@@ -24,8 +24,8 @@ LINGERING_SECONDS = 2.0
 
 
 class Connections:
-    """Used on one event loop. most: connections at once; above that, the one that has waited longest for its head is
-    dropped, or the new one where all have requests."""
+    """The connections of a server. Used on one event loop. most: connections at once; above that, the one that has
+    waited longest for its head is dropped, or the new one where all have requests."""
 
     def __init__(self, *, most: int = MOST, head_seconds: float = HEAD_SECONDS) -> None:
         self.most = min(most, max(16, _raise_file_limit(most + OTHER_FILES) - OTHER_FILES))

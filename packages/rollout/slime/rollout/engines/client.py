@@ -58,7 +58,7 @@ class EngineClient(EngineHTTP):
         return await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
 
     async def chat(self, body: Mapping[str, Any], timeout_seconds: float | None = None) -> JSON:
-        """POST /v1/chat/completions."""
+        """Posts to /v1/chat/completions."""
         return await self.post(
             "/v1/chat/completions", body, timeout_seconds=timeout_seconds or self.generate_timeout_seconds
         )
@@ -69,7 +69,8 @@ class EngineClient(EngineHTTP):
         await self.post("/abort_request", body, repeatable=True)
 
     async def pause(self, mode: str = "abort") -> None:
-        """abort: ends what runs; retract: starts it over later; in_place: freezes it. New requests wait."""
+        """Pauses generation. abort: ends what runs; retract: starts it over later; in_place: freezes it. New requests
+        wait."""
         await self.post("/pause_generation", {"mode": mode}, repeatable=True)
 
     async def continue_(self) -> None:
@@ -103,7 +104,8 @@ class EngineClient(EngineHTTP):
     async def update_weights_from_bucket(
         self, bucket: bytes, weight_version: int | str, *, last: bool, timeout_seconds: float = 600.0
     ) -> JSON:
-        """Embedded engines only. bucket: safetensors of tensors by their HF names; `last` makes all take effect."""
+        """Sends one bucket to an embedded engine. bucket: safetensors of tensors by their HF names; `last` makes all
+        take effect."""
         return await self.call(
             "POST",
             "/update_weights_from_tensor",
@@ -122,8 +124,8 @@ class EngineClient(EngineHTTP):
         weight_version: int | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> JSON:
-        """SGLang only. serialized: named tensors, one pickle of SGLang's `MultiprocessingSerializer` a tensor-parallel
-        rank. The version counts from the call that brings it."""
+        """Sends tensors to SGLang. serialized: named tensors, one pickle of SGLang's `MultiprocessingSerializer` a
+        tensor-parallel rank. The version counts from the call that brings it."""
         encoded = [base64.b64encode(part).decode() for part in serialized]
         body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
         return await self._update("/update_weights_from_tensor", body, weight_version, timeout_seconds)
@@ -139,7 +141,7 @@ class EngineClient(EngineHTTP):
         backend: str = "nccl",
         timeout_seconds: float = 300.0,
     ) -> JSON:
-        """SGLang only. The engine's ranks join a process group from `rank_offset` on; returns when all have."""
+        """Has SGLang's ranks join a process group from `rank_offset` on; returns when all have."""
         body = {
             "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
             "world_size": world_size, "group_name": group_name, "backend": backend,
@@ -165,7 +167,7 @@ class EngineClient(EngineHTTP):
         weight_version: int | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> JSON:
-        """SGLang only. Receives these tensors by broadcast from rank 0 of the group. dtypes: as in "bfloat16"."""
+        """Has SGLang receive these tensors by broadcast from rank 0 of the group. dtypes: as in "bfloat16"."""
         body = {
             "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
             "group_name": group_name, "load_format": load_format, "flush_cache": flush_cache,
@@ -173,16 +175,18 @@ class EngineClient(EngineHTTP):
         return await self._update("/update_weights_from_distributed", body, weight_version, timeout_seconds)
 
     async def check_weights(self, action: str = "checksum", timeout_seconds: float = 600.0) -> JSON:
-        """snapshot: keeps a copy; reset_tensors: fills the weights with noise; compare: with the copy, and raises
-        InvalidField naming the tensors that differ; checksum: "ranks", and "per_engine_checksum" over them."""
+        """Checks weights. snapshot: keeps a copy; reset_tensors: fills the weights with noise; compare: with the copy,
+        and raises InvalidField naming the tensors that differ; checksum: "ranks", and "per_engine_checksum" over them.
+        """
         return await self.post("/weights_checker", {"action": action}, timeout_seconds=timeout_seconds)
 
     async def release_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
-        """parts: of "weights", "kv_cache", "cuda_graph", none of them released already. The engine must be idle."""
+        """Releases `parts` of "weights", "kv_cache", "cuda_graph", none of them released already. The engine must be
+        idle."""
         await self.post("/release_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
 
     async def resume_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
-        """parts: all of them released before."""
+        """Takes back `parts`, all of them released before."""
         await self.post("/resume_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
 
     async def _update(self, path: str, body: JSON, weight_version: int | str | None, timeout_seconds: float) -> JSON:

@@ -10,7 +10,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None = None) -> list[str]:
-    """Entries for CUDA_VISIBLE_DEVICES, one a GPU: numbers, or the names (`GPU-...`, `MIG-...`) that are given there.
+    """Returns entries for CUDA_VISIBLE_DEVICES, one a GPU: numbers, or the names (`GPU-...`, `MIG-...`) that are given
+    there.
 
     installed: how many the driver has; asked where it is None. As CUDA does, the list ends at the first number that
     no GPU has.
@@ -29,7 +30,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None
 
 
 def installed_gpus() -> int:
-    """GPUs that NVIDIA's driver knows; 0 where there is no driver."""
+    """Counts the GPUs that NVIDIA's driver knows; 0 where there is no driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

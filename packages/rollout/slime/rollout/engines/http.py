@@ -27,7 +27,8 @@ REPEATS, REPEAT_SECONDS = 2, 0.1
 
 
 def _fast_parser() -> Callable[[bytes], Any]:
-    """orjson, which SGLang brings along: the log-probs of a rollout's answers arrive at once, and wait for this."""
+    """Returns orjson, which SGLang brings along: the log-probs of a rollout's answers arrive at once, and wait for
+    this."""
     try:
         loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
     except ImportError:
@@ -48,9 +49,9 @@ def parsed(body: bytes) -> Any:
 
 
 class EngineHTTP:
-    """api_key: what the engine was started with. Raises InvalidField where the engine refuses a request (4xx; 401 is
-    Unauthenticated), EngineError where it cannot be reached, goes away
-    or fails (5xx), DeadlineExceeded where it does not answer in time.
+    """Calls one engine by HTTP. api_key: what the engine was started with. Raises InvalidField where the engine refuses
+    a request (4xx; 401 is Unauthenticated), EngineError where it cannot be reached, goes away or fails (5xx),
+    DeadlineExceeded where it does not answer in time.
 
     Belongs to the event loop that it is first used in; close it there (`async with` does).
     """
@@ -76,7 +77,7 @@ class EngineHTTP:
         timeout_seconds: float | None = None,
         repeatable: bool = False,
     ) -> Any:
-        """repeatable: as of `call`."""
+        """Posts `body` as JSON. repeatable: as of `call`."""
         return await self.call(
             "POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds, repeatable=repeatable
         )

@@ -35,7 +35,7 @@ def take_key(path: str | None, flag: str) -> str | None:
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Headers of a call to an engine with this key."""
+    """Returns headers of a call to an engine with this key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
@@ -48,5 +48,5 @@ def remember(url: str, api_key: str | None) -> None:
 
 
 def engine_headers(url: str) -> Mapping[str, str]:
-    """Headers that a call to `url` needs: those of an engine of this run, or none."""
+    """Returns the headers that a call to `url` needs: those of an engine of this run, or none."""
     return bearer(_KEYS.get(urlsplit(url).netloc))

@@ -119,14 +119,15 @@ class EngineKind(abc.ABC):
     def starts(
         self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
     ) -> Starts:
-        """Functions that start the engines, one each, on `gpus`.
+        """Returns functions that start the engines, one each, on `gpus`.
 
         first: the number in the name of the first one. node: the part of a single engine to start on all of `gpus`.
         """
 
     @abc.abstractmethod
     def abilities(self, server_info: Mapping[str, Any]) -> Abilities:
-        """server_info: the engine's answer to /server_info; empty where it gave none."""
+        """Returns what a running engine can do. server_info: the engine's answer to /server_info; empty where it gave
+        none."""
 
     @abc.abstractmethod
     def memory(self, settings: RolloutSettings) -> MemoryUse:

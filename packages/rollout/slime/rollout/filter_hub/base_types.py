@@ -12,7 +12,7 @@ from slime.types.errors import PluginError
 
 @dataclass
 class DynamicFilterOutput:
-    """keep: whether the group is trained on; reason: the word under which a drop is counted;
+    """The answer of a filter. keep: whether the group is trained on; reason: the word under which a drop is counted;
     keep_when_insufficient: keep it after all where dropping would leave the iteration short of groups."""
 
     keep: bool

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineWeights:
-    """Methods run on the fleet's loop. `version` is the last one committed."""
+    """The weights of all engines. Methods run on the fleet's loop. `version` is the last one committed."""
 
     def __init__(self, fleet: Fleet, wait_seconds: float) -> None:
         self.fleet = fleet

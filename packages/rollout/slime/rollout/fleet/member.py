@@ -16,7 +16,8 @@ MEMORY_PARTS = ("weights", "kv_cache", "cuda_graph")
 
 
 class Member:
-    """weight_version: the last one read from the engine. released: parts of its GPU memory that it gave back.
+    """One engine of a fleet. weight_version: the last one read from the engine. released: parts of its GPU memory that
+    it gave back.
 
     held: its generation is paused, and it is not asked to prove its health by generating.
     out: its process has died or hangs, and another one is being started. awaits_weights: it was started again, and gets

@@ -17,7 +17,8 @@ MOST_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """most: restarts of one engine within `window_seconds`, or for one loss; each may take `start_seconds`."""
+    """Limits of restarts. most: restarts of one engine within `window_seconds`, or for one loss; each may take
+    `start_seconds`."""
 
     most: int = 5
     window_seconds: float = 600.0
@@ -25,7 +26,7 @@ class RestartLimits:
 
 
 class Restarts:
-    """Thread-safe. count: engines that were lost, each as often as it was.
+    """Starts lost engines again. Thread-safe. count: engines that were lost, each as often as it was.
 
     threads: for `start`, which takes minutes: in the event loop's own, many restarts would hold up all other work.
     """

@@ -40,7 +40,8 @@ class _Waiter(Generic[E]):
 
 
 class Router(Generic[E]):
-    """concurrency: samples in flight an engine. A request of more than that waits until its engine is idle."""
+    """Gives requests a place at an engine. concurrency: samples in flight an engine. A request of more than that waits
+    until its engine is idle."""
 
     def __init__(self, engines: Sequence[E], concurrency: int) -> None:
         self.engines = list(engines)
@@ -64,7 +65,7 @@ class Router(Generic[E]):
         return [engine for engine in self.engines if engine.name not in self._out]
 
     def load_of(self, engine: E) -> int:
-        """Samples in flight at this engine."""
+        """Counts the samples in flight at this engine."""
         return self._in_flight[engine.name]
 
     def take_out(self, engine: E, *, awaited: bool) -> None:
@@ -164,7 +165,7 @@ class Router(Generic[E]):
         return chosen
 
     def withdraw(self, keys: Collection[str] | None = None) -> None:
-        """Requests that wait for a place raise Withdrawn: all of them, or those whose keys are all among `keys`."""
+        """Has requests that wait for a place raise Withdrawn: all of them, or those whose keys are all among `keys`."""
         wanted = None if keys is None else frozenset(keys)
         gone = [w for w in self._waiters if wanted is None or (w.keys and w.keys <= wanted)]
         self._dismiss(gone, Withdrawn())

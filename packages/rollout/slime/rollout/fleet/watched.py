@@ -37,8 +37,8 @@ DEATH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers tell the experts.
-    restarts: None: the fleet fails with an engine."""
+    """Options of a fleet. concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers
+    tell the experts. restarts: None: the fleet fails with an engine."""
 
     concurrency: int = 512
     request_timeout: float = 14400.0
@@ -133,11 +133,11 @@ class WatchedEngines:
             log.info("engine %s is stopped while it still works: %s", member.name, error)
 
     def on_new_address(self, listener: Callable[[], None]) -> None:
-        """`listener` is called on the loop's thread when an engine that was started again has another URL."""
+        """Has `listener` called on the loop's thread when an engine that was started again has another URL."""
         self._on_new_address.append(listener)
 
     def on_failure(self, listener: Callable[[EngineError], None]) -> Callable[[], None]:
-        """`listener` is called once, on the loop's thread, when an engine fails. Returns how to stop listening."""
+        """Has `listener` called once, on the loop's thread, when an engine fails. Returns how to stop listening."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -298,8 +298,8 @@ class WatchedEngines:
     async def each(
         self, action: Callable[[Member], Coroutine[Any, Any, Any]], members: Collection[Member] | None = None
     ) -> None:
-        """`action` on these members, or all, at once; those that are out or lost meanwhile are left alone. Raises the
-        fleet's error where a death ends the fleet."""
+        """Runs `action` on these members, or all, at once; those that are out or lost meanwhile are left alone. Raises
+        the fleet's error where a death ends the fleet."""
         await asyncio.gather(*(self.call(member, action) for member in (self.members if members is None else members)))
 
     async def call(self, member: Member, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:

@@ -45,7 +45,7 @@ UNUSABLE = "prompt_unusable"
 
 
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
-    """`args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
+    """Returns `args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
     state = state_of(args)
     return await state.fleet.guard(RolloutIteration(state, args, rollout_id, data_source).run())
 
@@ -130,7 +130,7 @@ class RolloutIteration:
             self.pending[task] = group
 
     async def _fits(self, group: list[Sample]) -> bool:
-        """False for a group whose prompt the model cannot be given; it is rejected, with that reason."""
+        """Returns False for a group whose prompt the model cannot be given; it is rejected, with that reason."""
         refusal = await self._refusal(group[0])
         if refusal is None:
             self.refused_in_a_row = 0
@@ -146,8 +146,8 @@ class RolloutIteration:
         return False
 
     async def _refusal(self, sample: Sample) -> tuple[str, SlimeError] | None:
-        """Why a prompt cannot be used. A custom generate function may make of it what it likes, up to a limit that was
-        asked for."""
+        """Returns why a prompt cannot be used. A custom generate function may make of it what it likes, up to a limit
+        that was asked for."""
         limit = self.args.rollout_max_prompt_len
         custom = self.state.plugins.generate is not None
         if custom and limit is None:

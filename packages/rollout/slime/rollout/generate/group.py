@@ -95,7 +95,7 @@ async def generate_batch(
 
 
 async def finish_group(state: RolloutState, group: Sequence[Sample], evaluation: bool = False) -> None:
-    """Hooks and rewards of a group that `generate_batch` generated."""
+    """Runs the hooks on a group that `generate_batch` generated, and scores it."""
     if any(sample.status is Sample.Status.ABORTED for sample in group):
         return
     await run_hooks(state, group, evaluation)

@@ -26,8 +26,9 @@ CACHED = 32
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """tokens: int32, those of the images included; placeholders: the same with one token for each image; images: data
-    URIs; train_inputs, input_id: `multimodal_train_inputs` and `multimodal_train_input_id` of a sample."""
+    """A prompt with images. tokens: int32, those of the images included; placeholders: the same with one token for each
+    image; images: data URIs; train_inputs, input_id: `multimodal_train_inputs` and `multimodal_train_input_id` of a
+    sample."""
 
     tokens: np.ndarray
     placeholders: list[int]
@@ -50,7 +51,8 @@ class Media:
         self._one = functools.lru_cache(CACHED)(lambda image: self._process(self.processor.image_token, [image], 1))
 
     def prompt(self, text: str, images: Sequence[bytes]) -> MediaPrompt:
-        """text: rendered, a placeholder for each image. Raises InvalidField for images that do not fit it."""
+        """Encodes `text`, which is rendered with a placeholder for each image. Raises InvalidField for images that do
+        not fit it."""
         placeholders = list(self.processor.tokenizer.encode(text, add_special_tokens=False))
         tokens, inputs = self._process(text, images, placeholders.count(self.image_token))
         return MediaPrompt(
@@ -62,8 +64,8 @@ class Media:
         )
 
     def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
-        """(ids with the tokens of each image in the place of its placeholder, where image tokens stand in them, the
-        model's arguments for the images). The first placeholders are those of the images; a model may write more.
+        """Returns (ids with the tokens of each image in the place of its placeholder, where image tokens stand in them,
+        the model's arguments for the images). The first placeholders are those of the images; a model may write more.
 
         Raises InvalidField for too few placeholders, or for an image that cannot be decoded.
         """
@@ -89,7 +91,7 @@ class Media:
 
 
 def data_uri(image: bytes) -> str:
-    """`data:image/png;base64,...`, or with another kind of image."""
+    """Returns `data:image/png;base64,...`, or with another kind of image."""
     import PIL.Image
 
     with PIL.Image.open(io.BytesIO(image)) as opened:

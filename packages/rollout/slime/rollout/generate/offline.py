@@ -78,7 +78,7 @@ def _fits(state: Any, sample: Sample) -> bool:
 
 
 def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
-    """Fields of Sample, one dict a line; empty lines are left out."""
+    """Reads fields of Sample, one dict a line; empty lines are left out."""
     check_readable(path, "--prompts")
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):

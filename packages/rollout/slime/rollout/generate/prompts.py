@@ -116,8 +116,8 @@ def reads_images(hf_checkpoint: str) -> bool:
 
 
 class PromptEncoder:
-    """apply_chat_template: render text prompts as one user message. Lists of messages are always rendered for the
-    model; without the setting `sample.prompt` stays the list. Thread-safe.
+    """Renders and tokenizes prompts. apply_chat_template: render text prompts as one user message. Lists of messages
+    are always rendered for the model; without the setting `sample.prompt` stays the list. Thread-safe.
 
     The samples of a group have one prompt: it is rendered and encoded once. hf_checkpoint: where the processor of
     prompts with images is; it is loaded with the first of them.

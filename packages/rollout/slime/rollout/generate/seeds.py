@@ -23,7 +23,7 @@ def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
 
 
 class Seeds:
-    """index: of the sample that the function was called for."""
+    """Seeds of the requests for a sample. index: of the sample that the function was called for."""
 
     def __init__(self, args: Any, index: int | None) -> None:
         self.deterministic = bool(args.deterministic)
@@ -32,13 +32,13 @@ class Seeds:
         self._taken: Counter[int | None] = Counter()
 
     def next(self, index: int | None = None) -> int:
-        """index: of another sample than the function was called for."""
+        """Returns the next seed. index: of another sample than the function was called for."""
         index = self._index if index is None else index
         self._taken[index] += 1
         return sampling_seed(self._rollout_seed, index, self._taken[index] - 1)
 
     def fill(self, payload: Any) -> Any:
-        """`payload` of /generate with a seed for each prompt, where it names none; anything else as it is."""
+        """Returns `payload` of /generate with a seed for each prompt, where it names none; anything else as it is."""
         params = payload.get("sampling_params") if isinstance(payload, Mapping) else None
         if not self.deterministic or not isinstance(params, (Mapping, list)):
             return payload

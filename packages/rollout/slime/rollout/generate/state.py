@@ -156,7 +156,7 @@ def stop_texts(args: Any, tokenizer: Any) -> dict[int, str]:
 
 
 def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
-    """SGLang's sampling parameters of a training rollout."""
+    """Returns SGLang's sampling parameters of a training rollout."""
     return _without_none(
         temperature=args.rollout_temperature,
         top_p=args.rollout_top_p,
@@ -171,7 +171,7 @@ def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def eval_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
-    """SGLang's sampling parameters of an evaluation: eval_* where set, else those of training."""
+    """Returns SGLang's sampling parameters of an evaluation: eval_* where set, else those of training."""
 
     def first(value: Any, fallback: Any) -> Any:
         return fallback if value is None else value

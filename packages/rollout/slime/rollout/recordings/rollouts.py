@@ -143,7 +143,7 @@ def _group(content: bytes) -> SampleGroup:
 
 
 def group_samples(samples: Sequence[Sample], group_size: int) -> list[SampleGroup]:
-    """Samples of one group_index are a group, in the order of their first; those without one, each `group_size`."""
+    """Groups samples by group_index, in the order of their first; those without one, each `group_size`."""
     groups: dict[tuple[str, int], list[Sample]] = {}
     for position, sample in enumerate(samples):
         index = sample.group_index
@@ -153,7 +153,7 @@ def group_samples(samples: Sequence[Sample], group_size: int) -> list[SampleGrou
 
 
 def head_and_tail(groups: Sequence[SampleGroup], fraction: float) -> list[SampleGroup]:
-    """About `fraction` of the groups, half from the beginning and half from the end; at least one."""
+    """Returns about `fraction` of the groups, half from the beginning and half from the end; at least one."""
     count = min(len(groups), max(1, round(len(groups) * fraction)))
     tail = count // 2
     return [*groups[: count - tail], *groups[len(groups) - tail :]]

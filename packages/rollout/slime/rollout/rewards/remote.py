@@ -17,7 +17,8 @@ TIMEOUT_SECONDS = 120.0
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = TRIES) -> Any:
-    """Between tries k and k + 1 it waits min(2^k, 30) seconds and up to one more. Raises Unavailable after the last."""
+    """Asks --rm-url. Between tries k and k + 1 it waits min(2^k, 30) seconds and up to one more. Raises Unavailable
+    after the last."""
     if not args.rm_url:
         raise InvalidSetting.requires("--rm-type remote_rm", "--rm-url URL")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}

@@ -20,7 +20,8 @@ class EvaluationCalls(Protocol):
 
 
 class EvaluationSource:
-    """names: the sets to evaluate; all that the buffer has where none is given. Raises NotFound for an unknown name.
+    """Evaluation sets of a buffer. names: the sets to evaluate; all that the buffer has where none is given. Raises
+    NotFound for an unknown name.
 
     wire_names: what samples of the buffer may name. render: turns the prompts of a group into what the model is sent.
     """

@@ -47,7 +47,8 @@ class _Lease:
 
 
 class LeasedDataSource:
-    """Thread-safe. Use it as a context manager: at its end, groups still leased go back as they were.
+    """Groups that are leased from a buffer. Thread-safe. Use it as a context manager: at its end, groups still leased
+    go back as they were.
 
     names: what samples of the buffer may name; a group that names anything else is rejected. render: turns the prompts
     of a group into what the model is sent; a group whose prompt it refuses is rejected. completed: the groups that were

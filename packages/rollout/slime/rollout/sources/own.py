@@ -42,7 +42,8 @@ class OwnSource:
 
     @classmethod
     def open(cls, path: str, args: Any) -> OwnSource:
-        """args: every setting of the run. The class gets them with the directories of checkpoints as `save` and `load`.
+        """Makes the user's object. args: every setting of the run. The class gets them with the directories of
+        checkpoints as `save` and `load`.
 
         Raises PluginError for a path that does not lead to a data source, and what the class raises of ours.
         """
@@ -70,7 +71,7 @@ class OwnSource:
         return cls(source, path, own_args)
 
     def begin(self, rollout_id: int) -> None:
-        """Called before the first rollout of this process: has the class load what it saved after the one before."""
+        """Has the class load what it saved last. Called before the first rollout of this process."""
         with self.lock:
             if not self._loaded and rollout_id > 0:
                 self.source.load(rollout_id - 1)
@@ -83,8 +84,8 @@ class OwnSource:
                 self.source.save(rollout_id)
 
     def take(self, count: int, group_size: int) -> list[list[Sample]]:
-        """`count` new groups; of a source of single samples, each sample makes one. Raises PluginError for an answer of
-        another shape."""
+        """Takes `count` new groups; of a source of single samples, each sample makes one. Raises PluginError for an
+        answer of another shape."""
         groups = self.source.get_samples(count)
         if isinstance(groups, list) and groups and all(isinstance(sample, Sample) for sample in groups):
             self.flat = True

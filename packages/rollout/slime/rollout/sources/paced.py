@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class PacedSource(LeasedDataSource):
-    """weight_version: returns that of the engines. A group that a step has rejected meanwhile, because it had become
-    too old, is forgotten when it is handed in."""
+    """Groups that are leased at the trainer's pace. weight_version: returns that of the engines. A group that a step
+    has rejected meanwhile, because it had become too old, is forgotten when it is handed in."""
 
     def __init__(self, buffer: Any, pace: TrainerPace, weight_version: Callable[[], int], **options: Any) -> None:
         super().__init__(buffer, **options)

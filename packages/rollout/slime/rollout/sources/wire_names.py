@@ -21,7 +21,7 @@ PATHS = {"generate_function_path": "custom_generate_function_path", "custom_rm_p
 
 
 class WireNames:
-    """tokenizer: its chat template says which arguments there are. Thread-safe."""
+    """The names that samples may hold. tokenizer: its chat template says which arguments there are. Thread-safe."""
 
     def __init__(self, settings: RolloutSettings, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -26,7 +26,7 @@ def sample_weights(
     per_token: bool = False,
     divisor: float | None = None,
 ) -> list[float]:
-    """Weight of every sample of one update, for one of the three forms.
+    """Returns the weight of every sample of one update, for one of the three forms.
 
     rollout_mask_sums: for each sample, the sum of the masks of its whole trajectory; mask_sums: of the sample alone.
     """

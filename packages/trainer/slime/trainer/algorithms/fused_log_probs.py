@@ -45,7 +45,8 @@ def gradient_of_logits(
 
 
 class FusedLogProbs:
-    """compiled: wraps a function in one that computes the same, such as `torch.compile`."""
+    """Computes log-probs and entropies. compiled: wraps a function in one that computes the same, such as
+    `torch.compile`."""
 
     def __init__(
         self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function

@@ -65,7 +65,7 @@ def _log_probs(logits: Tensor, targets: Tensor, temperature: float, shard: Vocab
 def token_entropy(
     logits: Tensor, temperature: float = 1.0, chunk: int = -1, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature): [K, V] -> [K] float32."""
+    """Returns the entropy in nats of softmax(logits / temperature): [K, V] -> [K] float32."""
     chunk = _rows_at_once(logits, chunk)
     if len(logits) <= chunk:
         return _entropy(logits, temperature, shard)

@@ -19,7 +19,7 @@ def clipped_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's surrogate (arXiv:1707.06347), as (loss, clip fraction), both [K].
+    """Returns PPO's surrogate (arXiv:1707.06347), as (loss, clip fraction), both [K].
 
     loss = max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A); where A < 0 and eps_clip_c = c is given,
     at most -c * A (dual clip, arXiv:1912.09729). eps_clip_high defaults to eps_clip.
@@ -36,7 +36,8 @@ def clipped_loss(
 def cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """CISPO (arXiv:2506.13585): -stop_gradient(clip(ratio)) * A * log_probs, and where the clip changed the ratio."""
+    """Returns CISPO's loss (arXiv:2506.13585), -stop_gradient(clip(ratio)) * A * log_probs, and where the clip changed
+    the ratio."""
     ratio = probability_ratio(-ppo_kl).detach()
     clipped = ratio.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high))
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
@@ -56,6 +57,6 @@ def sequence_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: 
 def off_policy_weights(
     ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, delta: float
 ) -> Tensor:
-    """OPSM: 0 at tokens with A < 0 in sequences whose masked mean of ppo_kl is above `delta`, else 1."""
+    """Returns OPSM's weights: 0 where A < 0 in sequences whose masked mean of ppo_kl is above `delta`, else 1."""
     far = sequence_mean(ppo_kl.detach(), mask, segments, num_segments) > delta
     return 1.0 - (far & (advantages < 0)).to(ppo_kl.dtype)

@@ -15,6 +15,6 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clamp(values: Tensor, low: float, high: float) -> Tensor:
-    """`values.clamp(low, high)`, except that the gradient of NaN is NaN: Tensor.clamp makes it 0 silently."""
+    """Returns `values.clamp(low, high)`, except that the gradient of NaN is NaN: Tensor.clamp makes it 0 silently."""
     outside = (values < low) | (values > high)
     return torch.where(outside, values.detach().clamp(low, high), values)

@@ -28,7 +28,7 @@ def normalize_rewards(
     baseline: Baseline | None,
     scale: bool,
 ) -> list[float]:
-    """Training rewards [S] of S samples. A group whose rewards are all equal gets exact zeros.
+    """Returns training rewards [S] of S samples. A group whose rewards are all equal gets exact zeros.
 
     scale: divide by the standard deviation of the group, where there is a baseline and more than one trajectory.
     """
@@ -56,7 +56,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """Unbiased standard deviation; None for one value."""
+    """Returns the unbiased standard deviation; None for one value."""
     if len(values) < 2:
         return None
     average = mean(values)

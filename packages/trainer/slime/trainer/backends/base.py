@@ -93,7 +93,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
-        """Without gradient, on every rank of the replica; None in, None out.
+        """Computes outputs without gradient, on every rank of the replica; None in, None out.
 
         of: POLICY, REFERENCE, TEACHER or a name given to `keep`. Raises WrongState where there are no such weights.
         """
@@ -117,7 +117,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
-        """Tensors of the part WEIGHTS or TRAINING of this rank's memory, each with whether its values matter now.
+        """Yields the tensors of the part WEIGHTS or TRAINING of this rank's memory, each with whether its values matter
+        now.
 
         Called between steps only. A tensor may be in both, and several may share their memory.
         """
@@ -147,12 +148,13 @@ class Backend(abc.ABC):
         """
 
     def model_losses(self) -> dict[str, float]:
-        """Losses that the model added by itself in the last `forward_backward`, by name, the same on every rank."""
+        """Returns the losses that the model added by itself in the last `forward_backward`, by name, the same on every
+        rank."""
         return {}
 
     @abc.abstractmethod
     def optimizer_step(self) -> tuple[float, float]:
-        """(gradient norm before clipping, learning rate used); clears the gradients and advances the schedule.
+        """Returns (gradient norm before clipping, learning rate used); clears the gradients and advances the schedule.
 
         Raises NonFiniteGradient, on every rank alike.
         """
@@ -167,7 +169,7 @@ class Backend(abc.ABC):
         """
 
     def parts_of_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-        """Parts of the memory that `named_weights(dtype=dtype)` reads."""
+        """Returns the parts of the memory that `named_weights(dtype=dtype)` reads."""
         return (WEIGHTS,)
 
     def weights_stay(self, dtype: torch.dtype) -> bool:

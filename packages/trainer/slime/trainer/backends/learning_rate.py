@@ -8,7 +8,8 @@ from slime.trainer.settings.trainer import TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, update: int) -> float:
-    """Learning rate of an update, counted from 0: linear warm-up to `lr`, then constant, or down to `min_lr`."""
+    """Returns the learning rate of an update, counted from 0: linear warm-up to `lr`, then constant, or down to
+    `min_lr`."""
     warmup, end = settings.warmup_updates, settings.lr_decay_iters
     if update < warmup:
         return settings.lr * (update + 1) / warmup

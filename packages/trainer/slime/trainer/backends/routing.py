@@ -48,7 +48,8 @@ class LayerRouting:
         return values, experts
 
     def forward(self, scores: Tensor, own: Choice, *, trains: bool) -> tuple[Tensor, Tensor]:
-        """`choose`, where other rows may come between a forward pass without gradient and its repetition with one."""
+        """Calls `choose`, where other rows may come between a forward pass without gradient and its repetition with
+        one."""
         if trains and not torch.is_grad_enabled():
             self._to_recompute.append(self.replayed)
         elif self._to_recompute:
@@ -64,7 +65,7 @@ class LayerRouting:
 
 
 def replays_routing(settings: TrainerSettings, experts: bool) -> bool:
-    """True if passes replay experts. Raises NotAvailable for a model without `experts`."""
+    """Tells if passes replay experts. Raises NotAvailable for a model without `experts`."""
     flag = "--use-rollout-routing-replay" if settings.use_rollout_routing_replay else "--use-routing-replay"
     if not settings.use_routing_replay and not settings.use_rollout_routing_replay:
         return False
@@ -103,7 +104,7 @@ class RoutingReplay:
     def begin(
         self, batch: PackedBatch | None, experts: Tensor | None = None, some: Sequence[LayerRouting] = ()
     ) -> None:
-        """Before the forward pass of a row. experts: [t, layers of the model, k] of the tokens that this rank holds.
+        """Begins the forward pass of a row. experts: [t, layers of the model, k] of the tokens that this rank holds.
 
         some: the layers that the pass goes through; default: all.
         """
@@ -117,7 +118,7 @@ class RoutingReplay:
                 layer.replayed = experts[:, layer.layer].long()
 
     def end(self, batch: PackedBatch | None, some: Sequence[LayerRouting] = ()) -> None:
-        """After the forward pass of a row. Raises NotAvailable where no router asked: nothing was replayed."""
+        """Ends the forward pass of a row. Raises NotAvailable where no router asked: nothing was replayed."""
         layers = some or self.layers
         if batch is not None and all(layer.chosen is None for layer in layers):
             raise NotAvailable(

@@ -93,7 +93,7 @@ def _attend(
     max_k: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, h, d], and lse [h, T] float32."""
+    """Returns the output [T, h, d], and lse [h, T] float32."""
     own, own_lse = _kernel(query, key, value, limits, limits, longest, longest, True, scale)
     prompt, prompt_lse = _kernel(query, key, value, q_limits, k_limits, max_q, max_k, False, scale)
     return _fused.merge(own, own_lse, prompt, prompt_lse, q_limits)

@@ -294,7 +294,7 @@ def _grid_positions(
 
 
 def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
-    """Samples with equal prompts, in the order of the first of each."""
+    """Groups samples with equal prompts, in the order of the first of each."""
     found: dict[Any, list[int]] = {}
     for number, sample in enumerate(samples):
         prompt = _prompt_of(sample) if share_prompts and len(samples) > 1 else None

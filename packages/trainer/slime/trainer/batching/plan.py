@@ -50,8 +50,9 @@ class Planner:
         processed: tuple[Sequence[float], Sequence[float]] | None = None,
         rollout_mask_sums: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """processed: (raw rewards, training rewards) of a custom reward function, in place of the built-in ones.
-        rollout_mask_sums: for each sample, the divisor of its trajectory's mean, in place of the sum of loss masks.
+        """Plans a step. processed: (raw rewards, training rewards) of a custom reward function, in place of the
+        built-in ones. rollout_mask_sums: for each sample, the divisor of its trajectory's mean, in place of the sum of
+        loss masks.
 
         Raises InvalidField for a reward that is no finite number, InvalidSetting where no update can be filled.
         """
@@ -132,7 +133,7 @@ class Planner:
         return float(value)
 
     def split_rollouts(self, keys: list[Any]) -> list[list[Any]]:
-        """Trajectories in order of first occurrence, cut into updates; those that fill no update are left out."""
+        """Cuts trajectories, in order of first occurrence, into updates; those that fill no update are left out."""
         size = self.settings.global_batch_size
         if self.settings.use_dynamic_global_batch_size and keys:
             return [keys]

@@ -49,7 +49,7 @@ class Runs:
 
     @staticmethod
     def apart(lengths: Sequence[int], device: torch.device | str) -> Runs:
-        """Sequences end to end, of which none sees another."""
+        """Lays sequences end to end, of which none sees another."""
         held = [length for length in lengths if length]
         limits = _limits(held, device)
         longest = bound(max(held, default=1))
@@ -57,7 +57,7 @@ class Runs:
 
     @staticmethod
     def gathered(lengths: Sequence[int], keys: Sequence[np.ndarray], device: torch.device | str) -> Runs:
-        """keys: for each run the tokens that it sees, [k] int64."""
+        """Gathers the keys of each run. keys: for each run the tokens that it sees, [k] int64."""
         k_lengths = [len(seen) for seen in keys]
         index = torch.from_numpy(np.concatenate(keys)).to(device)
         return Runs(

@@ -38,12 +38,12 @@ class Lengths:
         return found
 
     def shared(self) -> list[int]:
-        """Positions of samples whose prompt another one may share."""
+        """Returns positions of samples whose prompt another one may share."""
         members = Counter(which for which, _ in self.prompts.values())
         return [position for position, (which, _) in self.prompts.items() if members[which] > 1]
 
     def told_apart(self, digests: Mapping[int, str]) -> Lengths | None:
-        """Lengths where only samples with equal digests of their prompts share one; None where those are these."""
+        """Returns lengths where only samples with equal digests share a prompt; None where those are these."""
         seen: dict[Hashable, set[str]] = {}
         for position, digest in digests.items():
             if position in self.prompts:
@@ -54,7 +54,7 @@ class Lengths:
         return Lengths(self.total, prompts)
 
     def families(self, positions: Sequence[int]) -> list[MicroBatch]:
-        """Samples that share a prompt, in the order of the first of each."""
+        """Groups samples that share a prompt, in the order of the first of each."""
         found: dict[Hashable, MicroBatch] = {}
         for position in positions:
             key = self.prompts[position][0] if position in self.prompts else ("alone", position)
@@ -112,7 +112,7 @@ def regroup(
 
 
 def fewest_bins(positions: Sequence[int], lengths: Lengths, max_tokens: int) -> list[MicroBatch]:
-    """Bins of up to `max_tokens`; a longer sample is alone.
+    """Returns bins of up to `max_tokens`; a longer sample is alone.
 
     Samples that share a prompt are one item, or several where they are too many for a bin, which have the prompt once
     each. Items stay in their order, first-fit, unless best-fit of the largest first makes fewer bins, or cutting items
@@ -139,7 +139,7 @@ def _may_be_fewer(sizes: Sequence[int], max_tokens: int, bins: int) -> bool:
 
 
 def _pieces(family: Sequence[int], lengths: Lengths, max_tokens: int | None) -> list[MicroBatch]:
-    """Parts of a family of up to `max_tokens`, in order; a longer sample is one."""
+    """Returns parts of a family of up to `max_tokens`, in order; a longer sample is one."""
     pieces: list[MicroBatch] = []
     room = 0.0
     for position in family:
@@ -154,7 +154,7 @@ def _pieces(family: Sequence[int], lengths: Lengths, max_tokens: int | None) -> 
 
 
 def _filled_in_order(families: Sequence[MicroBatch], lengths: Lengths, max_tokens: int) -> list[MicroBatch]:
-    """Bins filled one after the other; what of a family is left when one is full begins the next."""
+    """Returns bins filled one after the other; what of a family is left when one is full begins the next."""
     bins: list[MicroBatch] = []
     room = 0
     for family in families:
@@ -172,7 +172,7 @@ def _filled_in_order(families: Sequence[MicroBatch], lengths: Lengths, max_token
 
 
 def best_fit_decreasing(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Indexes of `sizes` in bins of up to `max_size`, each in the bin with the least room that takes it."""
+    """Returns indexes of `sizes` in bins of up to `max_size`, each in the bin with the least room that takes it."""
     bins: list[list[int]] = []
     # (room, bin), least room first.
     room: list[tuple[int, int]] = []
@@ -190,7 +190,7 @@ def best_fit_decreasing(sizes: Sequence[int], max_size: int) -> list[list[int]]:
 
 
 def first_fit(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Indexes of `sizes` in bins of up to `max_size`, each in the first bin that takes it."""
+    """Returns indexes of `sizes` in bins of up to `max_size`, each in the first bin that takes it."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item, size in enumerate(sizes):
@@ -225,7 +225,7 @@ def _split_to(bins: list[MicroBatch], number: int, lengths: Lengths) -> None:
 
 
 def partition(costs: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Indexes of `costs` in `parts` lists, by the largest differencing method (Karmarkar and Karp, 1982).
+    """Returns indexes of `costs` in `parts` lists, by the largest differencing method (Karmarkar and Karp, 1982).
 
     equal_size: every list has the same number of indexes; ValueError where `parts` does not divide their number.
     Deterministic: ties go to lower indexes. Lists are sorted, and ordered by their first index; empty ones last.

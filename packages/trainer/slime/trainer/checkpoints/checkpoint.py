@@ -164,7 +164,8 @@ def save_checkpoint(
     place: bytes | None = None,
     critic: FsdpBackend | None = None,
 ) -> None:
-    """Collective; rank 0 writes. `source` is the directory that config and tokenizer files come from.
+    """Writes a checkpoint; collective, rank 0 writes. `source` is the directory that config and tokenizer files come
+    from.
 
     Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint; then and after any other failure nothing
     lies at `path` but what lay there before.

@@ -50,7 +50,7 @@ class Profiler:
 
 
 def directory_below(args: Any, chosen: str | None, name: str) -> Path:
-    """`chosen`, or `name` below the output directory of the run, or of this process where it has none."""
+    """Returns `chosen`, or `name` below the output directory of the run, or of this process where it has none."""
     return Path(chosen) if chosen is not None else Path(getattr(args, "output_dir", None) or ".") / name
 
 

@@ -124,7 +124,7 @@ class Ranks:
 
 
 def _process_groups(name: str | None, device_type: str, world_size: int) -> str:
-    """Torch's names of the backends for `--distributed-backend`."""
+    """Returns torch's names of the backends for `--distributed-backend`."""
     if device_type != "cuda":
         if name not in (None, "gloo"):
             raise InvalidSetting.requires(f"--distributed-backend {name}", "GPUs", "use gloo, the default here")

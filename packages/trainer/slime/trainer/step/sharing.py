@@ -19,7 +19,7 @@ ReadSamples = Callable[[Sequence[int]], Iterator[Sample]]
 
 
 class ReplicaReader:
-    """Collective, as every method is.
+    """Reads samples for a replica. Collective, as every method is.
 
     each_reads: every rank reads by itself, because the ranks of a node share the large parts in memory.
     """

@@ -85,7 +85,8 @@ class Preparation:
         return metrics
 
     def _needs_old_log_probs(self, updates: int) -> bool:
-        """False where the policy at the start of the update is the old policy: `log_probs.detach()` is the same."""
+        """Returns False where the policy at the start of the update is the old policy: `log_probs.detach()` is the
+        same."""
         s = self.settings
         if s.loss_type == "sft_loss":
             return False
@@ -138,7 +139,7 @@ class Preparation:
         return metrics
 
     def _scores(self, work: Work, of: str, *, entropy: bool = False) -> list[Outputs | None]:
-        """Scores of `work.batches`, in whatever micro-batches they are computed."""
+        """Returns scores of `work.batches`, in whatever micro-batches they are computed."""
         found = self.backend.scores(work.scored, of=of, entropy=entropy)
         if work.scored is work.batches:
             return found

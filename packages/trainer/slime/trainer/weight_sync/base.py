@@ -50,14 +50,15 @@ class WeightTransport(abc.ABC):
 
 
 def as_dtype(weights: Weights, dtype: torch.dtype, *, on_device: bool = False) -> Weights:
-    """Floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
+    """Yields floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
     for name, tensor in weights:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         yield name, tensor.detach().to(tensor.device if on_device else "cpu", wanted).contiguous()
 
 
 def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """(tensors of one dtype, at most `max_bytes`, whether it is the last). A larger tensor is alone in its bucket.
+    """Yields (tensors of one dtype, at most `max_bytes`, whether it is the last). A larger tensor is alone in its
+    bucket.
 
     A bucket that its user clears is not kept.
     """

@@ -24,7 +24,8 @@ CHECKER = "/weights_checker"
 
 
 class EqualityCheck:
-    """directory: readable by the engines too; None: the system's for temporary files.
+    """The check of --check-weight-update-equal. directory: readable by the engines too; None: the system's for
+    temporary files.
 
     write_directory(path, weights) writes a whole Hugging Face directory.
     """

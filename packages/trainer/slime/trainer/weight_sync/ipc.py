@@ -37,7 +37,8 @@ DEVICE_ARGUMENT = 6
 
 
 class IpcTransport(WeightTransport):
-    """bucket_bytes: of weights that are copied first; a GPU holds the tensors of one bucket and a flat copy of them."""
+    """Shares GPU memory with engines. bucket_bytes: of weights that are copied first; a GPU holds the tensors of one
+    bucket and a flat copy of them."""
 
     name = "ipc"
     on_every_rank = True
@@ -146,7 +147,7 @@ def _place(name: str, tensor: Tensor, start: int) -> types.SimpleNamespace:
 
 
 def _pieces(weights: Weights) -> tuple[list[dict[str, Tensor]], Weights]:
-    """Tensors that lie together in one piece of memory, by piece; and those that have memory of their own."""
+    """Returns tensors that lie together in one piece of memory, by piece; and those that have memory of their own."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in weights:
         found.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor

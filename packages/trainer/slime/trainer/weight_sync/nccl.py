@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class NcclTransport(WeightTransport):
-    """device: of the tensors; on the CPU the group is a gloo group."""
+    """Broadcasts weights to engines. device: of the tensors; on the CPU the group is a gloo group."""
 
     name = "nccl"
     on_device = True

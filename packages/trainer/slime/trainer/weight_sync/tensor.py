@@ -21,7 +21,7 @@ LARGEST_BODY = 16 << 20
 
 
 class TensorTransport(WeightTransport):
-    """bucket_bytes: largest bucket, at most LARGEST_BODY."""
+    """Posts weights to engines. bucket_bytes: largest bucket, at most LARGEST_BODY."""
 
     name = "tensor"
 

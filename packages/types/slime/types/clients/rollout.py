@@ -43,8 +43,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """engine_restarts: how often an engine died or hung, and was started again, since the service began.
-    restarts_engines: whether engines are started again."""
+    """The status of a rollout service. engine_restarts: how often an engine died or hung, and was started again, since
+    the service began. restarts_engines: whether engines are started again."""
 
     engines: list[Engine]
     weight_version: int

@@ -48,7 +48,7 @@ class TrainerClient(Client):
         return self.train_and_score(step, num_groups, (), timeout).metrics
 
     def train_and_score(self, step: int, num_groups: int, positions: Sequence[int], timeout: float) -> TrainedStep:
-        """Like `train_step`; also returns the log-probs of the samples at `positions` of the sealed step."""
+        """Does what `train_step` does; also returns the log-probs of the samples at `positions` of the sealed step."""
         request = trainer_pb2.TrainStepRequest(
             writer=self._writer(), step=step, num_groups=num_groups, log_prob_positions=positions
         )

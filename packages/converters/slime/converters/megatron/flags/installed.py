@@ -29,7 +29,7 @@ UNUSED = "a flag of the installed Megatron-LM that nothing here uses"
 
 
 def arguments_file() -> Path | None:
-    """Megatron-LM's `megatron/training/arguments.py`, if it is on the path; imports nothing."""
+    """Returns Megatron-LM's `megatron/training/arguments.py`, if it is on the path; imports nothing."""
     spec = importlib.util.find_spec("megatron")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place, "training", "arguments.py")
@@ -39,7 +39,8 @@ def arguments_file() -> Path | None:
 
 
 def with_installed(path: Path, rows: Sequence[FlagRow]) -> tuple[FlagRow, ...]:
-    """`rows` as the Megatron-LM of `path` has them; `rows` as they are, with a warning, where it cannot be imported."""
+    """Returns `rows` as the Megatron-LM of `path` has them; `rows` as they are, with a warning, where it cannot be
+    imported."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(f"{path} {path.stat().st_mtime_ns} {dump(rows)}".encode()).hexdigest()[:16]
     cached = Path(home, "slime", f"megatron-flags-{key}.tsv")
@@ -71,7 +72,7 @@ def with_installed(path: Path, rows: Sequence[FlagRow]) -> tuple[FlagRow, ...]:
 
 
 def merge(rows: Sequence[FlagRow], parser: argparse.ArgumentParser, fields: dict[str, str]) -> list[FlagRow]:
-    """`rows` with the spellings, choices and defaults of `parser`; its other flags follow.
+    """Returns `rows` with the spellings, choices and defaults of `parser`; its other flags follow.
 
     fields: fields of megatron-core's configs, name -> `CLASS.FIELD`: another flag that sets one is used, others are
     refused.

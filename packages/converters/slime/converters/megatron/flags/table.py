@@ -45,7 +45,7 @@ def why_refused(flag: str) -> str | None:
 
 
 def defaults() -> dict[str, Any]:
-    """Megatron-LM's defaults of all flags that are taken, by attribute."""
+    """Returns Megatron-LM's defaults of all flags that are taken, by attribute."""
     return {row.dest: row.default for row in by_dest().values() if row.taken}
 
 

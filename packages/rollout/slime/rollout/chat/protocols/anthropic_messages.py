@@ -175,7 +175,7 @@ def _system(body: JSON) -> list[JSON]:
 
 
 def _tools(body: JSON) -> list[JSON] | None:
-    """Tools in OpenAI's form. Raises InvalidField."""
+    """Returns tools in OpenAI's form. Raises InvalidField."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if choice is not None and not (isinstance(choice, dict) and choice.get("type") in ("auto", "none")):
         raise InvalidField("tool_choice", choice, "{'type': 'auto'} or {'type': 'none'}: a call cannot be forced here")
@@ -239,7 +239,8 @@ def _assistant(position: int, blocks: list[Any]) -> JSON:
 
 
 def _user(position: int, role: str, blocks: list[Any]) -> list[JSON]:
-    """Results of tools are messages of their own; texts that follow each other are one message."""
+    """Returns the messages of a turn of the user: results of tools are messages of their own, and texts that follow
+    each other are one message."""
     messages: list[JSON] = []
     for j, block in enumerate(blocks):
         where = f"messages[{position}].content[{j}]"

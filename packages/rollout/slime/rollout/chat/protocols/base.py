@@ -21,7 +21,7 @@ class Events(Interface):
     def begin(self, prompt_tokens: int) -> list[bytes]: ...
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        """log_probs: of the tokens of the pieces, where they were asked for."""
+        """Returns the events of new pieces. log_probs: of the tokens of the pieces, where they were asked for."""
 
     def end(self, answer: Answer) -> list[bytes]: ...
 
@@ -29,7 +29,7 @@ class Events(Interface):
 
 
 class Protocol(Interface):
-    """path: of the requests. model: the name of the model in an answer."""
+    """A protocol that agents speak. path: of the requests. model: the name of the model in an answer."""
 
     path: str
 

@@ -249,7 +249,7 @@ def offered(tools: Any, choice: Any) -> list[JSON] | None:
 
 
 def usage(answers: Sequence[Answer]) -> JSON:
-    """Token counts of the answers to one prompt, which counts once."""
+    """Returns token counts of the answers to one prompt, which counts once."""
     prompt, completion = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
     return {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
@@ -258,7 +258,8 @@ def usage(answers: Sequence[Answer]) -> JSON:
 
 
 def error_body(error: SlimeError, status: int) -> JSON:
-    """OpenAI's form, and beside it the field, the value and what was expected, as the engine's other calls say it."""
+    """Returns OpenAI's form, and beside it the field, the value and what was expected, as the engine's other calls say
+    it."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return {
         "error": {

@@ -238,7 +238,7 @@ def _check_text(text: Any) -> None:
 
 
 def _tools(tools: Any) -> Any:
-    """Tools in the form of the chat protocol. Raises InvalidField."""
+    """Returns tools in the form of the chat protocol. Raises InvalidField."""
     if not isinstance(tools, list):
         return tools
     converted = []
@@ -252,7 +252,7 @@ def _tools(tools: Any) -> Any:
 
 
 def _messages(items: Any) -> list[JSON]:
-    """Messages of the chat protocol. What the assistant wrote in a row (reasoning, text, calls) is one of them."""
+    """Returns messages of the chat protocol. What the assistant wrote in a row (reasoning, text, calls) is one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:

@@ -15,7 +15,8 @@ ParseBlock = Callable[[str, Mapping[str, JSON]], Sequence[ToolCall] | None]
 
 
 class AnswerParser(Protocol):
-    """Text arrives in parts of any size; where they are cut changes nothing in the sum of the pieces."""
+    """Parses the text of an answer into pieces. Text arrives in parts of any size; where they are cut changes nothing
+    in the sum of the pieces."""
 
     def feed(self, text: str) -> list[Piece]: ...
 
@@ -38,7 +39,8 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class Thinking:
-    """begins: every answer begins with reasoning, also where neither the prompt nor the answer opens it."""
+    """A syntax of reasoning. begins: every answer begins with reasoning, also where neither the prompt nor the answer
+    opens it."""
 
     open: str = "<think>"
     close: str = "</think>"
@@ -73,7 +75,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, JSON]:
-    """Properties of the parameters of tools in OpenAI's form, by the name of the tool."""
+    """Returns properties of the parameters of tools in OpenAI's form, by the name of the tool."""
     found: dict[str, JSON] = {}
     for tool in tools or ():
         function = tool.get("function") if isinstance(tool, Mapping) else None

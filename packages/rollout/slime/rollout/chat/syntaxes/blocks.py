@@ -10,8 +10,8 @@ from slime.rollout.chat.syntaxes.base import CallSyntax, Thinking
 
 
 class BlockParser:
-    """calls, thinking: None where the answer has none, and everything is content. opened: the prompt ends with the
-    start of reasoning.
+    """Parses answers with blocks between marks. calls, thinking: None where the answer has none, and everything is
+    content. opened: the prompt ends with the start of reasoning.
 
     A block that is no call stays content. White space before and after calls is none.
     """

@@ -10,7 +10,7 @@ from slime.rollout.chat.syntaxes.base import JSON, CallSyntax, ParseBlock, dump,
 
 
 def _call_of(value: JSON | None) -> ToolCall | None:
-    """{"name": ..., "arguments": {...}}; Llama calls the arguments parameters."""
+    """Reads {"name": ..., "arguments": {...}}; Llama calls the arguments parameters."""
     if value is None or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -49,7 +49,7 @@ def _enclosed(text: str, start: str, end: str, *, cut: bool = False) -> Iterator
 
 
 def _coder(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>"""
+    """Reads <function=NAME><parameter=KEY>VALUE</parameter></function>."""
     calls = []
     for function in _enclosed(block, "<function=", "</function>", cut=True):
         name, mark, body = function.partition(">")
@@ -71,7 +71,7 @@ _GLM_NAME = re.compile(r"\s*([\w.:-]+)\s*(?=<arg_key>|\Z)")
 
 
 def _glm(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"""
+    """Reads NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>."""
     match = _GLM_NAME.match(block)
     if match is None:
         return None
@@ -89,7 +89,7 @@ CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool�
 
 
 def _v3(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """function<｜tool▁sep｜>NAME, and the arguments in a fence of Markdown."""
+    """Reads function<｜tool▁sep｜>NAME, and the arguments in a fence of Markdown."""
     found = []
     for call in _enclosed(block, CALL_BEGIN, CALL_END, cut=True):
         name, mark, arguments = call.partition(CALL_SEPARATOR)[2].partition("\n```json\n")
@@ -119,13 +119,13 @@ _NUMBERED = re.compile(r"functions\.(.+):\d+")
 
 
 def _numbered(name: str, arguments: str) -> ToolCall:
-    """Kimi names a call functions.NAME:INDEX, and its template expects that as the id of the call."""
+    """Takes a call functions.NAME:INDEX, as Kimi names it; its template expects that as the id of the call."""
     match = _NUMBERED.fullmatch(name)
     return ToolCall(match[1], arguments, name) if match else ToolCall(name, arguments)
 
 
 def _dsml(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>"""
+    """Reads <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>."""
     calls = []
     for invoke in _enclosed(block, '<｜DSML｜invoke name="', "</｜DSML｜invoke>"):
         name, mark, body = invoke.partition('">')

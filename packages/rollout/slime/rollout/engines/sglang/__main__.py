@@ -75,7 +75,7 @@ def reserve_port(host: str) -> socket.socket:
 
 @contextlib.contextmanager
 def key_file(api_key: str | None) -> Iterator[list[str]]:
-    """Arguments that tell SGLang its API key without holding it; none without a key."""
+    """Returns arguments that tell SGLang its API key without holding it; none without a key."""
     if api_key is None:
         yield []
         return

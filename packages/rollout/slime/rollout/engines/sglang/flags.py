@@ -77,7 +77,7 @@ class _Collect(argparse.Action):
 
 
 def check(args: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` by the names of the flags that they set (aliases resolved, underscores), each value checked.
+    """Returns `args` by the names of the flags that they set (aliases resolved, underscores), each value checked.
 
     Raises UnknownFlag with the nearest name, InvalidSetting for a value that does not fit or a flag that is ours.
     """

@@ -17,8 +17,8 @@ TABLE = Path(__file__).with_name("server_flags.json")
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """version: whose flags they are; None where the installed package does not say. by_name: without dashes in front;
-    an alias has an entry of its own."""
+    """The flags of SGLang's server. version: whose flags they are; None where the installed package does not say.
+    by_name: without dashes in front; an alias has an entry of its own."""
 
     version: str | None
     by_name: dict[str, ServerFlag]

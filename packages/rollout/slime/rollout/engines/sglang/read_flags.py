@@ -112,7 +112,7 @@ def _field_flag(name: str, annotation: ast.expr, constants: _Constants) -> Serve
 
 
 def _shape(kind: ast.expr, given: dict[str, ast.expr], constants: _Constants) -> dict[str, Any]:
-    """Type, nargs, choices and negation of a field of this type."""
+    """Returns type, nargs, choices and negation of a field of this type."""
     choices = constants.choices(given.get("choices"))
     if "action" in given:
         if ast.unparse(given["action"]).endswith("BooleanOptionalAction"):

@@ -90,7 +90,7 @@ def _alike(answer: str, gold: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """`text` in one form where it is words (no solution, Monday, (A)), else nothing."""
+    """Returns `text` in one form where it is words (no solution, Monday, (A)), else nothing."""
     plain = " ".join(_TEXT.sub(r" \1 ", text).split())
     if not _WORDS.fullmatch(plain.strip("()")) or "\\" in plain:
         return ""

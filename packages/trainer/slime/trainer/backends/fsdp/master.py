@@ -38,7 +38,7 @@ class Piece:
     ranges: list[tuple[int, torch.Size]]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Parts of [N], one for each parameter."""
+        """Returns parts of [N], one for each parameter."""
         return [flat[start : start + math.prod(shape)].view(shape) for start, shape in self.ranges]
 
     @property
@@ -115,7 +115,7 @@ class MasterWeights:
             yield owner, max(start, owner * size), min(end, (owner + 1) * size)
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """gradients: of `parameters`, one each."""
+        """Adds up the gradients of `parameters`, one each."""
         pairs = [(into, g) for into, g in zip(self.gradients, gradients, strict=True) if g is not None]
         torch._foreach_add_([into for into, _ in pairs], [g for _, g in pairs])
 
@@ -147,7 +147,7 @@ class MasterWeights:
                 dist.all_gather_into_tensor(piece.weights, piece.own)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Tensors that training needs besides the weights and gradients."""
+        """Yields tensors that training needs besides the weights and gradients."""
         for piece in (*self.trained, self.fixed):
             yield piece.master.data
 

@@ -129,7 +129,8 @@ class Passes:
     def _backward(
         self, again: Callable[[], tuple[Tensor, ...]], outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """again: makes the outputs once more, where their backward pass cannot be compiled."""
+        """Adds gradients to those of the weights. again: makes the outputs once more, where their backward pass cannot
+        be compiled."""
         pairs = [
             (output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None
         ]
@@ -169,7 +170,7 @@ class Passes:
         return _logits(model, batch.tokens, positions, batch.runs, batch.rows, **images)
 
     def _input(self, tensor: Tensor) -> Tensor:
-        """On the device, in the type of the weights; FSDP2 casts what its modules are given itself."""
+        """Moves a tensor to the device, in the type of the weights; FSDP2 casts what its modules are given itself."""
         dtype = torch.bfloat16 if self._master is not None and tensor.is_floating_point() else None
         return tensor.to(self.device, dtype)
 

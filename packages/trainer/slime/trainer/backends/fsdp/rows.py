@@ -151,7 +151,7 @@ class StaticRows:
 
     @staticmethod
     def takes(batch: PackedBatch) -> bool:
-        """Rows whose keys are gathered or that have images go as they are."""
+        """Returns False for rows whose keys are gathered or that have images: these go as they are."""
         return batch.runs.keys is None and not batch.images
 
     @property
@@ -242,7 +242,8 @@ class _Captured:
 def gradients_of(
     number: int, batch: PackedBatch, loss: LossFunction, entropy: str, outcome: Outcome, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the loss with regard to all log-probs and entropies of a row, of which the first are the batch's."""
+    """Returns gradients of the loss with regard to all log-probs and entropies of a row, of which the first are the
+    batch's."""
     trained = len(batch.rows)
     log_probs = outcome[0].detach().requires_grad_()
     entropies = outcome[1].detach().requires_grad_(entropy == "gradient")

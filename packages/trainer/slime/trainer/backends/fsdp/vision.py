@@ -45,6 +45,6 @@ def accept_images(model: Any) -> None:
 
 
 def _seeing(model: Any) -> list[Tensor]:
-    """Parameters that train and are not of the language model."""
+    """Returns parameters that train and are not of the language model."""
     spoken = {id(p) for p in model.get_decoder().parameters()}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in spoken]

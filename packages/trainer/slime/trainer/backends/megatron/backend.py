@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 
 class MegatronBackend(Backend):
-    """args: Megatron's arguments by attribute name, the model's and the user's; config: the object of config.json."""
+    """A backend over megatron-core. args: Megatron's arguments by attribute name, the model's and the user's; config:
+    the object of config.json."""
 
     name = "megatron"
 
@@ -229,7 +230,7 @@ class MegatronBackend(Backend):
         yield from self._gathered(parts, dtype=dtype, everywhere=everywhere)
 
     def named_gradients(self) -> NamedTensors:
-        """Gradients in the form of `named_weights`; a buffer has none and stands for itself."""
+        """Yields gradients in the form of `named_weights`; a buffer has none and stands for itself."""
 
         def gradient(tensor: Tensor) -> Tensor:
             return getattr(tensor, "main_grad", tensor)

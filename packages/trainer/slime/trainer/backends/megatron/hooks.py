@@ -23,7 +23,7 @@ class Hooks:
             self._init(self._args)
 
     def before_log_probs(self, chunks: list[Any], prefix: str) -> None:
-        """prefix: "" for the policy, "ref_" for the reference model."""
+        """Called before log-probs are computed. prefix: "" for the policy, "ref_" for the reference model."""
         if self._log_prob is not None:
             self._log_prob(self._args, chunks, prefix)
 

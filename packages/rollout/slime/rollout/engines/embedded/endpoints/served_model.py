@@ -25,8 +25,8 @@ MOST_WAITING = 1 << 18  # sequences
 
 
 class ServedModel:
-    """name: the one that /v1/models lists. workers: threads for rendering and tokenizing, whose time grows with the
-    request."""
+    """A loaded model and its scheduler. name: the one that /v1/models lists. workers: threads for rendering and
+    tokenizing, whose time grows with the request."""
 
     def __init__(self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions) -> None:
         self.loaded = loaded
@@ -66,7 +66,7 @@ class ServedModel:
 
 
 async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -> web.StreamResponse:
-    """Server-sent events, and [DONE]. What goes wrong after the head is sent is an event with `error`."""
+    """Sends server-sent events and [DONE]. What goes wrong after the head is sent is an event with `error`."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await stream.prepare(request)
     try:

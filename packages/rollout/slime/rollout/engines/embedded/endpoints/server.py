@@ -238,7 +238,8 @@ class EngineServer(ServedModel):
         return web.json_response({"success": True, "message": f"loaded {path}", "weight_version": version})
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
-        """Body: one bucket of safetensors. Query: weight_version, and last=true with the last bucket."""
+        """Loads new weights. Body: one bucket of safetensors. Query: weight_version, and last=true with the last
+        bucket."""
         version, last = request.query.get("weight_version"), request.query.get("last", "true")
         if not version:
             raise InvalidField("weight_version", version, "the version that these weights are, in the query")

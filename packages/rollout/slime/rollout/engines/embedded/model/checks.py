@@ -24,7 +24,7 @@ class WeightChecker:
         self._snapshot: dict[str, torch.Tensor] | None = None
 
     def run(self, action: str) -> dict[str, Any]:
-        """SGLang's answer. Raises InvalidField for another action or for tensors that differ, which it names."""
+        """Returns SGLang's answer. Raises InvalidField for another action, or naming tensors that differ."""
         if action not in ACTIONS:
             raise InvalidField("action", action, f"one of {', '.join(ACTIONS)}")
         tensors = self._weights.tensors

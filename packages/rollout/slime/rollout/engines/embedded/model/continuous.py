@@ -22,7 +22,8 @@ from slime.rollout.engines.embedded.model.response import Response
 
 @dataclass(eq=False)
 class _Row:
-    """cached: how many of the sequence's tokens the cache holds. packing: the weights that computed them."""
+    """A running sequence. cached: how many of the sequence's tokens the cache holds. packing: the weights that computed
+    them."""
 
     response: Response
     cached: int

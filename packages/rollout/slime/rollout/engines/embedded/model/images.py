@@ -18,7 +18,7 @@ EXPECTED = "images as base64, or as data:image/...;base64,...: the embedded engi
 
 
 def parse_image_data(value: Any, count: int, *, batched: bool) -> list[list[bytes]]:
-    """`image_data` of a request for `count` prompts: the encoded images of each. Raises InvalidField."""
+    """Reads `image_data` of a request for `count` prompts: the encoded images of each. Raises InvalidField."""
     if not value:
         return [[] for _ in range(count)]
     each = value if batched else [value]

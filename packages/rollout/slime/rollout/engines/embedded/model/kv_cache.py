@@ -50,7 +50,8 @@ class KvCache:
         return keys, values
 
     def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
-        """used: how many tokens each of the first rows has by now. Nothing else is copied, and so takes memory.
+        """Makes room for so many rows and tokens. used: how many tokens each of the first rows has by now. Nothing else
+        is copied, and so takes memory.
 
         Raises EngineError where the system refuses the address space.
         """

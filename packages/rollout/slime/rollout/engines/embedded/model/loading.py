@@ -24,7 +24,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass
 class Loaded:
-    """vocab_size: of the model's embedding; eos_ids: tokens that end a response."""
+    """A model with its tokenizer. vocab_size: of the model's embedding; eos_ids: tokens that end a response."""
 
     model: Any
     tokenizer: Any

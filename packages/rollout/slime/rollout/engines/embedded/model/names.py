@@ -28,7 +28,7 @@ class _InPlace(torch.Tensor):
 
 
 def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Views of the parameters and persistent buffers by their names in the files of a Hugging Face directory.
+    """Returns views of the parameters and persistent buffers by their names in the files of a Hugging Face directory.
 
     A tied weight is there under each of its names. To write to all of them is to write the whole model.
     Raises NotAvailable, naming a tensor, for a model with one that its files have in a form that is no part of it.

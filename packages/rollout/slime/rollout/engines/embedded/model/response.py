@@ -45,7 +45,8 @@ class Response:
         return self.media_id, (*self.prompt_ids, *self.output_ids)
 
     def add_experts(self, rows: np.ndarray) -> None:
-        """rows: [n, layers, k] of the last n tokens fed; those of tokens that are known already are left out."""
+        """Adds the experts of tokens that were fed. rows: [n, layers, k] of the last n tokens fed; those of tokens that
+        are known already are left out."""
         known = sum(map(len, self.experts))
         fed = len(self.prompt_ids) + len(self.output_ids)
         self.experts.append(rows[len(rows) - max(0, fed - known) :])

@@ -42,7 +42,7 @@ class ModelWeights:
             )  # fmt: skip
 
     def load_bucket(self, bucket: bytes, version: str, *, last: bool) -> None:
-        """bucket: safetensors. Raises InvalidField naming the tensor."""
+        """Loads a bucket of safetensors. Raises InvalidField naming the tensor."""
         try:
             tensors = load_bytes(bucket)
         except SafetensorError as error:

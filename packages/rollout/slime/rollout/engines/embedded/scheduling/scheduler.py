@@ -188,7 +188,7 @@ class Scheduler:
             os._exit(1)
 
     def _take(self, *, block: bool) -> bool:
-        """Everything in the inbox; with `block` at least one thing. False when the engine stops."""
+        """Takes everything out of the inbox; with `block` at least one thing. Returns False when the engine stops."""
         while True:
             try:
                 item = self._inbox.get(block=block)

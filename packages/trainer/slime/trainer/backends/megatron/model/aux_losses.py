@@ -54,9 +54,8 @@ def clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def means(chunks: Sequence[torch.nn.Module], ranks: Ranks, micro_batches: int) -> dict[str, float]:
-    """Means of the losses since `clear`, without coefficients: over routers and the micro-batches of all replicas, and
-    over tokens for multi-token-prediction layers. Collective.
-    """
+    """Returns means of the losses since `clear`, without coefficients: over routers and the micro-batches of all
+    replicas, and over tokens for multi-token-prediction layers. Collective."""
     totals = ranks.add_numbers(_of_this_rank(chunks))
     found = {}
     if totals.get("mtp tokens"):

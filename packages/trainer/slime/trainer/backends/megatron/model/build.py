@@ -91,7 +91,7 @@ def _policy_model(
 
 
 def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Parts of the layers of this rank's stage: Transformer Engine's if it is installed, else our own."""
+    """Returns the parts of the layers of this rank's stage: Transformer Engine's if it is installed, else our own."""
     engine = uses_transformer_engine(args)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage

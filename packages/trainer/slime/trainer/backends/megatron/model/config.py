@@ -81,7 +81,7 @@ def _check_sequence_parallel(args: Mapping[str, Any]) -> None:
 
 
 def _shape(args: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the configuration that depend on several arguments."""
+    """Returns fields of the configuration that depend on several arguments."""
     shape: dict[str, Any] = {}
     if not args.get("group_query_attention"):
         shape["num_query_groups"] = None
@@ -128,7 +128,7 @@ def _parallel(args: Mapping[str, Any], params_dtype: torch.dtype) -> dict[str, A
 
 
 def _fusions(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM has these on by default; each is switched off where its kernel is missing."""
+    """Switches off fused kernels that are missing; Megatron-LM has all of them on by default."""
     engine, cuda = uses_transformer_engine(args), torch.cuda.is_available()
     missing = [name for name in _OF_TRANSFORMER_ENGINE if args.get(name) and not engine]
     if missing:

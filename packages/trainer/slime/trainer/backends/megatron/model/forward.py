@@ -65,7 +65,8 @@ class Pipeline:
     def scores(
         self, batches: Sequence[MaybeBatch], *, entropy: bool = False, replays: bool = True
     ) -> list[Outputs | None]:
-        """Without gradient, on every stage. replays: whether experts are replayed or recorded, as a policy's are."""
+        """Computes outputs without gradient, on every stage. replays: whether experts are replayed or recorded, as a
+        policy's are."""
 
         def collect(number: int, batch: MaybeBatch, row: RankRow, logits: Tensor) -> tuple[Tensor, Any]:
             if batch is None:
@@ -171,7 +172,7 @@ class Pipeline:
         return row.experts.chunk(self._vocabulary.size())[self._vocabulary.rank()]
 
     def _scored(self, logits: Tensor) -> tuple[Any, ...]:
-        """Arguments that the functions of log-probs and entropies share: logits, temperature, chunk, shard."""
+        """Returns arguments that functions of log-probs and entropies share: logits, temperature, chunk, shard."""
         columns, shard = real_columns(logits, self.scoring.vocab_size, self._vocabulary)
         return columns, self.scoring.temperature, self.scoring.chunk, shard
 

@@ -126,7 +126,7 @@ class PolicyModel(GPTModel):
 
 
 def adopted(model: torch.nn.Module) -> PolicyModel:
-    """`model` itself, which someone else's function made, with this head. Raises PluginError for no GPTModel."""
+    """Returns `model` itself, which a user's function made, with this head. Raises PluginError for no GPTModel."""
     if isinstance(model, PolicyModel):
         return model
     if not isinstance(model, GPTModel):

@@ -27,7 +27,8 @@ Add = Callable[[Output, Tensor, float], Tensor]
 
 @dataclasses.dataclass
 class PostNormSubmodules(TransformerLayerSubmodules):
-    """post_self_attn_layernorm, post_mlp_layernorm: what outputs go through before they are added to the residual."""
+    """Submodules of PostNormLayer. post_self_attn_layernorm, post_mlp_layernorm: what outputs go through before they
+    are added to the residual."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp

@@ -17,7 +17,8 @@ rotate_as_megatron_does = rope_utils._apply_rotary_pos_emb_thd
 
 
 def install() -> None:
-    """Idempotent. Rows that `set_positions` does not know keep Megatron's function."""
+    """Puts `rotate` in the place of Megatron's function, which rows keep that `set_positions` does not know.
+    Idempotent."""
     rope_utils._apply_rotary_pos_emb_thd = rotate
 
 
@@ -76,7 +77,7 @@ def _half_turned(t: Tensor, interleaved: bool) -> Tensor:
 
 
 def _turns(limits: Any, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [L, 1, r], kept with the row."""
+    """Returns cosines and sines, [L, 1, r], kept with the row."""
     kept = limits.slime_turns.get((mscale, dtype))
     # Layers of two kinds may have frequencies of their own.
     if kept is None or kept[0] is not freqs:

@@ -32,7 +32,7 @@ def check_optimizer(args: Mapping[str, Any], *, bf16: bool, on_gpu: bool) -> Non
 
 @torch.no_grad()
 def allocate(optimizer: HybridDeviceOptimizer, updates: int) -> None:
-    """Room for the moments, as after the first update, without moving a weight. updates: done so far."""
+    """Makes room for the moments, as after the first update, without moving a weight. updates: done so far."""
     for part in optimizer.sub_optimizers:
         if not isinstance(part, torch.optim.Adam | torch.optim.AdamW):
             # Fused kernels count the steps of a group.

@@ -119,13 +119,13 @@ class Optimizer:
                 chunk.scale_gradients(1.0 / self.scale)
 
     def settle(self) -> None:
-        """Weights whose gathering is left to the next forward pass are gathered now, for others to read. Collective."""
+        """Gathers weights whose gathering is left to the next forward pass, for others to read. Collective."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def _each(self) -> Iterator[torch.optim.Optimizer]:
-        """torch's optimizers inside Megatron's."""
+        """Yields torch's optimizers inside Megatron's."""
         for wrapped in getattr(self.wrapped, "chained_optimizers", [self.wrapped]):
             if getattr(wrapped, "optimizer", None) is not None:
                 yield wrapped.optimizer
@@ -164,7 +164,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, updates: int) -> tuple[float, float]:
-        """(gradient norm before clipping, learning rate used). updates: those done so far. Clears the gradients.
+        """Returns (gradient norm before clipping, learning rate used). updates: those done so far. Clears the
+        gradients.
 
         Raises NonFiniteGradient, on every rank alike.
         """

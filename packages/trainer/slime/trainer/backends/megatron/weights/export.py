@@ -45,7 +45,8 @@ def gather(
     dtype: torch.dtype | None = None,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in `order`; whole on rank 0 and, unless `everywhere`, empty on others. Collective.
+    """Yields (name, tensor) of every tensor in `order`; whole on rank 0 and, unless `everywhere`, empty on others.
+    Collective.
 
     parts: of this rank; no element of a tensor is on two ranks. dtype: of floating-point tensors, on their way too.
     Raises InvalidField for a tensor of which a part is on none, on every rank alike.

@@ -30,7 +30,7 @@ def table(args: Mapping[str, Any], config: Config) -> dict[str, Parameter]:
 
 
 def hf_shapes(args: Mapping[str, Any], config: Config) -> dict[str, Shape]:
-    """Name and shape of every Hugging Face tensor that the model's parameters make, in the order of its layers."""
+    """Returns name and shape of every Hugging Face tensor that the parameters make, in the order of layers."""
     return {block.name: block.shape for parameter in table(args, config).values() for block in parameter.blocks}
 
 
@@ -92,7 +92,7 @@ def _described(parameters: Mapping[str, Parameter], name: str) -> Parameter:
 
 
 def _place(parameter: Parameter, tensor: Tensor) -> tuple[int, int]:
-    """(rank, size) of the group that shares the parameter; a copy on every rank is (0, 1)."""
+    """Returns (rank, size) of the group that shares the parameter; a copy on every rank is (0, 1)."""
     if parameter.is_expert:
         rank = parallel_state.get_expert_tensor_parallel_rank()
         size = parallel_state.get_expert_tensor_parallel_world_size()
@@ -107,7 +107,8 @@ def _place(parameter: Parameter, tensor: Tensor) -> tuple[int, int]:
 def export_slices(
     chunks: Chunks, args: Mapping[str, Any], config: Config, of: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Iterator[tuple[str, Shape, Index, Tensor]]:
-    """(Hugging Face name, its shape, the part of it, that part): what this rank has to give, views of its parameters.
+    """Yields (Hugging Face name, its shape, the part of it, that part): what this rank has to give, views of its
+    parameters.
 
     Of ranks that hold the same, one gives it: all ranks together give every element once. of: what to give in place of
     a parameter, of its shape (its gradient, say).

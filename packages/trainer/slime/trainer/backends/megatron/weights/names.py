@@ -33,7 +33,7 @@ def unwrapped(chunk: torch.nn.Module) -> Any:
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(name with global layer and expert numbers, parameter or buffer), chunk by chunk.
+    """Yields (name with global layer and expert numbers, parameter or buffer), chunk by chunk.
 
     The buffers are the biases of routers. A copy of the embedding on the last stage, where the output layer is tied to
     it or layers predict ahead, comes under the embedding's name.

@@ -81,7 +81,7 @@ def model_parts(chunks: Chunks) -> Iterator[Part]:
 
 
 def optimizer_parts(optimizer: Any, chunks: Chunks) -> tuple[list[Part], dict[str, Any]]:
-    """(this rank's parts of the optimizer's state, what of it is the same on all ranks). Collective."""
+    """Returns (this rank's parts of the optimizer's state, what of it is the same on all ranks). Collective."""
     state = optimizer.sharded_state_dict(model_state(chunks), metadata=_metadata())
     parts = list(_parts({"optimizer": state}))
     rank_types = (ShardedBase, LocalNonpersistentObject)
@@ -150,7 +150,8 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _allocate(optimizer: Any, updates: int) -> None:
-    """Megatron's optimizers make no room for state before the first update, and lay out what they load after it."""
+    """Makes room for state, which Megatron's optimizers lack before the first update; they lay out what they load after
+    it."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
