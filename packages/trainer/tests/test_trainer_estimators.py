@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import statistics
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,6 @@ from trainer_tiny import Runner, make_samples, make_settings
 import slime.trainer
 from slime.trainer.algorithms.estimators import (
     ESTIMATORS,
-    Estimator,
     PolicyTerms,
     Rewards,
     find_estimator,
@@ -144,13 +144,31 @@ def test_estimators_are_named_in_their_table_alone():
     assert {name for path, name in named if path == "settings/algorithm.py"} == {"grpo"}
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_is_fifty_lines_of_one_file(name: str):
+    """The formulas at the top, its entry, which states every part, and the functions that the entry names."""
+    path = Path(inspect.getfile(find_estimator))
+    tree = ast.parse(path.read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    table = next(
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    )
+    entry = next(v for k, v in zip(table.keys, table.values, strict=True) if ast.literal_eval(k) == name)
+    parts = {keyword.arg: keyword.value for keyword in entry.keywords}
+    assert parts.keys() >= {"baseline", "scale", "whiten", "advantages", "loss"}
+    named = [functions[value.id] for value in parts.values() if isinstance(value, ast.Name)]
+    assert len(named) >= 2
+    lines = sum(node.end_lineno - node.lineno + 1 for node in (tree.body[0], entry, *named))
+    assert lines <= 50, f"docs/trainer.md says that {name} is at most 50 lines, counted {lines}"
+
+
 def test_a_new_entry_of_the_table_trains(model: str, monkeypatch: pytest.MonkeyPatch):
     """The worked example of CONTRIBUTING.md: an entry, and a pure function for what no other estimator does."""
 
     def median(rewards):
         return [statistics.median(rewards)] * len(rewards)
 
-    row = Estimator(help="reward minus the median of its group", baseline=median)
+    row = dataclasses.replace(ESTIMATORS["rloo"], help="reward minus the median of its group", baseline=median)
     monkeypatch.setitem(ESTIMATORS, "median", row)
     runner = Runner(make_settings(model, advantage_estimator="median"))
     samples = make_samples(groups=1)

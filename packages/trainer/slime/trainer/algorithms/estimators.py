@@ -3,13 +3,14 @@
 For the trajectories of a group with rewards r (see `algorithms.rewards`), then for each response token:
 
     rho = r - baseline(group)                    training reward; rho = r without a baseline
-    rho = rho / (std(group) + 1e-6)              with `scale`, unless --disable-grpo-std-normalization
+    rho = rho / (std(group) + 1e-6)              with `scale`, unless --disable-grpo-std-normalization; unbiased std
     A   = advantages(rho, KL)                    `algorithms.advantages`
     A   = (A - mean(A)) / std(A)                 over all tokens of an iteration; `whiten` requires it
     l   = loss(ratio, A)                         `algorithms.policy_loss`
 
-A new estimator is an entry, and beside it as a pure function whatever it does that no other one does. This module
-imports no torch: settings, `--help` and the documentation read it.
+An entry states all five, so these formulas, the entry and the functions that it names are the whole estimator. A new
+one is an entry, and beside it as a pure function whatever it does that no other one does. This module imports no
+torch: settings, `--help` and the documentation read it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def generalized(x: Rewards) -> Tensor:
 
 
 def ratio_of_tokens(x: PolicyTerms) -> tuple[Tensor, Tensor]:
-    """l_t = max(-ratio_t * A_t, -clip(ratio_t) * A_t)."""
+    """l_t = max(-ratio_t * A_t, -clip(ratio_t, 1 - eps_clip, 1 + eps_clip_high) * A_t); dual clip at eps_clip_c."""
     from slime.trainer.algorithms.policy_loss import clipped_loss
 
     return clipped_loss(x.ppo_kl, x.advantages, x.eps_clip, x.eps_clip_high, x.eps_clip_c)
@@ -145,50 +146,53 @@ class Estimator:
     """
 
     help: str
-    baseline: Baseline | None = None
-    scale: bool = False
-    whiten: bool = False
-    advantages: Callable[[Rewards], Tensor] = of_the_trajectory
+    baseline: Baseline | None
+    scale: bool
+    whiten: bool
+    advantages: Callable[[Rewards], Tensor]
     subtracts_kl: bool = False
     discounts: bool = False
     critic: bool = False
-    loss: Callable[[PolicyTerms], tuple[Tensor, Tensor]] = ratio_of_tokens
+    loss: Callable[[PolicyTerms], tuple[Tensor, Tensor]]
 
 
 ESTIMATORS: dict[str, Estimator] = {
     # GRPO (arXiv:2402.03300, section 4.1.2); Dr. GRPO (arXiv:2503.20783) without the scale.
     "grpo": Estimator(
         help="reward minus its group's mean, divided by the group's standard deviation",
-        baseline=group_mean, scale=True,
+        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=ratio_of_tokens,
     ),
     # GSPO (arXiv:2507.18071).
     "gspo": Estimator(
         help="grpo with one probability ratio for a whole sequence",
-        baseline=group_mean, scale=True, loss=ratio_of_sequences,
+        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=ratio_of_sequences,
     ),
     # CISPO (arXiv:2506.13585).
     "cispo": Estimator(
         help="grpo with the clipped ratio as a constant weight of the log-probability",
-        baseline=group_mean, scale=True, loss=constant_ratio,
+        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=constant_ratio,
     ),
     # RLOO: REINFORCE with a leave-one-out baseline (arXiv:2402.14740, section 2.2).
     "rloo": Estimator(
         help="reward minus the mean of the other rewards of its group",
-        baseline=mean_of_the_others,
+        baseline=mean_of_the_others, scale=False, whiten=False, advantages=of_the_trajectory, loss=ratio_of_tokens,
     ),
     # REINFORCE++ (arXiv:2501.03262).
     "reinforce_plus_plus": Estimator(
         help="discounted return of the reward and of the KL penalty, whitened",
-        whiten=True, advantages=discounted, subtracts_kl=True, discounts=True,
+        baseline=None, scale=False, whiten=True, advantages=discounted, loss=ratio_of_tokens,
+        subtracts_kl=True, discounts=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
         help="reward minus its group's mean and minus the KL penalty, whitened",
-        baseline=group_mean, whiten=True, advantages=less_the_kl, subtracts_kl=True,
+        baseline=group_mean, scale=False, whiten=True, advantages=less_the_kl, loss=ratio_of_tokens,
+        subtracts_kl=True,
     ),
     # PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438).
     "ppo": Estimator(
         help="generalized advantage estimation with the values of a critic, a model of its own",
-        advantages=generalized, subtracts_kl=True, discounts=True, critic=True,
+        baseline=None, scale=False, whiten=False, advantages=generalized, loss=ratio_of_tokens,
+        subtracts_kl=True, discounts=True, critic=True,
     ),
 }  # fmt: skip
 
