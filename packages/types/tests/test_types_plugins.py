@@ -113,4 +113,4 @@ def test_a_setting_that_is_not_set_has_no_function(file: Path) -> None:
     with pytest.raises(PluginError, match=r"--custom-rm-path .*: it takes \(args\)"):
         load_setting(settings, "custom_rm_path")
     with pytest.raises(PluginError, match=r"^--eval-config: math "):
-        load_plugin(f"{file}:alone", flag="--custom-rm-path", shown="--eval-config: math")
+        load_plugin(f"{file}:alone", flag="--custom-rm-path", label="--eval-config: math")

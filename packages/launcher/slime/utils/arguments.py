@@ -19,8 +19,8 @@ def parse_args(
     add_custom_arguments: adds flags of the caller to a parser and returns it; they come before those of slime.
     Raises ConfigError for a flag that is unknown or does not fit.
     """
-    own, words = argparse.Namespace(), sys.argv[1:]
+    caller_args, words = argparse.Namespace(), sys.argv[1:]
     if add_custom_arguments is not None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        own, words = (add_custom_arguments(parser) or parser).parse_known_args(words)
-    return argparse.Namespace(**{**run_config.parse(words).flat, **vars(own)})
+        caller_args, words = (add_custom_arguments(parser) or parser).parse_known_args(words)
+    return argparse.Namespace(**{**run_config.parse(words).flat, **vars(caller_args)})

@@ -199,13 +199,13 @@ class ConfigError(SlimeError):
         instead: what to use in its place, where that is known for certain.
         """
         names = [str(each) for each in known]
-        shown = str(name) if str(name).startswith("--") else repr(name)
+        quoted = str(name) if str(name).startswith("--") else repr(name)
         near = nearest(str(name), names)
         near = None if near in set(refused) else near
         if instead:
-            return cls(f"unknown {kind} {shown}; use {instead}", field=field or str(name), expected=instead)
-        rest = "; see --help" if shown.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
-        message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(shown)}{_did_you_mean(near) or rest}"
+            return cls(f"unknown {kind} {quoted}; use {instead}", field=field or str(name), expected=instead)
+        rest = "; see --help" if quoted.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
+        message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(quoted)}{_did_you_mean(near) or rest}"
         return cls(message, field=field or str(name), value=name if field else "", expected=near or ", ".join(names))
 
 

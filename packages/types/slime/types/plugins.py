@@ -26,14 +26,14 @@ from slime.types.setting_values import flag_name
 _LOADING = threading.RLock()
 
 
-def load_plugin(path: str, *, flag: str, shown: str = "", names: Sequence[str] = ()) -> Callable[..., Any]:
+def load_plugin(path: str, *, flag: str, label: str = "", names: Sequence[str] = ()) -> Callable[..., Any]:
     """Loads the function at `path` and checks it against the contract of `flag` (see `plugin_contracts`).
 
-    shown: how errors name the setting (default: the flag). names: tried before the usual ones, for a file without
+    label: how errors name the setting (default: the flag). names: tried before the usual ones, for a file without
     `:name`. Raises PluginError naming the setting, the path, and what is wrong with it.
     """
     contract = CONTRACTS[flag]
-    setting = shown or flag
+    setting = label or flag
     function = find_function(path, flag=setting, names=names, usual=contract.names)
     function = getattr(function, contract.constructor or "", None) or function
     if not contract.fits(function):

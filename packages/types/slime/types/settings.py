@@ -242,8 +242,8 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     meta = field.metadata
     names = flag_names(field)
     default = _default(field)
-    shown = " (required)" if default is REQUIRED else f" (default: {default_text(default)})"
-    text = flag_help(field).replace("%", "%%") + ("" if _is_untold(default) else shown)
+    default_note = " (required)" if default is REQUIRED else f" (default: {default_text(default)})"
+    text = flag_help(field).replace("%", "%%") + ("" if _is_untold(default) else default_note)
     common: dict[str, Any] = dict(
         dest=field.name,
         default=argparse.SUPPRESS,
@@ -384,7 +384,7 @@ def markdown_table(*settings: type) -> str:
     rows = ["| flag | default | what it is |", "|---|---|---|"]
     for action in parser._actions:
         default = defaults[action.dest]
-        shown = (
+        default_cell = (
             "required"
             if default is REQUIRED
             else ""
@@ -392,5 +392,5 @@ def markdown_table(*settings: type) -> str:
             else f"`{default_text(default)}`"
         )
         text = re.sub(r" \((default: .*|required)\)$", "", (action.help or "").replace("%%", "%")).replace("|", "\\|")
-        rows.append(f"| `{', '.join(action.option_strings)}` | {shown} | {text} |")
+        rows.append(f"| `{', '.join(action.option_strings)}` | {default_cell} | {text} |")
     return "\n".join(rows)

@@ -54,14 +54,14 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
     if name in parts:
         return
     inner = inspect.unwrap(value) if callable(value) else value
-    own = getattr(inner, "__name__", None)
+    origin = getattr(inner, "__name__", None)
     of_module = getattr(inner, "__module__", None)
     if isinstance(value, ModuleType):
         parts[name] = f"import {value.__name__} as {name}\n"
     elif isinstance(inner, (FunctionType, type)) and of_module == "__main__":
-        if isinstance(own, str) and own not in (name, "<lambda>") and _namespace(inner).get(own) is value:
-            _collect(own, value, reward, parts)
-            parts[name] = f"{name} = {own}\n"
+        if isinstance(origin, str) and origin not in (name, "<lambda>") and _namespace(inner).get(origin) is value:
+            _collect(origin, value, reward, parts)
+            parts[name] = f"{name} = {origin}\n"
             return
         parts[name] = ""  # functions may call each other
         source = _source(name, inner, reward)
@@ -72,8 +72,10 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
                 _collect(used, _namespace(inner)[used], reward, parts)
         del parts[name]
         parts[name] = source
-    elif callable(value) and isinstance(own, str) and getattr(sys.modules.get(str(of_module)), own, None) is value:
-        parts[name] = f"from {of_module} import {own} as {name}\n"
+    elif (
+        callable(value) and isinstance(origin, str) and getattr(sys.modules.get(str(of_module)), origin, None) is value
+    ):
+        parts[name] = f"from {of_module} import {origin} as {name}\n"
     elif isinstance(value, re.Pattern):
         parts[name] = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})\n"
     elif _is_literal(value):

@@ -280,12 +280,12 @@ def check_plugins(args: Mapping[str, Any]) -> None:
     flags = declared()
     if args["rm_type"]:
         reward_function(args["rm_type"])
-    for name, own in args["eval_overrides"].items():
+    for name, overrides in args["eval_overrides"].items():
         for key in ("custom_rm_path", "custom_generate_function_path"):
-            if own.get(key):
-                load_plugin(own[key], flag=flag_name(key), shown=f"--eval-config: {name}.{key}")
-        if own.get("rm_type"):
-            reward_function(own["rm_type"])
+            if overrides.get(key):
+                load_plugin(overrides[key], flag=flag_name(key), label=f"--eval-config: {name}.{key}")
+        if overrides.get("rm_type"):
+            reward_function(overrides["rm_type"])
     for name, flag in flags.items():
         value = args.get(name)
         if flag_name(name) in CONTRACTS and value and value != flag.default:

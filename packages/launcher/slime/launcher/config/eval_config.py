@@ -36,8 +36,8 @@ def apply_eval_config(values: dict[str, Any]) -> None:
         raise InvalidSetting.conflict(FLAG, "--eval-prompt-data", "both name the evaluation sets")
     sets = _read(str(path))
     values["eval_prompt_data"] = [[name, data] for name, (data, _) in sets.items()]
-    values["eval_columns"] = {name: _split(own)[0] for name, (_, own) in sets.items()}
-    values["eval_overrides"] = {name: _split(own)[1] for name, (_, own) in sets.items()}
+    values["eval_columns"] = {name: _split(entry)[0] for name, (_, entry) in sets.items()}
+    values["eval_overrides"] = {name: _split(entry)[1] for name, (_, entry) in sets.items()}
 
 
 def _read(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -78,14 +78,14 @@ def _named(name: str, entry: Any) -> Any:
     return {"name": name, **entry} if isinstance(entry, Mapping) else entry
 
 
-def _split(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (columns of the set's file, other settings)."""
-    columns = {key: value for key, value in own.items() if key in COLUMNS}
-    return columns, {key: value for key, value in own.items() if key not in COLUMNS}
+    columns = {key: value for key, value in entry.items() if key in COLUMNS}
+    return columns, {key: value for key, value in entry.items() if key not in COLUMNS}
 
 
-def _check(name: str, own: dict[str, Any], path: str) -> dict[str, Any]:
-    columns, others = _split(own)
+def _check(name: str, entry: dict[str, Any], path: str) -> dict[str, Any]:
+    columns, others = _split(entry)
     for key, value in columns.items():
         is_mapping = isinstance(value, Mapping)
         texts = list(value.values()) if is_mapping else [value]

@@ -63,29 +63,29 @@ exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of doctor
 
 
 def parser(command: str) -> Parser:
-    own = CommandParser(
+    reader = CommandParser(
         prog="slime doctor",
         usage="slime doctor [--json] [--timeout SECONDS] [CONFIG.yaml] [flags of slime train]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    own.add_argument(
+    reader.add_argument(
         "--json", action="store_true", help="Print one JSON object: {ok, findings: [{check, status, what, todo}]}"
     )
-    own.add_argument(
+    reader.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="Deadline of each check (default: 60)"
     )
-    return own
+    return reader
 
 
 def main(command: str, argv: Sequence[str]) -> int:
     """Returns 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
     reader = parser(command)
     try:
-        own, words = reader.parse_known_args(list(argv))
-        if not own.timeout > 0:
-            raise InvalidSetting.must_be("--timeout", "greater than 0", got=own.timeout)
+        options, words = reader.parse_known_args(list(argv))
+        if not options.timeout > 0:
+            raise InvalidSetting.must_be("--timeout", "greater than 0", got=options.timeout)
         _refuse_slips(words, reader.flag_names())
     except ConfigError as error:
         print(f"slime: error: {error}", file=sys.stderr)
@@ -98,9 +98,9 @@ def main(command: str, argv: Sequence[str]) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             findings = []
-            for finding in examine(words, own.timeout):
+            for finding in examine(words, options.timeout):
                 findings.append(finding)
-                if not own.json:
+                if not options.json:
                     show_finding(finding, output)
     except KeyboardInterrupt:
         print("slime: interrupted", file=sys.stderr)
@@ -108,7 +108,7 @@ def main(command: str, argv: Sequence[str]) -> int:
     finally:
         sys.dont_write_bytecode = before
     code = exit_code(findings)
-    if own.json:
+    if options.json:
         print(json.dumps({"ok": code == 0, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     return code
 
@@ -121,15 +121,15 @@ def show_finding(finding: Finding, output: TextIO) -> None:
     output.flush()
 
 
-def _refuse_slips(words: Sequence[str], own: list[str]) -> None:
+def _refuse_slips(words: Sequence[str], doctor_flags: list[str]) -> None:
     """Raises UnknownFlag for a flag that is none of `slime train` and nearer to one of the doctor's own."""
     from slime.launcher.config.catalogue import training_parser
 
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
     known = training_parser().flag_names() if flags else []
     for flag in flags:
-        if flag not in known and nearest(flag, [*own, *known]) in own:
-            raise UnknownFlag.unknown("option", flag, own)
+        if flag not in known and nearest(flag, [*doctor_flags, *known]) in doctor_flags:
+            raise UnknownFlag.unknown("option", flag, doctor_flags)
 
 
 def examine(words: Sequence[str], seconds: float, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:

@@ -17,8 +17,8 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
     paths = [name for name in settings if flag_name(name) in CONTRACTS]
     without = {name: flag.default for name, flag in settings.items()}
     # Some plug-ins are configured by keys of --custom-config-path and of --sglang-NAME.
-    own = {name: value for name, value in subject.args.items() if name not in settings}
-    own["sglang_args"] = subject.flag("sglang_args") or {}
+    extra_args = {name: value for name, value in subject.args.items() if name not in settings}
+    extra_args["sglang_args"] = subject.flag("sglang_args") or {}
     for name in ("rm_type", "eval_overrides", *paths):
         value = subject.flag(name)
         if not value or value == settings[name].default:
@@ -26,7 +26,7 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
         flag = "--eval-config" if name == "eval_overrides" else flag_name(name)
         try:
             # One at a time: the first that is wrong must not hide the others.
-            check_plugins(without | own | {name: value})
+            check_plugins(without | extra_args | {name: value})
         except ConfigError as error:
             yield fail(str(error), "mend the path or the function; the message says what is expected")
         else:

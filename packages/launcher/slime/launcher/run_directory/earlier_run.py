@@ -75,7 +75,7 @@ def resumes(config: Run) -> bool:
     if config.trainer.load is None and (config.output_dir / MODEL).exists():
         return False  # the earlier run finished and left nothing to load
     path = Path(os.path.realpath(load))
-    return any(path.is_relative_to(os.path.realpath(own)) for own in (config.checkpoint_dir, config.output_dir))
+    return any(path.is_relative_to(os.path.realpath(place)) for place in (config.checkpoint_dir, config.output_dir))
 
 
 def overwrite(config: Run) -> None:

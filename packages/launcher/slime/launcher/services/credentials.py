@@ -193,8 +193,8 @@ def in_memory(name: str, content: bytes) -> str:
     return path
 
 
-def _shared(own: ec.EllipticCurvePrivateKey, other: ec.EllipticCurvePublicKey) -> bytes:
-    return HKDF(hashes.SHA256(), 32, salt=None, info=b"slime run token").derive(own.exchange(ec.ECDH(), other))
+def _shared(key: ec.EllipticCurvePrivateKey, other: ec.EllipticCurvePublicKey) -> bytes:
+    return HKDF(hashes.SHA256(), 32, salt=None, info=b"slime run token").derive(key.exchange(ec.ECDH(), other))
 
 
 def _public(key: ec.EllipticCurvePrivateKey) -> bytes:

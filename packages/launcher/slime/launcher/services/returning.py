@@ -32,7 +32,7 @@ class ReturningEngines:
 
     def watch(self) -> None:
         """Returns after `stop`. Raises the error of a transfer that failed again and again."""
-        failures = told = 0
+        failures = reported = 0
         while not self._stopping.wait(POLL_SECONDS):
             try:
                 status = self._status()
@@ -40,10 +40,10 @@ class ReturningEngines:
                 # Its process is watched elsewhere.
                 log.debug("no status of the engines: %s", error)
                 continue
-            if status.engine_restarts > told:
-                told = status.engine_restarts
+            if status.engine_restarts > reported:
+                reported = status.engine_restarts
                 log.warning(
-                    "an engine died or hangs, and is started again; logs/rollout.log says why (%d so far)", told
+                    "an engine died or hangs, and is started again; logs/rollout.log says why (%d so far)", reported
                 )
             if not any(engine.awaits_weights for engine in status.engines):
                 continue

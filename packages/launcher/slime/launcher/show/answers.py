@@ -123,7 +123,7 @@ class Answers:
             values = [run.settings.get(name) for run in self.runs]
             texts = [None if value is None else str(value) for value in values]
             rows.append({
-                "name": name, "values": texts, "told": any(name in run.told for run in self.runs),
+                "name": name, "values": texts, "told": any(name in run.explicit for run in self.runs),
                 "differs": len(set(texts)) > 1,
             })  # fmt: skip
         return rows

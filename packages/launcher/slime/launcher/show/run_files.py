@@ -129,10 +129,10 @@ class RunFiles:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting of the run by its name."""
-        return self.told | self._settings_text[1]
+        return self.explicit | self._settings_text[1]
 
     @cached_property
-    def told(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """The settings that a flag, a file or the environment gave."""
         return self._settings_text[0]
 

@@ -99,7 +99,7 @@ def serve(options: Any) -> None:
     from slime.rollout.launch import start_engines
     from slime.rollout.settings.rollout import RolloutSettings
 
-    given = api_key(options.api_key_file)
+    user_key = api_key(options.api_key_file)
     directory = Path(model_directory(options.hf_checkpoint, "--hf-checkpoint")).resolve()
     try:
         listener = listen(LOCALHOST, options.port)
@@ -123,7 +123,7 @@ def serve(options: Any) -> None:
             bf16=options.bf16, keep=options.keep_snapshots,
         )  # fmt: skip
         log.warning(FULL_WEIGHTS)
-        asyncio.run(_serve(served, engines[0], listener, given, options.max_models))
+        asyncio.run(_serve(served, engines[0], listener, user_key, options.max_models))
 
 
 def api_key(path: str | None) -> str | None:
@@ -136,7 +136,7 @@ def api_key(path: str | None) -> str | None:
 
 
 async def _serve(
-    served: Served, engine: RunningEngine, listener: socket.socket, given: str | None, most_models: int
+    served: Served, engine: RunningEngine, listener: socket.socket, user_key: str | None, most_models: int
 ) -> None:
     from slime.launcher.tinker.models import Models
     from slime.launcher.tinker.sampling import Sampler, SamplerWeights
@@ -152,14 +152,14 @@ async def _serve(
         served = dataclasses.replace(served, context_length=length)
         models = Models(most_models)
         sampler = Sampler(client, SamplerWeights(served.directory, "base"))
-        key = given or PREFIX + secrets.token_urlsafe(32)
+        key = user_key or PREFIX + secrets.token_urlsafe(32)
         server = TinkerServer(Service(served, models, sampler), LOCALHOST, key)
         runner = server.connections.runner(server.application())
         await runner.setup()
         await server.connections.serve(runner, listener)
         address = f"{LOCALHOST}:{listener.getsockname()[1]}"
         print(f"export TINKER_BASE_URL=http://{address}")
-        path = publish(address, key) if given is None else None
+        path = publish(address, key) if user_key is None else None
         print(f"export {VARIABLE}=$(cat {path})" if path is not None else f"# {VARIABLE}: as it was given")
         print(f"# base_model={json.dumps(served.names[0])}; checkpoints are below {served.store.root}", flush=True)
         try:

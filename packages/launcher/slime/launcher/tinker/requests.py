@@ -201,19 +201,19 @@ def read_sampling(body: Mapping[str, Any], context_length: int) -> Sampling:
     if count > MOST_SAMPLES:
         raise InvalidField("num_samples", count, f"at most {MOST_SAMPLES}")
     prompt = _prompt(body.get("prompt"))
-    given = body.get("sampling_params")
-    if not isinstance(given, dict):
-        raise InvalidField("sampling_params", given, "an object")
+    sampling_params = body.get("sampling_params")
+    if not isinstance(sampling_params, dict):
+        raise InvalidField("sampling_params", sampling_params, "an object")
     most = context_length - len(prompt)
-    wanted = given.get("max_tokens")
+    max_tokens = sampling_params.get("max_tokens")
     params: dict[str, Any] = {
-        "max_new_tokens": most if wanted is None else integer(given, "max_tokens", 1),
-        "temperature": number(given, "temperature", 0.0, 1.0, "sampling_params."),
-        "top_p": number(given, "top_p", 0.0, 1.0, "sampling_params."),
-        "top_k": integer(given, "top_k", -1, -1),
-        **_stop(given.get("stop")),
+        "max_new_tokens": most if max_tokens is None else integer(sampling_params, "max_tokens", 1),
+        "temperature": number(sampling_params, "temperature", 0.0, 1.0, "sampling_params."),
+        "top_p": number(sampling_params, "top_p", 0.0, 1.0, "sampling_params."),
+        "top_k": integer(sampling_params, "top_k", -1, -1),
+        **_stop(sampling_params.get("stop")),
     }
-    seed = None if given.get("seed") is None else integer(given, "seed", 0)
+    seed = None if sampling_params.get("seed") is None else integer(sampling_params, "seed", 0)
     if most < 1:
         raise InvalidField("prompt", counted(len(prompt), "token"), f"at most {context_length - 1}")
     return Sampling(prompt, count, params, seed, bool(body.get("prompt_logprobs")))

@@ -81,9 +81,9 @@ class Renderer:
         return encode(self.tokenizer, text, "messages")
 
 
-def same_messages(known: Sequence[JSON], given: Sequence[JSON]) -> bool:
+def same_messages(known: Sequence[JSON], messages: Sequence[JSON]) -> bool:
     """Compares two conversations that went through `clean`; reasoning counts only where both have it."""
-    return len(known) == len(given) and all(_same(a, b) for a, b in zip(known, given, strict=True))
+    return len(known) == len(messages) and all(_same(a, b) for a, b in zip(known, messages, strict=True))
 
 
 def _same(a: JSON, b: JSON) -> bool:

@@ -126,24 +126,24 @@ async def _stream(
         generated = await anext(parts)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http_request)
-        untold: base.LogProbs = []
+        waiting: base.LogProbs = []
         try:
             for event in events.begin(len(prompt)):
                 await response.write(event)
             while True:
                 pieces = reader.read(generated)
                 if request.log_probs:
-                    untold += reader.log_probs(generated)
+                    waiting += reader.log_probs(generated)
                 if generated.finish_reason is not None:
                     break
                 if pieces:
                     # Log-probs of text that is held back are told with that text.
-                    told, untold = untold, []
-                    await _write(response, events.pieces(pieces, told if request.log_probs else None))
+                    log_probs, waiting = waiting, []
+                    await _write(response, events.pieces(pieces, log_probs if request.log_probs else None))
                 generated = await anext(parts)
-            answer = reader.answer(generated, untold if request.log_probs and not pieces else None)
+            answer = reader.answer(generated, waiting if request.log_probs and not pieces else None)
             backend.record(request, answer)
-            await _write(response, events.pieces(pieces, untold if request.log_probs else None))
+            await _write(response, events.pieces(pieces, waiting if request.log_probs else None))
             await _write(response, events.end(answer))
         except SlimeError as error:
             await _write(response, events.error(error, status_of(error)))

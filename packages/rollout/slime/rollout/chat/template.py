@@ -55,22 +55,22 @@ def _arguments(template: str) -> frozenset[str]:
     return frozenset(n for n in found - RESERVED - environment.globals.keys() if not n.endswith(("_token", "_tokens")))
 
 
-def check_arguments(tokenizer: Any, given: Any, field: str = "chat_template_kwargs") -> dict[str, Any]:
-    """Returns `given` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to
+def check_arguments(tokenizer: Any, arguments: Any, field: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Returns `arguments` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to
     give."""
-    if given is None:
+    if arguments is None:
         return {}
-    if not isinstance(given, dict):
-        raise InvalidField(field, given, "an object")
-    if given:
+    if not isinstance(arguments, dict):
+        raise InvalidField(field, arguments, "an object")
+    if arguments:
         known = template_arguments(tokenizer)
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name not in known:
                 expected = ", ".join(sorted(known)) or "none"
                 raise InvalidField(
                     f"{field}.{name}", value, f"an argument that the model's own chat template reads ({expected})"
                 )
-    return given
+    return arguments
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:

@@ -29,8 +29,10 @@ PREFIXES = tuple(
 NEVER = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"})
 
 
-def child_environment(own: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the variables of `environ` (default: this process's) for a child, overridden by its `own`."""
+def child_environment(
+    overrides: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the variables of `environ` (default: this process's) for a child, with `overrides` over them."""
     environ = os.environ if environ is None else environ
     requested = {name.strip() for name in environ.get("SLIME_ENGINE_ENV", "").split(",")}
 
@@ -38,7 +40,7 @@ def child_environment(own: Mapping[str, str] | None = None, environ: Mapping[str
         listed = name.upper() in NAMES or name.startswith(PREFIXES)
         return name in requested or (listed and name not in NEVER)
 
-    return {name: value for name, value in environ.items() if goes_on(name)} | dict(own or {})
+    return {name: value for name, value in environ.items() if goes_on(name)} | dict(overrides or {})
 
 
 def search_path() -> str:

@@ -52,9 +52,9 @@ def score(response: str | None, metadata: dict[str, Any], index: int | None = No
     return float(result.follow_all_instructions)
 
 
-def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
+def _arguments(kwargs: Any, count: int) -> list[dict[str, Any]]:
     """Returns one mapping for each of `count` instructions, without empty values, which the checkers do not take."""
-    every = list(given) if isinstance(given, list) else [given] * count
+    every = list(kwargs) if isinstance(kwargs, list) else [kwargs] * count
     every = [dict(one) if isinstance(one, dict) else {} for one in every[:count]]
     every += [dict(every[-1]) if every else {} for _ in range(count - len(every))]
     return [{name: value for name, value in one.items() if value is not None} for one in every]

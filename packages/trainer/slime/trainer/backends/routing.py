@@ -38,26 +38,26 @@ class LayerRouting:
         self.chosen: Tensor | None = None
         self._to_recompute: deque[Tensor | None] = deque()
 
-    def choose(self, scores: Tensor, own: Choice) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, own_choice: Choice) -> tuple[Tensor, Tensor]:
         """(scores of the experts, experts), [t, k] each, of `scores` [t, experts]."""
-        values, experts = own()
+        values, experts = own_choice()
         if self.replayed is not None:
             experts = torch.where(self.replayed < 0, experts, self.replayed)
             values = scores.gather(1, experts)
         self.chosen = experts
         return values, experts
 
-    def forward(self, scores: Tensor, own: Choice, *, trains: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, scores: Tensor, own_choice: Choice, *, trains: bool) -> tuple[Tensor, Tensor]:
         """Calls `choose`, where other rows may come between a forward pass without gradient and its repetition with
         one."""
         if trains and not torch.is_grad_enabled():
             self._to_recompute.append(self.replayed)
         elif self._to_recompute:
             latest, self.replayed = self.replayed, self._to_recompute.popleft()
-            found = self.choose(scores, own)
+            found = self.choose(scores, own_choice)
             self.replayed = latest
             return found
-        return self.choose(scores, own)
+        return self.choose(scores, own_choice)
 
     def clear(self) -> None:
         self.replayed = self.chosen = None

@@ -41,25 +41,27 @@ def _inside(limits: Tensor, tokens: int) -> Tensor:
     return (places >= limits[0]) & (places < limits[-1])
 
 
-def merge(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor, q_limits: Tensor) -> tuple[Tensor, Tensor]:
+def merge(
+    causal: Tensor, causal_lse: Tensor, prompt: Tensor, prompt_lse: Tensor, q_limits: Tensor
+) -> tuple[Tensor, Tensor]:
     """o [T, h, d] and lse [h, T] of both calls together."""
-    inside = _inside(q_limits, len(own))
+    inside = _inside(q_limits, len(causal))
     prompt_lse = torch.where(inside & prompt_lse.isfinite(), prompt_lse, float("-inf"))
-    lse = torch.logaddexp(own_lse, prompt_lse)
+    lse = torch.logaddexp(causal_lse, prompt_lse)
     weights = (prompt_lse - lse).exp().float().t()[..., None]
     # Masked, not weighted with 0: what is outside may be anything.
     prompt = torch.where(inside[:, None, None], prompt, 0.0)
-    output = torch.lerp(own.float(), prompt.float(), weights).to(own.dtype)
+    output = torch.lerp(causal.float(), prompt.float(), weights).to(causal.dtype)
     # A compiler may lay them out otherwise, and what calls the operator is told that they lie as the queries do.
     return output.contiguous(), lse.contiguous()
 
 
-def add(own: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -> Gradients:
+def add(causal: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -> Gradients:
     """Adds up the gradients of queries, keys and values by both calls."""
-    queries, keys = (_inside(x, len(own[0]))[:, None, None] for x in (q_limits, k_limits))
+    queries, keys = (_inside(x, len(causal[0]))[:, None, None] for x in (q_limits, k_limits))
     found = [
-        (mine + torch.where(mask, theirs, 0.0)).contiguous()
-        for mine, theirs, mask in zip(own, prompt, (queries, keys, keys), strict=True)
+        (by_causal + torch.where(mask, by_prompt, 0.0)).contiguous()
+        for by_causal, by_prompt, mask in zip(causal, prompt, (queries, keys, keys), strict=True)
     ]
     return found[0], found[1], found[2]
 
@@ -94,9 +96,9 @@ def _attend(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [T, h, d], and lse [h, T] float32."""
-    own, own_lse = _kernel(query, key, value, limits, limits, longest, longest, True, scale)
+    causal, causal_lse = _kernel(query, key, value, limits, limits, longest, longest, True, scale)
     prompt, prompt_lse = _kernel(query, key, value, q_limits, k_limits, max_q, max_k, False, scale)
-    return _fused.merge(own, own_lse, prompt, prompt_lse, q_limits)
+    return _fused.merge(causal, causal_lse, prompt, prompt_lse, q_limits)
 
 
 @_attend.register_fake
@@ -122,9 +124,9 @@ def _gradients(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     saved = gradient.contiguous(), query, key, value, output, lse
-    own = _backward_kernel(*saved, limits, limits, longest, longest, True, scale)
+    causal = _backward_kernel(*saved, limits, limits, longest, longest, True, scale)
     prompt = _backward_kernel(*saved, q_limits, k_limits, max_q, max_k, False, scale)
-    return _fused.add(own, prompt, q_limits, k_limits)
+    return _fused.add(causal, prompt, q_limits, k_limits)
 
 
 @_gradients.register_fake

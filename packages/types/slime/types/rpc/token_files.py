@@ -89,8 +89,8 @@ def retract(path: Path, token: str) -> None:
 def _directories() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # After `sudo` or `su` the variable may still name another user's directory.
-    own = [Path(runtime, "slime")] if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.geteuid() else []
-    return [*own, Path(f"/tmp/slime-{os.geteuid()}")]
+    directories = [Path(runtime, "slime")] if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.geteuid() else []
+    return [*directories, Path(f"/tmp/slime-{os.geteuid()}")]
 
 
 def _name(address: str) -> str:

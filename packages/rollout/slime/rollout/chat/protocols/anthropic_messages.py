@@ -101,11 +101,11 @@ class _Events:
         return [each for piece in pieces for each in self._tell(piece)]
 
     def _tell(self, piece: Piece) -> list[bytes]:
-        told: list[bytes] = []
+        events: list[bytes] = []
         if isinstance(piece, ToolCall) or self._open is not type(piece):
-            told += self._close()
+            events += self._close()
             self._index, self._open = self._index + 1, type(piece)
-            told.append(self._block("content_block_start", {"content_block": _empty(piece)}))
+            events.append(self._block("content_block_start", {"content_block": _empty(piece)}))
         if isinstance(piece, Reasoning):
             delta = {"type": "thinking_delta", "thinking": piece.text}
         elif isinstance(piece, Content):
@@ -113,16 +113,18 @@ class _Events:
         else:
             arguments = piece.arguments if load_object(piece.arguments) is not None else "{}"
             delta = {"type": "input_json_delta", "partial_json": arguments}
-        return [*told, self._block("content_block_delta", {"delta": delta})]
+        return [*events, self._block("content_block_delta", {"delta": delta})]
 
     def _close(self) -> list[bytes]:
         if self._open is None:
             return []
-        told = [self._block("content_block_stop", {})]
+        events = [self._block("content_block_stop", {})]
         if self._open is Reasoning:
-            told.insert(0, self._block("content_block_delta", {"delta": {"type": "signature_delta", "signature": ""}}))
+            events.insert(
+                0, self._block("content_block_delta", {"delta": {"type": "signature_delta", "signature": ""}})
+            )
         self._open = None
-        return told
+        return events
 
     def _block(self, kind: str, data: JSON) -> bytes:
         return _event(kind, {"index": self._index} | data)

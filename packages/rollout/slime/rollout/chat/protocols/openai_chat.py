@@ -167,8 +167,8 @@ class _Events:
     nothing: JSON = {"text": ""}
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        told = self.tell(pieces)
-        chunks: list[JSON] = [{"index": 0, "finish_reason": None, "logprobs": None} | each for each in told]
+        choices = self.tell(pieces)
+        chunks: list[JSON] = [{"index": 0, "finish_reason": None, "logprobs": None} | each for each in choices]
         if chunks and log_probs is not None:
             chunks[0]["logprobs"] = self._protocol.log_probs(log_probs)
         return [event(self._head | {"choices": [chunk]}) for chunk in chunks]

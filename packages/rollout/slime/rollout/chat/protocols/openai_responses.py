@@ -105,13 +105,13 @@ class _Events:
     def _tell(self, piece: Piece) -> list[bytes]:
         if isinstance(piece, ToolCall):
             return [*self._close("completed"), *self._tell_call(piece)]
-        told: list[bytes] = []
+        events: list[bytes] = []
         if self._open is not type(piece):
-            told += [*self._close("completed"), *self._start(type(piece))]
+            events += [*self._close("completed"), *self._start(type(piece))]
         self._text += piece.text
         kind = "response.reasoning_text.delta" if isinstance(piece, Reasoning) else "response.output_text.delta"
         more: JSON = {} if isinstance(piece, Reasoning) else {"logprobs": []}
-        return [*told, self._event(kind, **self._place(), content_index=0, delta=piece.text, **more)]
+        return [*events, self._event(kind, **self._place(), content_index=0, delta=piece.text, **more)]
 
     def _start(self, kind: type[Piece]) -> list[bytes]:
         self._open, self._text = kind, ""
@@ -129,14 +129,14 @@ class _Events:
         item = _item(self._open, self._id, self._text, status=status)
         kind = "response.reasoning_text.done" if self._open is Reasoning else "response.output_text.done"
         more: JSON = {} if self._open is Reasoning else {"logprobs": []}
-        told = [
+        events = [
             self._event(kind, **self._place(), content_index=0, text=self._text, **more),
             self._event("response.content_part.done", **self._place(), content_index=0, part=item["content"][0]),
             self._event("response.output_item.done", output_index=len(self._output), item=item),
         ]
         self._output.append(item)
         self._open = None
-        return told
+        return events
 
     def _tell_call(self, call: ToolCall) -> list[bytes]:
         self._id = new_id("fc_")
@@ -144,22 +144,22 @@ class _Events:
         begun = item | {"arguments": "", "status": "in_progress"}
         place = self._place()
         arguments = "response.function_call_arguments"
-        told = [
+        events = [
             self._event("response.output_item.added", output_index=len(self._output), item=begun),
             self._event(f"{arguments}.delta", **place, delta=call.arguments),
             self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments),
             self._event("response.output_item.done", output_index=len(self._output), item=item),
         ]
         self._output.append(item)
-        return told
+        return events
 
     def end(self, answer: Answer) -> list[bytes]:
         status = _status(answer)
-        told = self._close(status)
+        events = self._close(status)
         if not self._output:
-            told += [*self._start(Content), *self._close(status)]
+            events += [*self._start(Content), *self._close(status)]
         whole = finished(self._head, answer, self._output)
-        return [*told, self._event(f"response.{status}", response=whole)]
+        return [*events, self._event(f"response.{status}", response=whole)]
 
     def error(self, error: SlimeError, status: int) -> list[bytes]:
         failed = {"code": "server_error", "message": str(error)}

@@ -42,7 +42,7 @@ class Piece:
         return [flat[start : start + math.prod(shape)].view(shape) for start, shape in self.ranges]
 
     @property
-    def own(self) -> Tensor:
+    def rank_weights(self) -> Tensor:
         """[n] of `weights`."""
         return self.weights[self.first : self.first + len(self.master)]
 
@@ -126,11 +126,11 @@ class MasterWeights:
             if len(piece.gradient):
                 dist.reduce_scatter_tensor(piece.master.grad, piece.gradient)
 
-    def norm(self, own: Tensor) -> Tensor:
-        """Returns the norm over all ranks of gradients whose norm is `own` on this one. Collective."""
+    def norm(self, rank_norm: Tensor) -> Tensor:
+        """Returns the norm over all ranks of gradients whose norm is `rank_norm` on this one. Collective."""
         if self.ranks == 1:
-            return own
-        total = own.square()
+            return rank_norm
+        total = rank_norm.square()
         dist.all_reduce(total)
         return total.sqrt()
 
@@ -142,9 +142,9 @@ class MasterWeights:
     def write_weights(self) -> None:
         """Copies the updated master weights into those that the model computes with. Collective."""
         for piece in self.trained:
-            piece.own.copy_(piece.master)
+            piece.rank_weights.copy_(piece.master)
             if self.ranks > 1 and len(piece.weights):
-                dist.all_gather_into_tensor(piece.weights, piece.own)
+                dist.all_gather_into_tensor(piece.weights, piece.rank_weights)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields tensors that training needs besides the weights and gradients."""
@@ -171,10 +171,10 @@ def _flatten(named: list[tuple[str, nn.Parameter]], rank: int, ranks: int, *, tr
     weights = torch.zeros(filled, dtype=torch.bfloat16, device=device)
     piece = Piece([name for name, _ in named], weights, gradient, master, first, ranges)
     with torch.no_grad():
-        for (_, parameter), (start, _), own in zip(named, ranges, piece.views(weights), strict=True):
+        for (_, parameter), (start, _), view in zip(named, ranges, piece.views(weights), strict=True):
             low, high = max(start, first), min(start + parameter.numel(), first + size)
             if low < high:
                 master[low - first : high - first].copy_(parameter.reshape(-1)[low - start : high - start])
-            own.copy_(parameter)
-            parameter.data = own
+            view.copy_(parameter)
+            parameter.data = view
     return piece

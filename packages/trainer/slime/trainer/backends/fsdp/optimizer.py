@@ -148,8 +148,8 @@ class PolicyOptimizer:
                     if self._master is not None:
                         self._master.put(name, functools.partial(self._of_piece, moment), values)
                     else:
-                        own = self._adamw.state[parameter][moment]
-                        own.copy_(_like(values, own))
+                        state = self._adamw.state[parameter][moment]
+                        state.copy_(_like(values, state))
 
 
 def _like(whole: Tensor, part: Tensor) -> Tensor:

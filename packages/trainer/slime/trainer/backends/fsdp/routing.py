@@ -55,7 +55,7 @@ class _Ask(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self._count:
             return func(*args, **kwargs)
 
-        def own() -> Any:
+        def own_choice() -> Any:
             return func(*args, **kwargs)
 
-        return self._layer.choose(args[0], own)
+        return self._layer.choose(args[0], own_choice)

@@ -210,8 +210,8 @@ class _Matrix:
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> None:
         weight = torch.cat([w.to(dtype) for w in weights]) if len(weights) > 1 else weights[0].to(dtype)
-        given = [bias.to(dtype) for bias in biases if bias is not None]
-        self._bias = torch.cat(given) if given else None
+        parts = [bias.to(dtype) for bias in biases if bias is not None]
+        self._bias = torch.cat(parts) if parts else None
         self._packed = _packs()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self._packed else weight
 

@@ -129,6 +129,6 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient = gradients[0].contiguous()
-        own = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient, group=ctx.group)
-        return own, None
+        part = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(part, gradient, group=ctx.group)
+        return part, None

@@ -38,17 +38,17 @@ def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) ->
     """
     _check(args)
     # Where only one value is accepted, Megatron's default counts as not given.
-    given = {
+    explicit = {
         name: value
         for name, value in args.items()
         if value is not None and not (by_dest()[name].status == "same" and value == by_dest()[name].default)
     }
-    latent = bool(given.get("multi_latent_attention"))
+    latent = bool(explicit.get("multi_latent_attention"))
     values: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    values |= config_fields(given, "TransformerConfig")
+    values |= config_fields(explicit, "TransformerConfig")
     if latent:
-        values |= _LATENT_DEFAULTS | config_fields(given, "MLATransformerConfig")
-    values |= _shape(given, values) | _parallel(given, params_dtype) | _fusions(given)
+        values |= _LATENT_DEFAULTS | config_fields(explicit, "MLATransformerConfig")
+    values |= _shape(explicit, values) | _parallel(explicit, params_dtype) | _fusions(explicit)
     cls = MLATransformerConfig if latent else TransformerConfig
     try:
         return cls(**values)
