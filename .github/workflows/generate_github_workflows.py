@@ -42,8 +42,8 @@ def render(template: Path) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; compare")
-    parser.add_argument("--directory", type=Path, default=Path(__file__).parent, help="where the templates are")
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail where a workflow is out of date")
+    parser.add_argument("--directory", type=Path, default=Path(__file__).parent, help="Directory of the templates")
     options = parser.parse_args(arguments)
     directory: Path = options.directory.resolve()
     print(f"Scan dir: {directory}")

@@ -88,12 +88,14 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rollout-batch-size", type=int, default=32)
     parser.add_argument("--n-samples-per-prompt", type=int, default=8)
     parser.add_argument("--lr", default="1e-5")
-    parser.add_argument("--dtype", choices=("bf16", "float32"), default="bf16", help="the trainer computes in")
-    parser.add_argument("--held-out", type=int, help="held-out prompts at most")
-    parser.add_argument("--eval-samples", type=int, default=8, help="responses a held-out prompt at T = 1")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "float32"), default="bf16", help="Data type that the trainer computes in"
+    )
+    parser.add_argument("--held-out", type=int, help="Most held-out prompts")
+    parser.add_argument("--eval-samples", type=int, default=8, help="Responses per held-out prompt at temperature 1")
     parser.add_argument("--eval-interval", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the whole run")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="Seconds for the whole run")
     return parser.parse_known_args()
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
     parser.add_argument("--rollouts", type=int, default=20)
-    parser.add_argument("--attention", default="fa3", help="--sglang-attention-backend")
+    parser.add_argument("--attention", default="fa3", help="Value of --sglang-attention-backend")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     result: dict[str, Any] = {

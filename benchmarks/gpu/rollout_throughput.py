@@ -99,16 +99,22 @@ def main() -> None:
 
 def read_options() -> tuple[argparse.Namespace, RolloutSettings]:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hf-checkpoint", required=True, help="tokenizer, and the model where an engine is started")
-    parser.add_argument("--engine-url", default="", help="an engine that runs already")
-    parser.add_argument("--api-key-file", help="file with the key of that engine")
-    parser.add_argument("--canned", action="store_true", help="against an engine that answers at once")
-    parser.add_argument("--canned-delay-ms", type=float, default=0.0, help="how long it waits with each answer")
+    parser.add_argument(
+        "--hf-checkpoint", required=True, help="Directory of the tokenizer, and of the model where an engine is started"
+    )
+    parser.add_argument("--engine-url", default="", help="Address of an engine that runs already")
+    parser.add_argument("--api-key-file", help="File with the key of that engine")
+    parser.add_argument("--canned", action="store_true", help="Measure against an engine that answers at once")
+    parser.add_argument(
+        "--canned-delay-ms", type=float, default=0.0, help="Time that this engine waits with each answer"
+    )
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--rounds", type=int, default=2, help="samples of a measurement, in multiples of in flight")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="Samples of a measurement, in multiples of those in flight"
+    )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prompt-words", type=int, default=60)
-    parser.add_argument("--group", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--group", type=int, default=8, help="Samples per prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", default="", help="JSON file to write")
     SGLANG_FLAGS.add_flags(parser)

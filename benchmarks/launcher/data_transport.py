@@ -110,9 +110,9 @@ def measure(client: BufferClient, readers: list[Any], transport: str, case: str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", choices=("object-store", "nixl"), default="object-store")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table")
     parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--kib", type=int, default=1024, help="of routed experts in a sample")
+    parser.add_argument("--kib", type=int, default=1024, help="Size of routed experts in a sample, in KiB")
     parser.add_argument("--same-in-group", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -175,12 +175,10 @@ def main(
 ) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", choices=tuple(TABLE), default=list(TABLE), help="benchmarks (default: all)"
+        "--only", nargs="+", choices=tuple(TABLE), default=list(TABLE), help="Benchmarks to run (default: all)"
     )
-    parser.add_argument(
-        "--baseline", choices=("compare", "update"), default="compare", help="what to do with the baseline"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    parser.add_argument("--baseline", choices=("compare", "update"), default="compare", help="Action on the baseline")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="File to write the result to as well")
     options = parser.parse_args(argv)
     path = baselines / f"{device_kind()}.json"
     baseline = json.loads(path.read_text()) if path.exists() else None

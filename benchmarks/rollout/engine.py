@@ -99,12 +99,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="of the embedded engine")
-    parser.add_argument("--peers", nargs="*", default=["bfloat16", "float32"], help="types of transformers")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="Data type of the embedded engine")
+    parser.add_argument("--peers", nargs="*", default=["bfloat16", "float32"], help="Data types of transformers")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", type=Path)
     parser.add_argument("--llama-types", nargs="+", default=["BF16", "Q8_0"])
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--json", type=Path, help="File to write the numbers to as well")
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--type", default="BF16", help="BF16, Q8_0 or F32, or `same`")
     parser.add_argument("--parallel", type=int, default=64)
-    parser.add_argument("--context", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--context", type=int, default=256, help="Most tokens of a sequence")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     xllamacpp: Any = importlib.import_module("xllamacpp")

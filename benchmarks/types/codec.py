@@ -72,7 +72,7 @@ def seconds(items: list[Any], encode: Callable[[Any], bytes], decode: Callable[[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=20)

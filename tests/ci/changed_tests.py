@@ -77,8 +77,8 @@ def run(path: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="changed_tests.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--base", default="origin/main", help="compare with this branch (default: origin/main)")
-    parser.add_argument("--run", metavar="FILE", help="run this test file")
+    parser.add_argument("--base", default="origin/main", help="Compare with this branch (default: origin/main)")
+    parser.add_argument("--run", metavar="FILE", help="Run this test file")
     options = parser.parse_args(arguments)
     try:
         if options.run:

@@ -205,21 +205,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="gpu_lock_exec.py", description=description)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--count", type=int, metavar="N", help="any N GPUs; 0 runs at once")
-    which.add_argument("--devices", type=_devices, metavar="0,1", help="these GPUs")
+    which.add_argument("--count", type=int, metavar="N", help="Lock any N GPUs; 0 runs at once")
+    which.add_argument("--devices", type=_devices, metavar="0,1", help="Lock these GPUs")
     parser.add_argument("--total-gpus", type=int, default=8, metavar="N", help="GPUs of the machine (default 8)")
-    parser.add_argument("--timeout", type=float, default=86400, metavar="SECONDS", help="wait so long (default 86400)")
-    parser.add_argument("--target-env-name", default="CUDA_VISIBLE_DEVICES", metavar="NAME", help="variable to set")
+    parser.add_argument(
+        "--timeout", type=float, default=86400, metavar="SECONDS", help="Seconds to wait for the locks (default: 86400)"
+    )
+    parser.add_argument(
+        "--target-env-name", default="CUDA_VISIBLE_DEVICES", metavar="NAME", help="Environment variable to set"
+    )
     parser.add_argument(
         "--lock-path-pattern",
         default=os.environ.get("GPU_LOCK_PATH_PATTERN", "/dev/shm/custom_gpu_lock_{gpu_id}.lock"),
         metavar="PATH",
-        help="with {gpu_id}; default: GPU_LOCK_PATH_PATTERN, or files in /dev/shm",
+        help="Lock file of a GPU, with {gpu_id}; default: GPU_LOCK_PATH_PATTERN, or files in /dev/shm",
     )
-    parser.add_argument("--print-only", action="store_true", help="print the free GPUs and end")
+    parser.add_argument("--print-only", action="store_true", help="Print the free GPUs and end")
     parser.add_argument("--retry-seconds", type=float, default=5.0, help=argparse.SUPPRESS)
     parser.add_argument("--grace-seconds", type=float, default=5.0, help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="Command to run, after --")
     options = parser.parse_args(arguments)
     if options.command[:1] == ["--"]:
         del options.command[0]

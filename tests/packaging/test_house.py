@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -65,9 +66,14 @@ OTHER_CODE = [
 ]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def first_words(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, docstring) of a module and of all its classes, functions and attributes."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -96,7 +102,7 @@ def imported(name: str) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+    visit(parsed(MODULES[name]))
     return found - {name}
 
 
@@ -126,14 +132,14 @@ def importers() -> Counter[str]:
         f"{package}.{alias.asname or alias.name}": node.module
         for package, path in MODULES.items()
         if path.stem == "__init__"
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     count: Counter[str] = Counter()
     for path in [*MODULES.values(), *scripts()]:
         found = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.stem != "__init__" else ():
+        for node in ast.walk(parsed(path)) if path.stem != "__init__" else ():
             if isinstance(node, ast.ImportFrom):
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= {node.module} | names | {taken_over.get(name) for name in names}
@@ -167,15 +173,58 @@ def test_no_imports_run_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+# A field, `path: of the model`, before the sentence that says what the thing is.
+FIELD_FIRST = re.compile(r"`?[a-z_]+`?(\([a-z]*\))?(, `?[a-z_]+`?)*: ")
+NO_VERBS = re.compile(
+    r"(?!(Called|Never) )[A-Z][A-Za-z'-]*[^\Ws_][,;:]? |(Parts|Parameters|Tensors|Indexes|Means|Rewards|Flags|Headers"
+    r"|Arguments|Fields|Gradients|Bins|Norms|Entries|Functions|Requests|Metrics|Losses|Rows|Weights|Positions|Lengths"
+    r"|Options|Lines|Seconds|Settings|Texts|Results|Messages|Tools|Properties|Versions|\w+'s)\b"
+)
+
+
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
-    """In the third person or the imperative; properties and shapes, `[T, h, d]`, are named."""
+    """In the third person; properties, shapes (`[T, h, d]`) and formulas are named."""
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__"
         if not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
-        if (text := ast.get_docstring(node) or "").startswith(("The ", "A ", "An ", "All ", "Every ", "One ", "By "))
+        if (text := ast.get_docstring(node)) and (FIELD_FIRST.match(text) or NO_VERBS.match(text))
+    ]
+    assert wrong == []
+
+
+def test_docstrings_of_classes_name_the_class_before_its_fields() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
+        for path in MODULES.values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and (text := ast.get_docstring(node)) and FIELD_FIRST.match(text)
+    ]
+    assert wrong == []
+
+
+def test_the_help_of_an_option_begins_with_a_capital() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{keyword.value.lineno}: {text}"
+        for path in [*MODULES.values(), *OTHER_CODE]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+        for keyword in node.keywords
+        if keyword.arg == "help" and (text := ast.unparse(keyword.value).removeprefix("f").strip("'\""))
+        if isinstance(keyword.value, ast.Constant | ast.JoinedStr) and not re.match("[A-Z{]", text)
+    ]
+    assert wrong == []
+
+
+def test_tests_of_a_package_are_named_after_it() -> None:
+    """Their folders are flat: the names sort them, as CONTRIBUTING.md says."""
+    wrong = [
+        str(path.relative_to(ROOT))
+        for package in sorted((ROOT / "packages").iterdir())
+        for path in sorted((package / "tests").rglob("test_*.py"))
+        if path.parent != package / "tests" or not path.name.startswith(f"test_{package.name}_")
     ]
     assert wrong == []
 
@@ -209,7 +258,7 @@ def test_comments_begin_with_what_they_are_about() -> None:
 def test_a_public_class_name_means_one_thing() -> None:
     homes: dict[str, list[str]] = {}
     for path in [*MODULES.values(), *scripts()]:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
@@ -255,7 +304,7 @@ def test_errors_are_worded_by_their_constructors() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {constructor}: {text}"
         for path in MODULES.values()
-        for line, constructor, text in hand_spelled(ast.parse(path.read_text(encoding="utf-8")))
+        for line, constructor, text in hand_spelled(parsed(path))
     ]
     assert wrong == []
 
@@ -264,7 +313,7 @@ def test_a_help_text_is_written_once() -> None:
     """A setting of several packages or programs is declared once, and taken over by inheritance or by `like`."""
     places: dict[str, list[str]] = {}
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "setting" and len(node.args) > 1:
                 if isinstance(node.args[1], ast.Constant):
                     place = f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -314,6 +363,6 @@ def test_counts_are_worded_by_counted() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for path in MODULES.values()
         if str(path.relative_to(ROOT)) not in STORED
-        for line, text in hand_counted(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in hand_counted(parsed(path))
     ]
     assert wrong == []

@@ -162,11 +162,11 @@ def disturbed(run: Run, faults: int, choose: random.Random, num_rollout: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=100, help="number of processes to kill or stop")
-    parser.add_argument("--faults-per-run", type=int, default=4, help="faults in one run")
-    parser.add_argument("--num-rollout", type=int, default=12, help="iterations of a run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of moments, processes and signals")
-    parser.add_argument("--directory", type=Path, help="where runs are kept (default: a temporary directory)")
+    parser.add_argument("--faults", type=int, default=100, help="Number of processes to kill or stop")
+    parser.add_argument("--faults-per-run", type=int, default=4, help="Faults in one run")
+    parser.add_argument("--num-rollout", type=int, default=12, help="Iterations of a run")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of moments, processes and signals")
+    parser.add_argument("--directory", type=Path, help="Directory that keeps the runs (default: a temporary directory)")
     options = parser.parse_args()
     choose = random.Random(options.seed)
     many = str(10 * options.faults_per_run)

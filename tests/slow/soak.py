@@ -102,7 +102,7 @@ def write(output: Path, curves: dict[str, list[Point]], lines: list[str]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0)
-    parser.add_argument("--seconds-between", type=float, default=60.0, help="mean time between two faults")
+    parser.add_argument("--seconds-between", type=float, default=60.0, help="Mean time between two faults")
     parser.add_argument("--most-growth", type=float, default=50.0, help="MiB an hour that a process may grow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("soak"))

@@ -194,7 +194,7 @@ def test_addresses_that_a_run_calls_must_answer(monkeypatch: pytest.MonkeyPatch)
     make_well(monkeypatch, answers=lambda host, port: port == 1)
     words = ["--rollout-external-engine-addrs", "there:1", "there:2", "--rm-url", "http://judge/score"]
     failed = lines("ports", "FAIL", *words)
-    assert len(failed) == 2 and "there:2: nobody answers" in failed[0] and "judge:80" in failed[1]
+    assert len(failed) == 2 and "there:2: no server answers" in failed[0] and "judge:80" in failed[1]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_addresses_that_a_run_calls_must_answer(monkeypatch: pytest.MonkeyPatch)
         ("auto", None, False, "FAIL", "no Ray was started"),
         ("auto", "10.0.0.1:6379", False, "FAIL", "does not answer"),
         ("auto", "10.0.0.1:6379", True, "ok", "Ray answers at 10.0.0.1:6379"),
-        ("10.0.0.9:6379", None, False, "FAIL", "--ray-address 10.0.0.9:6379: nobody answers"),
-        ("10.0.0.9:6379", None, True, "ok", "somebody listens"),
-        ("nonsense", None, True, "FAIL", "nobody answers"),
+        ("10.0.0.9:6379", None, False, "FAIL", "--ray-address 10.0.0.9:6379: no server answers"),
+        ("10.0.0.9:6379", None, True, "ok", "a server listens"),
+        ("nonsense", None, True, "FAIL", "no server answers"),
     ],
 )
 def test_ray_is_looked_for_where_the_run_would(

@@ -74,7 +74,7 @@ def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
                 raise InvalidSetting.requires(
                     flag,
                     f"engines started with {switch}" if switch else "engines that can do this",
-                    f"engine {member.name} at {member.url} is none",
+                    f"engine {member.name} at {member.url} is not one",
                 )
 
 

@@ -75,7 +75,7 @@ class WholeDirectory:
         """
         with path_errors(self.path, self._field):
             if not self._is_ours():
-                raise OSError(errno.ESTALE, "somebody has moved the directory away", str(self.partial))
+                raise OSError(errno.ESTALE, "another process has moved the directory away", str(self.partial))
             found = [file for file in self.partial.rglob("*") if not file.is_dir()]
             names = {file.relative_to(self.partial).as_posix() for file in found} | set(files)
             mark = self.partial / MARK

@@ -30,7 +30,7 @@ class EvaluationSets:
         return len(self.templates.get(name, ()))
 
     def read(self, name: str) -> Iterator[sample_pb2.SampleGroup]:
-        """Raises NotFound naming the sets that there are."""
+        """Raises NotFound naming the known sets."""
         templates = [*self.templates.get(name, []), *self.store.evaluation_prompts(name)]
         if not templates:
             known = ", ".join(self.names()) or "none"

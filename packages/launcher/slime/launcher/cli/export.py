@@ -25,7 +25,9 @@ def parser(command: str) -> CommandParser:
         "trained model, or with --step that of a checkpoint.",
     )
     reader.add_argument("run", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
-    reader.add_argument("--format", choices=FORMATS, default="hf", help="hf: Hugging Face directory; gguf: one file")
+    reader.add_argument(
+        "--format", choices=FORMATS, default="hf", help="Form to write: hf, a Hugging Face directory; gguf, one file"
+    )
     reader.add_argument(
         "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[.gguf])"
     )

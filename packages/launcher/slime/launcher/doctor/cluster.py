@@ -35,15 +35,15 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
             yield from _check_token(local)
     elif address:
         if _answers(address):
-            yield ok(f"{name} {address}: somebody listens there")
+            yield ok(f"{name} {address}: a server listens there")
             yield from _check_token(address)
         else:
             yield fail(
-                f"{name} {address}: nobody answers", "ray start --head there, open the port, or mend the address"
+                f"{name} {address}: no server answers", "ray start --head there, open the port, or correct the address"
             )
     elif local is not None and not alive:
         yield warn(
-            f"a Ray cluster at {local} was left behind: nobody answers there", "ray stop clears what is left of it"
+            f"a Ray cluster at {local} was left behind: it does not answer", "ray stop clears what is left of it"
         )
     elif alive:
         yield ok(f"a Ray cluster runs at {local}; a run without --ray-address starts one of its own beside it")

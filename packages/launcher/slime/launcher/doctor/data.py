@@ -70,7 +70,7 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
     try:
         check_readable(file, flag)
     except ConfigError as error:
-        yield fail(str(error), "mend the path, or put the data there")
+        yield fail(str(error), "correct the path, or put the data there")
         return
     try:
         read = reader_of(file, flag)

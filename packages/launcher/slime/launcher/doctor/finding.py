@@ -18,7 +18,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 class Finding:
     """The result of one check.
 
-    status: ok, warn or FAIL; what: the observation; todo: how to mend it; check: the name of the check.
+    status: ok, warn or FAIL; what: the observation; todo: how to correct it; check: the name of the check.
     """
 
     status: str
@@ -78,7 +78,7 @@ def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[
             for finding in check(subject):
                 found.put(finding)
         except SlimeError as error:
-            found.put(fail(str(error), "mend what the message names"))
+            found.put(fail(str(error), "correct what the message names"))
         except (Exception, SystemExit) as error:  # one broken check must not hide the others
             found.put(
                 fail(f"{name}: {type(error).__name__}: {error}", "the check itself broke here; look at it by hand")

@@ -54,7 +54,7 @@ def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
         return
     text = f"GPU {gpu.name}: {gpu.model}, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
     if gpu.free_bytes < (1 - TAKEN) * gpu.total_bytes:
-        yield warn(text, "somebody holds memory there: nvidia-smi names the processes")
+        yield warn(text, "other processes hold memory there: nvidia-smi names them")
     else:
         yield ok(text)
 

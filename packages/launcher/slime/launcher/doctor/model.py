@@ -30,7 +30,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         if name == "hf_checkpoint" and model_name(str(value)):
             yield ok(f"{flag} {value}: a name on the Hub, which the run downloads")
         elif not directory.is_dir():
-            hint = hub_hint(directory, flag).removeprefix(": ") or "mend the path, or put the model there"
+            hint = hub_hint(directory, flag).removeprefix(": ") or "correct the path, or put the model there"
             yield fail(f"{flag} {directory}: no such directory", hint)
         elif name == "hf_checkpoint":
             yield from _directory(flag, directory, tokenizer=True)

@@ -28,7 +28,7 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
             # One at a time: the first that is wrong must not hide the others.
             check_plugins(without | extra_args | {name: value})
         except ConfigError as error:
-            yield fail(str(error), "mend the path or the function; the message says what is expected")
+            yield fail(str(error), "correct the path or the function; the message says what is expected")
         else:
             named = " ".join(map(str, value)) if isinstance(value, list | dict) else value
             yield ok(f"{flag} {named} loads" + (" and takes its arguments" if flag in CONTRACTS else ""))

@@ -31,9 +31,9 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
     yield from _of_ray()
     for flag, host, number in _called(subject):
         if probes.answers(host, number):
-            yield ok(f"{flag} {host}:{number}: somebody listens there")
+            yield ok(f"{flag} {host}:{number}: a server listens there")
         else:
-            yield fail(f"{flag} {host}:{number}: nobody answers", "start it first, or mend the address")
+            yield fail(f"{flag} {host}:{number}: no server answers", "start it first, or correct the address")
 
 
 def _of_ray() -> Iterator[Finding]:

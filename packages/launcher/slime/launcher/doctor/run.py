@@ -53,7 +53,7 @@ def _files(subject: Subject) -> Iterator[Finding]:
         check_files(config.flat, config.buffer.evaluation_sets())
     except ConfigError as error:
         if not error.field.startswith(SAID):
-            yield fail(str(error), "mend what the message names")
+            yield fail(str(error), "correct what the message names")
 
 
 def _earlier_run(subject: Subject) -> Iterator[Finding]:

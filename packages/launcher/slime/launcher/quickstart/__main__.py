@@ -45,12 +45,16 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
         "Other flags go to `slime train` (see `slime train --help`).",
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="a two-layer model made on the spot learns to reverse digits"
+        "--tiny", action="store_true", help="Train a two-layer model made on the spot, which learns to reverse digits"
     )
-    parser.add_argument("--output-dir", type=Path, default=None, help="where the run's files go (default: runs/NAME)")
-    parser.add_argument("--seed", type=int, default=0, help="of the data split, the sampling and the tiny model")
-    parser.add_argument("--num-rollout", type=int, default=None, help="number of steps (default: by the recipe)")
-    parser.add_argument("--model-dir", type=Path, default=None, help="where the converted model is kept between runs")
+    parser.add_argument(
+        "--output-dir", type=Path, default=None, help="Directory of the run's files (default: runs/NAME)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the data split, the sampling and the tiny model")
+    parser.add_argument("--num-rollout", type=int, default=None, help="Iterations to run (default: the recipe's)")
+    parser.add_argument(
+        "--model-dir", type=Path, default=None, help="Directory that keeps the converted model between runs"
+    )
     options, rest = parser.parse_known_args(argv)
     kind = "tiny" if options.tiny else "quickstart"
     output_dir = options.output_dir or Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -75,7 +75,7 @@ class Answers:
         }  # fmt: skip
 
     def answer(self, name: str, query: Query) -> Any:
-        """Raises InvalidField for a request that there is not, or a parameter that does not fit."""
+        """Raises InvalidField for an unknown request, or a parameter that does not fit."""
         if name not in self._calls:
             raise InvalidField("request", name, f"one of {', '.join(self._calls)}")
         return self._calls[name](query)

@@ -245,7 +245,7 @@ def _yaml(text: str) -> dict[str, Any]:
     try:
         found = yaml.load(text, _PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
-        # ValueError: a date that there is not.
+        # ValueError: a date that does not exist.
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -120,7 +120,7 @@ def _failure(arn: str | None, error: Exception) -> SlimeError:
         )  # fmt: skip
     if answer.get("Error", {}).get("Code") in REFUSALS:
         return ConfigError(
-            f"agent {arn}: {error}; expected a runtime that there is, and credentials that may invoke it",
+            f"agent {arn}: {error}; expected an existing runtime, and credentials that may invoke it",
             field="agent_runtime_arn", value=arn, expected="a runtime that may be invoked",
         )  # fmt: skip
     return RemoteError(f"agent {arn}: {error}", field="agent_runtime_arn", value=arn)

@@ -86,7 +86,7 @@ class Access:
     def _check_origin(self, request: web.Request) -> None:
         origin = request.headers.get("Origin")
         if origin is not None and origin not in (f"http://{request.host}", f"https://{request.host}"):
-            raise Refused(403, "Origin", origin, "none: web pages have no business here")
+            raise Refused(403, "Origin", origin, "none: web pages may not call this server")
 
     def _check_content(self, request: web.Request) -> None:
         if request.method in SAFE_METHODS or not request.body_exists:

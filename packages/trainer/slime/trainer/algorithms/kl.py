@@ -12,7 +12,7 @@ from slime.types.errors import InvalidSetting
 def approximate_kl(
     log_probs: Tensor, ref_log_probs: Tensor, kind: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """With D = log_probs - ref_log_probs, all shapes equal:
+    """Estimates the KL per token. With D = log_probs - ref_log_probs, all shapes equal:
 
     k1: D      k2: D^2 / 2      k3, low_var_kl: exp(-D) - 1 + D      (low_var_kl is clamped to [-10, 10])
 

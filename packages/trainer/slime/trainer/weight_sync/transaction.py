@@ -1,4 +1,4 @@
-"""begin, transfer, commit; or abort with the reason."""
+"""A weight update as a transaction: begin, transfer, commit; or abort with the reason."""
 
 from __future__ import annotations
 

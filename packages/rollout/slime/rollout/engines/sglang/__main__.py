@@ -107,7 +107,7 @@ def makes_a_token(host: str, port: int, api_key: str | None = None) -> bool:
 
 
 def end_with_parent(descriptor: int) -> None:
-    """Returns never: nobody writes to this pipe, so reading ends when the parent is gone, however it went."""
+    """Never returns: nobody writes to this pipe, so reading ends when the parent is gone, however it went."""
     while os.read(descriptor, 1):
         pass
     os.killpg(0, signal.SIGTERM)

@@ -143,7 +143,7 @@ class StaticRows:
         self._pool: tuple[int, int] | None = None
 
     def use_graphs(self, wanted: bool) -> None:
-        """Captures a shape that comes again in CUDA graphs, and replays them; or drops those that there are."""
+        """Captures a shape that comes again in CUDA graphs, and replays them; or drops the ones it has."""
         self._graphs = wanted
         if not wanted:
             self._captured.clear()

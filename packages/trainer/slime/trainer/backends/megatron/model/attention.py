@@ -55,7 +55,8 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed: query [T, h, d], key [T, g, d], value [T, g, v] -> [T, h * v]; else [s, b, h, d].. -> [s, b, h * v].
+        """Attends. Packed: query [T, h, d], key [T, g, d], value [T, g, v] -> [T, h * v]; else [s, b, h, d].. ->
+        [s, b, h * v].
 
         Raises InvalidField for a mask, or a sequence that does not divide into 2n chunks.
         """
