@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://slime.example/slime/blob/main/"
 PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
+COMPATIBILITY = "Compatibility: "
 START, END = "<!-- made by scripts/code_map.py -->", "<!-- end of the code map -->"
 
 
@@ -71,6 +72,22 @@ def readme(package: str, text: str) -> str:
     return before + section + (f"\n{after}\n" if after else "")
 
 
+def compatibility() -> str:
+    """The modules that keep a path of code written for slime, as their docstrings say."""
+    found = [path for package in PACKAGES for path in (ROOT / "packages" / package / "slime").rglob("*.py")]
+    lines = ["| import | file | |", "|---|---|---|"]
+    for path in sorted(found, key=lambda path: dotted(path)):
+        if (text := first_line(path)).startswith(COMPATIBILITY):
+            file = path.relative_to(ROOT)
+            lines.append(f"| `{dotted(path)}` | [{file.parts[1]}](../{file}) | {text.removeprefix(COMPATIBILITY)} |")
+    return "\n".join(lines)
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts[2:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
 def page() -> str:
     parts = [
         "# Code map",
@@ -89,6 +106,12 @@ def page() -> str:
             parts.append(f"### {directory.relative_to(top.parent)}" + (f"\n\n{text}" if text else ""))
             link = f"../{directory.relative_to(ROOT)}/"
             parts.append(table(((path.name, first_line(path)) for path in found), link))
+    parts.append("## Compatibility paths")
+    parts.append(
+        "Modules at paths that plug-ins written for slime import or name in flags. They lie where those paths lead, in "
+        "the package whose work they do. [coming-from-slime.md](coming-from-slime.md#plug-ins) says where they differ."
+    )
+    parts.append(compatibility())
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,23 @@ def test_a_map_is_up_to_date(path: Path, text: str) -> None:
 def test_every_module_says_what_it_is() -> None:
     without = [line for line in code_map.page().splitlines() if line.endswith(") |  |")]
     assert without == []
+
+
+def test_every_compatibility_path_is_listed_as_one() -> None:
+    """Modules outside of `slime.NAME` of their package, and those that the seeds name."""
+    listed = set(re.findall(r"^\| `(slime\.[\w.]+)` \|", code_map.compatibility(), re.MULTILINE))
+    outside = {
+        code_map.dotted(path)
+        for package in code_map.PACKAGES
+        for path in (code_map.ROOT / "packages" / package / "slime").rglob("*.py")
+        if path.relative_to(code_map.ROOT).parts[3] not in (package, "v1")
+    }
+    named = {
+        line.split()[0]
+        for line in (code_map.ROOT / "tests" / "seeds" / "seed_paths.txt").read_text(encoding="utf-8").splitlines()
+        if line.startswith("slime.")
+    }
+    assert len(named) > 20 and outside | named <= listed
 
 
 def test_a_map_replaces_the_one_before_and_nothing_else() -> None:

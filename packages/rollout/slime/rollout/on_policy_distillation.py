@@ -1,4 +1,4 @@
-"""On-policy distillation from a teacher behind an engine's HTTP: its log-probs of the tokens that the policy sampled.
+"""Compatibility: on-policy distillation with the log-probs of a teacher behind an engine's HTTP.
 
     slime train --use-opd --opd-type sglang --rm-url http://HOST:PORT/generate
         --custom-rm-path slime.rollout.on_policy_distillation.reward_func

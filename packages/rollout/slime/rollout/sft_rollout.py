@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations of the data in place of generated responses.
+"""Compatibility: supervised fine-tuning on conversations of the data, in place of generated responses.
 
     slime train --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss
         --disable-compute-advantages-and-returns --input-key messages --n-samples-per-prompt 1

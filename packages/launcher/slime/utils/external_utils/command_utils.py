@@ -1,4 +1,4 @@
-"""Functions with which scripts and end-to-end tests prepare and start a training.
+"""Compatibility: functions with which scripts and end-to-end tests prepare and start a training.
 
     import slime.utils.external_utils.command_utils as U
 

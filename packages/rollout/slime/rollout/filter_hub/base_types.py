@@ -1,4 +1,4 @@
-"""The answer of a dynamic sampling filter, and how a rollout takes it."""
+"""Compatibility: the answer of a dynamic sampling filter, and how a rollout takes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drops groups whose rewards are all the same: they carry no advantage.
+"""Compatibility: filters that drop groups whose rewards are all the same: these carry no advantage.
 
 With --overlong-buffer-len the rewards before its penalty count, as in DAPO (arXiv 2503.14476, equation 11): a group of
 right answers of several lengths is dropped.
