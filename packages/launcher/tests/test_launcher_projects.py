@@ -24,7 +24,7 @@ from slime.launcher import cli
 from slime.launcher.cli import export
 from slime.launcher.cli.chat import Conversation
 from slime.launcher.cli.evaluate import collect, evaluation_settings, score, words_of
-from slime.launcher.cli.export import model_of
+from slime.launcher.cli.export import model_of, name_of
 from slime.launcher.cli.init import write_project
 from slime.launcher.cli.recorded_run import RecordedRun, read_run
 from slime.launcher.cli.resume import resumed
@@ -257,6 +257,13 @@ def test_the_model_of_a_run_is_the_trained_one_or_that_of_a_checkpoint(make_run:
         model_of(run, 7)
     (run / "model").mkdir()
     assert model_of(run)[0] == run.absolute() / "model"
+
+
+def test_an_export_is_named_after_its_run_and_step(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    (run / "model").mkdir()
+    assert name_of(run) == name_of(run / "model") == run.name
+    assert name_of(run, 19) == f"{run.name}-step-19" and name_of(tmp_path / "x" / "model") == "model"
 
 
 def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(

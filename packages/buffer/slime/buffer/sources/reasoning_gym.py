@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def _value(text: str) -> Any:
 
 
 def _create(name: str, options: dict[str, Any], source: str, flag: str) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    # A package that it needs has code that Python warns of.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
         raise InvalidSetting.unknown("reasoning-gym data set", name, sorted(DATASETS), field=flag)

@@ -29,7 +29,7 @@ def parser(command: str) -> CommandParser:
         "--format", choices=FORMATS, default="hf", help="Form to write: hf, a Hugging Face directory; gguf, one file"
     )
     reader.add_argument(
-        "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[.gguf])"
+        "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[-step-N][.gguf])"
     )
     reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint after step N")
     reader.add_argument("--push", metavar="ORG/NAME", help="Also upload it to this repository on the Hub, made if new")
@@ -46,9 +46,9 @@ def main(command: str, argv: Sequence[str]) -> int:
         from slime.launcher.hub.fetch import local_model
 
         run = Path(local_model(options.run, "RUN"))
-        name = options.run.partition("@")[0] if run != Path(options.run) else run.resolve().name
+        name = Path(options.run.partition("@")[0]).name if run != Path(options.run) else name_of(run, options.step)
         suffix = ".gguf" if options.format == "gguf" else ""
-        output = options.output or DIRECTORY / f"{Path(name).name}{suffix}"
+        output = options.output or DIRECTORY / f"{name}{suffix}"
         print(f"wrote {export(run, output, options.format, options.step)}")
         if hub is not None:
             print(f"pushed to {push(hub, output, options.push, private=options.private)}")
@@ -78,6 +78,13 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
             source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
         return hf_to_gguf.convert(source, output)
+
+
+def name_of(path: Path, step: int | None = None) -> str:
+    """Returns the name of a run, also for the directory `model` inside it; the step belongs to it."""
+    path = path.resolve()
+    run = path.parent if path.name == "model" and is_run(path.parent) else path
+    return run.name if step is None else f"{run.name}-step-{step}"
 
 
 def model_of(path: Path, step: int | None = None, name: str = "RUN|MODEL") -> tuple[Path, str | None]:
