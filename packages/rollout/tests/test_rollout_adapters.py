@@ -95,7 +95,28 @@ class Strict(NextDigit):
         return shown, gained or -1.0, *rest
 
 
+class Remote:
+    """The game, asynchronous, with an end."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.game = NextDigit()
+
+    async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return self.game.reset(seed=seed)
+
+    async def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if action == "0":
+            raise ConnectionError("the game is gone")
+        return self.game.step(action)
+
+    async def close(self) -> None:
+        Remote.closed += 1
+
+
 play = episodes(NextDigit)
+play_remote = episodes(Remote)  # type: ignore[arg-type]
 play_strict = episodes(Strict)
 play_twice = episodes(NextDigit, max_turns=2)
 
@@ -151,6 +172,34 @@ def test_where_the_games_answer_takes_the_last_tokens_nothing_is_played_for_the_
     sample = played(engine, make_state, "play_strict", "3", 3, tokens=3)
     assert sample.metadata["actions"] == ["4"] and sample.reward == 1.0
     assert sample.status is Sample.Status.TRUNCATED and sample.response_length == 3
+
+
+def test_a_game_may_be_asynchronous_and_is_closed_however_it_ends(engine, make_state, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(Remote, "closed", 0)
+    sample = played(engine, make_state, "play_remote", "1", 1)
+    assert sample.reward == 3.0 and Remote.closed == 1
+    with pytest.raises(ConnectionError, match="the game is gone"):
+        played(engine, make_state, "play_remote", "4", 4)
+    assert Remote.closed == 2
+    prompts(Remote, range(3), tmp_path / "prompts.jsonl")  # type: ignore[arg-type]
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 3 and Remote.closed == 5
+
+
+def test_an_environment_of_gymnasium_is_played_as_it_is(engine, make_state, monkeypatch) -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    space = gymnasium.spaces.Text(max_length=1, charset="0123456789")
+
+    class Registered(NextDigit, gymnasium.Env):
+        observation_space = action_space = space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            gymnasium.Env.reset(self, seed=seed)
+            return NextDigit.reset(self, seed=seed)
+
+    gymnasium.register("NextDigit-v0", entry_point=Registered)
+    monkeypatch.setitem(globals(), "play_registered", episodes(lambda: gymnasium.make("NextDigit-v0")))
+    sample = played(engine, make_state, "play_registered", "3", 3)
+    assert sample.response == "44056" and sample.reward == 2.0
 
 
 def test_a_chat_gets_the_games_answer_as_its_template_writes_it(engine, make_state, monkeypatch) -> None:

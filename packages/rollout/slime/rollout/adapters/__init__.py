@@ -1,4 +1,4 @@
 """Adapters: reward functions and environments written for other libraries, as functions that slime calls.
 
-They import none of those libraries, save textarena when a game of it is made.
+They import those libraries only where a game of textarena is made or an environment of verifiers is played.
 """

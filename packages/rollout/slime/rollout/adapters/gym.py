@@ -3,9 +3,9 @@
     observation, info = env.reset(seed=...)
     observation, reward, terminated, truncated, info = env.step(action)
 
-Observations and actions are text. `prompts` writes the first observations as prompt data; `episodes` plays on from
-there: a turn of the model is an action, and what the game answers is appended with loss mask 0. The sum of the rewards
-is the reward of the sample.
+Observations and actions are text. Both methods may be asynchronous, and so may `close`, which a game need not have.
+`prompts` writes the first observations as prompt data; `episodes` plays on from there: a turn of the model is an
+action, and what the game answers is appended with loss mask 0. The sum of the rewards is the reward of the sample.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import asyncio
 import importlib
 import json
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime.rollout.chat.template import render
 from slime.rollout.generate.sample import generate
 from slime.rollout.generate.state import GenerateState
+from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, NotAvailable
 
@@ -40,11 +42,25 @@ Generate = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample]]
 
 def prompts(make: Callable[[], TextEnv], seeds: Iterable[int], path: Path, *, chat: bool = True) -> None:
     """Writes a row for each seed: its first observation, as a message of the user or as text, and its seed."""
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file, ThreadPoolExecutor(1) as thread:
         for seed in seeds:
-            observation, _ = make().reset(seed=seed)
+            # A notebook has an event loop of its own.
+            observation = thread.submit(asyncio.run, _first(make(), seed)).result()
             prompt = [{"role": "user", "content": observation}] if chat else observation
             file.write(json.dumps({"input": prompt, "metadata": {"seed": seed}}) + "\n")
+
+
+async def _first(env: TextEnv, seed: int) -> str:
+    try:
+        return str((await maybe_await(env.reset, seed=seed))[0])
+    finally:
+        await _close(env)
+
+
+async def _close(env: TextEnv) -> None:
+    close = getattr(env, "close", None)
+    if close is not None:
+        await maybe_await(close)
 
 
 def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
@@ -55,38 +71,45 @@ def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
     """
 
     async def play(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        tokenizer = GenerateState(args).tokenizer
         env = make()
-        actions: list[str] = sample.metadata.setdefault("actions", [])
-        await asyncio.to_thread(env.reset, seed=sample.metadata.get("seed"))
-        reward = 0.0
-        for action in actions:
-            reward += float((await asyncio.to_thread(env.step, action))[1])
-        begun = sample.metadata.pop("turn_begun", len(sample.response))
-        while True:
-            length = sample.response_length
-            sample = await generate(args, sample, sampling_params)
-            if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
-                # No token was left for an action: the model made none.
-                sample.reward = reward
-                return sample
-            if sample.status is Sample.Status.ABORTED:
-                sample.metadata["turn_begun"] = begun
-                return sample
-            actions.append(sample.response[begun:])
-            observation, gained, terminated, truncated, _ = await asyncio.to_thread(env.step, actions[-1])
-            reward += float(gained)
-            over = terminated or truncated or len(actions) >= max_turns
-            if over or sample.status is not Sample.Status.COMPLETED:
-                sample.reward = reward
-                return sample
-            text = _behind_an_answer(tokenizer, sample, observation)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=text)
-            sample.status = Sample.Status.PENDING
-            begun = len(sample.response)
+        try:
+            return await _play(env, max_turns, args, sample, sampling_params)
+        finally:
+            await _close(env)
 
     return play
+
+
+async def _play(env: TextEnv, max_turns: int, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    tokenizer = GenerateState(args).tokenizer
+    actions: list[str] = sample.metadata.setdefault("actions", [])
+    await maybe_await(env.reset, seed=sample.metadata.get("seed"))
+    reward = 0.0
+    for action in actions:
+        reward += float((await maybe_await(env.step, action))[1])
+    begun = sample.metadata.pop("turn_begun", len(sample.response))
+    while True:
+        length = sample.response_length
+        sample = await generate(args, sample, sampling_params)
+        if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
+            # No token was left for an action: the model made none.
+            sample.reward = reward
+            return sample
+        if sample.status is Sample.Status.ABORTED:
+            sample.metadata["turn_begun"] = begun
+            return sample
+        actions.append(sample.response[begun:])
+        observation, gained, terminated, truncated, _ = await maybe_await(env.step, actions[-1])
+        reward += float(gained)
+        over = terminated or truncated or len(actions) >= max_turns
+        if over or sample.status is not Sample.Status.COMPLETED:
+            sample.reward = reward
+            return sample
+        text = _behind_an_answer(tokenizer, sample, observation)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=text)
+        sample.status = Sample.Status.PENDING
+        begun = len(sample.response)
 
 
 def _behind_an_answer(tokenizer: Any, sample: Sample, observation: str) -> str:

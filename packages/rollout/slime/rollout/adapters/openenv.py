@@ -1,0 +1,173 @@
+"""Environments behind an OpenEnv server, as games for `slime.rollout.adapters.gym.episodes`.
+
+OpenEnv's protocol is spoken here, so that its package is not needed: a WebSocket at URL/ws for each episode, and on it
+
+    {"type": "reset", "data": {"seed": 1}}    {"type": "step", "data": ACTION}    {"type": "close"}
+
+answered by {"type": "observation", "data": {"observation": {...}, "reward": 1.0, "done": false}}, or by an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from slime.types.errors import InvalidField, InvalidSetting, RemoteError, Unavailable
+
+log = logging.getLogger(__name__)
+
+# A server has room for so many sessions; an episode waits for one this often.
+PAUSE_SECONDS = 0.5
+MOST_BYTES = 16 << 20
+# The errors of a server about an action. The model has written it: its episode ends, and the run goes on.
+OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+
+
+class OpenEnv:
+    """An environment with the interface of gymnasium, asynchronous.
+
+    url: of the server, `http://HOST:PORT`. action: the field that takes the model's text, or a function from the text
+    to the action. observation: the field that the model reads, or a function from the observation to text.
+    options: further values for each reset. headers: sent with the first request, as a server behind a login wants them.
+    step_seconds: time that the server may take for an answer. wait_seconds: time in which it must have room for a
+    session. refused: reward of an action that the server refuses, which ends the episode.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: str | Callable[[str], dict[str, Any]],
+        observation: str | Callable[[dict[str, Any]], str],
+        options: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        step_seconds: float = 60.0,
+        wait_seconds: float = 600.0,
+        refused: float = 0.0,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidSetting.must_be("the address of an OpenEnv server", "http://HOST:PORT", got=url)
+        self.url = url.rstrip("/")
+        self._action, self._observation = action, observation
+        self._options, self._headers = dict(options or {}), dict(headers or {})
+        self._step_seconds, self._wait_seconds, self._refused = step_seconds, wait_seconds, refused
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begins an episode in a session of its own. Raises Unavailable where there is no server, or no room at it."""
+        await self.close()
+        data = self._options if seed is None else self._options | {"seed": seed}
+        give_up = time.monotonic() + self._wait_seconds
+        while True:
+            await self._connect()
+            answer = await self._ask({"type": "reset", "data": data})
+            if answer["type"] == "observation":
+                return self._text(answer["data"]), {}
+            await self.close()
+            if answer["data"].get("code") != "CAPACITY_REACHED":
+                raise RemoteError(f"the OpenEnv server {self.url} cannot reset: {_reason(answer)}", field="reset")
+            if time.monotonic() > give_up:
+                raise Unavailable(
+                    f"the OpenEnv server {self.url} had no room for a session in {self._wait_seconds:g} s: "
+                    f"{_reason(answer)}; start it with a larger max_concurrent_envs",
+                    field="max_concurrent_envs",
+                )
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        fields = {self._action: action} if isinstance(self._action, str) else self._action(action)
+        answer = await self._ask({"type": "step", "data": fields})
+        if answer["type"] == "error":
+            if answer["data"].get("code") not in OF_THE_ACTION:
+                raise RemoteError(f"the OpenEnv server {self.url} cannot step: {_reason(answer)}", field="step")
+            log.warning("the OpenEnv server refuses an action, which ends its episode: %s", _reason(answer))
+            return "", self._refused, True, False, {"error": _reason(answer)}
+        data = answer["data"]
+        done = bool(data.get("done"))
+        # The last observation is for nobody, and need not have the field.
+        return "" if done else self._text(data), float(data.get("reward") or 0.0), done, False, {}
+
+    async def close(self) -> None:
+        """Ends the session at the server. Harmless where there is none."""
+        if self._socket is not None and not self._socket.closed:
+            try:
+                await self._socket.send_str('{"type": "close"}')
+            except (ConnectionError, aiohttp.ClientError):
+                log.debug("the server had closed the session", exc_info=True)
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._session is not None:
+            await self._session.close()
+        self._session = self._socket = self._reader = None
+
+    async def _connect(self) -> None:
+        self._session = aiohttp.ClientSession(headers=self._headers)
+        try:
+            self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES)
+        except (aiohttp.ClientError, OSError) as error:
+            await self.close()
+            raise Unavailable(f"no OpenEnv server answers at {self.url}/ws: {error}", field="url") from error
+        self._answers = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read(self._socket, self._answers))
+
+    @staticmethod
+    async def _read(socket: aiohttp.ClientWebSocketResponse, answers: asyncio.Queue[aiohttp.WSMessage]) -> None:
+        """Reads also while the model generates: a server ends a session whose pings nobody answers."""
+        while True:
+            message = await socket.receive()
+            answers.put_nowait(message)
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer, an observation or an error. Raises RemoteError for anything else."""
+        if self._socket is None:
+            raise InvalidField("episode", "none", "reset() before step()")
+        what = message["type"]
+        try:
+            # A server that is full sends its error and closes before it reads anything.
+            if not self._socket.closed:
+                await self._socket.send_str(json.dumps(message))
+            async with asyncio.timeout(self._step_seconds):
+                answer = await self._answers.get()
+        except TimeoutError:
+            raise RemoteError(
+                f"the OpenEnv server {self.url} did not answer a {what} in {self._step_seconds:g} s", field=what
+            ) from None
+        except (ConnectionError, aiohttp.ClientError) as error:
+            raise RemoteError(f"the OpenEnv server {self.url} ended the session: {error}", field=what) from error
+        if answer.type is not aiohttp.WSMsgType.TEXT:
+            raise RemoteError(
+                f"the OpenEnv server {self.url} ended the session before it answered a {what}", field=what
+            )
+        parsed = json.loads(answer.data)
+        if parsed.get("type") not in ("observation", "error") or not isinstance(parsed.get("data"), dict):
+            raise RemoteError(f"the OpenEnv server {self.url} answered a {what} with {answer.data:.200}", field=what)
+        return parsed
+
+    def _text(self, data: dict[str, Any]) -> str:
+        seen = data.get("observation") or {}
+        if not isinstance(self._observation, str):
+            return self._observation(seen)
+        if self._observation not in seen:
+            known = ", ".join(sorted(seen)) or "no fields"
+            raise InvalidField(
+                "observation", self._observation, f"a field of the observation: {known}",
+                f"the observations of the OpenEnv server {self.url} have no field {self._observation!r}, only {known}",
+            )  # fmt: skip
+        return str(seen[self._observation])
+
+
+def _reason(answer: dict[str, Any]) -> str:
+    data = answer["data"]
+    details = f" {json.dumps(data['errors'], default=str):.300}" if data.get("errors") else ""
+    return f"{data.get('code', 'error')}: {data.get('message', '')}{details}"
