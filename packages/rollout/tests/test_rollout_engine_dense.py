@@ -230,11 +230,11 @@ def test_bfloat16_weights_are_sampled_close_to_float32_and_the_log_probs_are_of_
 
 def test_a_cache_that_grows_keeps_what_rows_have_and_takes_no_memory_for_the_rest() -> None:
     cache = KvCache(1, 1, 4, torch.float32)
-    for kind in cache.layer(0):
+    for kind in cache.layer(0).unbind(1):
         kind.fill_(7.0)
     cache.reserve(9, 65, [3, 0, 64])
     assert cache.room == (16, 128)
-    for kind in cache.layer(0):
+    for kind in cache.layer(0).unbind(1):
         filled = (kind[:, 0, :, 0] == 7.0).sum(-1)
         assert filled.tolist() == [3, 0, 64] + [0] * 13
         assert float(kind.abs().sum()) == 7.0 * 67 * 4
@@ -245,14 +245,14 @@ def test_memory_follows_what_rows_hold_and_not_their_longest() -> None:
     before = resident()
     cache.reserve(256, 8192, [])  # 96 GiB of address space
     for index in range(24):
-        for kind in cache.layer(index):
+        for kind in cache.layer(index).unbind(1):
             kind[0, :, :512] = 1.0
             kind[1:33, :, :2] = 1.0
     taken = resident() - before
     assert taken < 100 << 20  # 512 tokens of 48 KiB, and a page for each head of each layer of 32 others
     cache.release(0)
     assert resident() - before < taken - (20 << 20)
-    assert float(cache.layer(23)[1][0].abs().sum()) == 0.0
+    assert float(cache.layer(23)[0, 1].abs().sum()) == 0.0
 
 
 def test_sequences_leave_where_memory_is_full_and_go_on_from_their_tokens(qwen3: Any) -> None:

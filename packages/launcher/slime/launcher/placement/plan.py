@@ -25,13 +25,11 @@ from slime.launcher.placement.nodes import (
     does_not_fit,
     parts_of_engines,
 )
+from slime.rollout.engines.embedded.launch import SHARED_CORES
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu_for
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, counted
-
-# Trainer and engine share the cores: OpenMP threads that spin while they wait slow both down tenfold.
-SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from slime.rollout.engines.process import EngineProcess
 from slime.types.setting_values import flag_name
 
 # The trainer works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
-SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Threads that sleep at once take a third of a decode step to wake up, some thousand times in it; so they spin for less
+# than a millisecond first, which is longer than the pauses inside of a pass.
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def start_embedded(

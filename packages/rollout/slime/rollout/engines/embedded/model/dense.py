@@ -178,20 +178,21 @@ class _Attention:
 
     def __call__(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Returns [N, H x D]."""
-        keys_RKCD, values_RKCD = self._cache.layer(layer)
+        kv_R2KCD = self._cache.layer(layer)
+        keys_RKCD, values_RKCD = kv_R2KCD.unbind(1)
         parts, decoding, start = [], self._run.decoding, self._run.decoding
         if decoding:
-            keys_RKCD[self._rows_B, :, self._positions_B] = key_NKD[:decoding]
-            values_RKCD[self._rows_B, :, self._positions_B] = value_NKD[:decoding]
-            seen_BHD = F.scaled_dot_product_attention(
-                query_NHD[:decoding, :, None],
+            newest_B2KD = torch.stack([key_NKD[:decoding], value_NKD[:decoding]], 1)
+            kv_R2KCD[self._rows_B, :, :, self._positions_B] = newest_B2KD
+            # Heads that read the same keys stand where queries of one head would: the keys are read and packed once.
+            seen_BKGD = F.scaled_dot_product_attention(
+                query_NHD[:decoding].unflatten(1, (keys_RKCD.shape[1], -1)),
                 keys_RKCD[:decoding, :, : self._longest],
                 values_RKCD[:decoding, :, : self._longest],
                 attn_mask=self._mask_B11T,
                 scale=self._scale,
-                enable_gqa=True,
             )
-            parts.append(seen_BHD.flatten(1))
+            parts.append(seen_BKGD.flatten(1))
         for row, length in self._run.prompts:
             rows_of_prompt = slice(start, start + length)
             query_HTD, key_KTD, value_KTD = (x[rows_of_prompt].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))

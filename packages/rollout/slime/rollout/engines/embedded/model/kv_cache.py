@@ -44,10 +44,9 @@ class KvCache:
         layers, heads, head_dim = self._shape
         return layers * 2 * heads * head_dim * self._dtype.itemsize
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values, each [R, K, C, D], to be read and written."""
-        keys, values = self._kv_RL2KCD[:, index].unbind(1)
-        return keys, values
+    def layer(self, index: int) -> torch.Tensor:
+        """Returns keys and values of a layer, [R, 2, K, C, D], to be read and written."""
+        return self._kv_RL2KCD[:, index]
 
     def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
         """Makes room for so many rows and tokens. used: how many tokens each of the first rows has by now. Nothing else
