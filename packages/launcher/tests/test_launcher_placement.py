@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.launcher.config.settings import LauncherSettings
-from slime.launcher.placement.plan import Placement, plan_placement, shared_devices, trainer_environment
+from slime.launcher.placement.plan import (
+    Placement,
+    core_environment,
+    plan_placement,
+    shared_devices,
+    trainer_environment,
+)
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting
 
@@ -293,6 +299,20 @@ def test_megatron_gets_the_one_queue_that_it_needs_unless_the_user_says(monkeypa
     assert name not in trainer_environment(LauncherSettings(num_rollout=1), gpus=True)
     monkeypatch.setenv(name, "32")
     assert name not in trainer_environment(megatron, gpus=True)
+
+
+def test_processes_without_a_gpu_divide_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "OMP_NUM_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("slime.launcher.placement.plan.cpus", lambda: 8)
+    for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
+        settings = LauncherSettings(num_rollout=1, actor_num_gpus_per_node=ranks)
+        assert trainer_environment(settings, gpus=False)[name] == core_environment(ranks)[name] == threads
+    assert name not in trainer_environment(settings, gpus=True)
+    own = LauncherSettings(num_rollout=1, train_env_vars={name: "5"})
+    assert trainer_environment(own, gpus=False)[name] == "5"
+    monkeypatch.setenv(name, "3")
+    assert name not in trainer_environment(LauncherSettings(num_rollout=1), gpus=False)
 
 
 def test_both_sides_of_a_broadcast_allocate_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from slime.launcher.metrics.sinks.mlflow import Mlflow
 from slime.launcher.metrics.sinks.swanlab import Swanlab
 from slime.launcher.metrics.sinks.trackio import Trackio
 from slime.launcher.metrics.sinks.wandb import Wandb
-from slime.launcher.placement.plan import plan_placement
+from slime.launcher.placement.plan import core_environment, plan_placement
 from slime.launcher.plan.batches import longest_sample
 from slime.launcher.plan.report import hardware_of
 from slime.launcher.platform import probes, ray_cluster
@@ -221,9 +221,14 @@ def test_collectives_are_of_nccl_where_there_are_gpus() -> None:
     assert (_process_groups(None, "cuda", 2), _process_groups(None, "cpu", 2)) == ("cpu:gloo,cuda:nccl", "gloo")
 
 
-@states(rollout_engine_threads="OMP_NUM_THREADS, else 1 in a run and all cores elsewhere")
-def test_an_embedded_engine_has_the_threads_of_torch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads OMP_NUM_THREADS, which Ray makes 1 in a run, and takes all cores without it."""
+@states(
+    rollout_engine_threads="OMP_NUM_THREADS, else a share of all cores",
+    trainer_num_threads="OMP_NUM_THREADS, else a share of all cores; 1 with GPUs",
+)
+def test_torch_has_the_threads_of_the_environment(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads OMP_NUM_THREADS, and takes all cores without it; Ray makes it 1 where nobody sets it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert core_environment(2)["OMP_NUM_THREADS"] == str(max(1, probes.cpus() // 2))
     options: list[Any] = []
     monkeypatch.setattr(launch, "start_embedded", lambda chosen, **_: options.append(chosen))
     for start in KINDS["embedded"].starts(run_config.parse(words).rollout, []):

@@ -25,11 +25,14 @@ from slime.launcher.placement.nodes import (
     does_not_fit,
     parts_of_engines,
 )
+from slime.launcher.platform.probes import cpus
 from slime.rollout.engines.embedded.launch import SHARED_CORES
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu_for
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, counted
+
+THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -186,9 +189,21 @@ def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str,
     return options | {"runtime_env": {"env_vars": variables}}
 
 
+def core_environment(processes: int) -> dict[str, str]:
+    """Returns the environment variables of each of `processes`, trainers or engines, that share the cores of a node.
+
+    A trainer and an engine may both have all of them: mostly one waits for the other.
+    """
+    variables = dict(SHARED_CORES)
+    if THREADS not in os.environ:
+        # Ray makes it 1 for an actor that was promised no CPUs.
+        variables[THREADS] = str(max(1, cpus() // max(1, processes)))
+    return variables
+
+
 def trainer_environment(launcher: LauncherSettings, gpus: bool) -> dict[str, str]:
     """Returns the environment variables of a trainer's process, over those that it inherits."""
-    variables = {} if gpus else dict(SHARED_CORES)
+    variables = {} if gpus else core_environment(launcher.actor_num_gpus_per_node or 1)
     if gpus and launcher.train_backend == "megatron" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         # Megatron's overlap of communication and computation relies on the order of one hardware queue.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -17,7 +17,7 @@ from slime.launcher.blob_stores.object_store import ObjectStoreReader, ObjectSto
 from slime.launcher.config.derived import decay_over_run
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
-from slime.launcher.placement.plan import Placement, ServiceNode, shared_devices, trainer_environment
+from slime.launcher.placement.plan import Placement, ServiceNode, core_environment, shared_devices, trainer_environment
 from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
 from slime.launcher.services.processes import Process
@@ -271,6 +271,8 @@ class _Start:
     def _engine_options(self, share: EngineShare, trainers: list[Process]) -> dict[str, Any]:
         """Returns the Ray options of the service that starts these engines."""
         options, nodes = self.placement.engine_options(share), self.placement.nodes()
+        if not self.placement.has_gpus and not share.gpus:
+            return options | {"runtime_env": {"env_vars": core_environment(share.embedded)}}
         if not self.placement.shares_gpus:
             return options
         return shared_devices(options, self._devices([t for t in trainers if nodes[t.name] == share.node]))

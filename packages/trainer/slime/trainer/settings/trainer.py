@@ -173,7 +173,11 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
 
     # Process
-    trainer_num_threads: int | None = setting(None, "CPU threads of torch in a trainer process", minimum=1)
+    trainer_num_threads: int | None = setting(
+        None,
+        "CPU threads of torch in a trainer process (default: OMP_NUM_THREADS, else a share of all cores; 1 with GPUs)",
+        minimum=1,
+    )
     distributed_backend: str | None = setting(
         None,
         "Library for the trainer's collective operations (default: nccl on GPUs, else gloo)",
