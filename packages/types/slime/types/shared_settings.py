@@ -98,3 +98,8 @@ class ModeSettings:
         "Generate in index order, in fixed batches, with keyed sampling, and train with deterministic kernels: two "
         "runs on one machine give the same samples, metrics and weights",
     )
+    update_weight_mode: str = setting(
+        "full",
+        "Content of a weight update: all weights (full), or what changed since the engine's version (delta)",
+        choices=("full", "delta"),
+    )

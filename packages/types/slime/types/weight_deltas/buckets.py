@@ -1,0 +1,164 @@
+"""Buckets of deltas: one message to an engine, or one file of a version on disk.
+
+    uint64, little-endian: length of the header
+    header: JSON, `VersionDelta` and a row for each tensor, with the checksum of its bytes after the change
+    payloads, in the order of the rows
+
+A bucket stands for itself; the buckets of a version hold every tensor once, also those that did not change, so that an
+engine with other weights than the base notices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.types.errors import DataLoss, InvalidFile, NotAvailable
+from slime.types.weight_deltas.checksums import find_checksum
+from slime.types.weight_deltas.encoding import Bytes, Change, apply, encode
+
+COMPRESSION = "zstd"
+INDEX = "weight_delta.json"
+# Bytes of an element by the name of its type in torch.
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+_ROW_BYTES = 300
+
+
+@dataclass(frozen=True)
+class VersionDelta:
+    """One version as changes of another. lineage: names the trainer process whose versions these are."""
+
+    version: int
+    base_version: int
+    lineage: str
+    delta_encoding: str
+    checksum_format: str
+    compression_format: str = COMPRESSION
+
+
+@dataclass(frozen=True)
+class TensorDelta:
+    """checksum: of the tensor's bytes after the change."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+    change: Change
+
+
+def encode_tensor(
+    about: VersionDelta, name: str, dtype: str, shape: Iterable[int], old: Bytes, new: Bytes
+) -> TensorDelta:
+    change = encode(old, new, ITEM_BYTES[dtype], about.delta_encoding)
+    return TensorDelta(name, dtype, tuple(shape), find_checksum(about.checksum_format)(new), change)
+
+
+def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
+    """Returns the tensor's bytes in the new version; `old` stays.
+
+    Raises DataLoss naming the tensor where they are not those of the trainer.
+    """
+    where = f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
+    size = ITEM_BYTES.get(delta.dtype, 0) * int(np.prod(delta.shape, dtype=np.int64))
+    if size != len(old):
+        raise DataLoss(f"{where} has {size} bytes, {len(old)} are here", field=delta.name, value=len(old))
+    try:
+        new = apply(old, delta.change, ITEM_BYTES[delta.dtype], about.delta_encoding)
+    except DataLoss as error:
+        raise DataLoss(f"{where}: {error.message}", field=delta.name) from error
+    found = find_checksum(about.checksum_format)(new)
+    if found != delta.checksum:
+        raise DataLoss(
+            f"{where} has checksum {found} after the change, expected {delta.checksum}: the weights here are not the "
+            f"trainer's version {about.base_version}",
+            field=delta.name, value=found, expected=delta.checksum,
+        )  # fmt: skip
+    return new
+
+
+def write_buckets(about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """Yields (bucket, whether it is the last), each of about `max_bytes`; a larger tensor is alone in its bucket."""
+    held: list[TensorDelta] = []
+    size = 0
+    for tensor in tensors:
+        more = len(tensor.change.payload) + len(tensor.name) + _ROW_BYTES
+        if held and size + more > max_bytes:
+            yield _write(about, held), False
+            held, size = [], 0
+        held.append(tensor)
+        size += more
+    yield _write(about, held), True
+
+
+def _write(about: VersionDelta, tensors: list[TensorDelta]) -> bytes:
+    rows = [
+        {
+            "name": t.name, "dtype": t.dtype, "shape": t.shape, "checksum": t.checksum, "form": t.change.form,
+            "changed": t.change.changed, "gap_bytes": t.change.gap_bytes, "length": len(t.change.payload),
+        }
+        for t in tensors
+    ]  # fmt: skip
+    header = json.dumps({**dataclasses.asdict(about), "tensors": rows}).encode()
+    return b"".join([_LENGTH.pack(len(header)), header, *(t.change.payload for t in tensors)])
+
+
+def read_bucket(data: bytes) -> tuple[VersionDelta, list[TensorDelta]]:
+    """Raises DataLoss for bytes that are no whole bucket."""
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        if start > len(data):
+            raise ValueError(f"the header has {length} bytes of {len(data)}")
+        header = json.loads(data[_LENGTH.size : start])
+        tensors = []
+        for row in header.pop("tensors"):
+            end = start + int(row["length"])
+            if not start <= end <= len(data):
+                raise ValueError(f"{row['name']} ends at byte {end} of {len(data)}")
+            change = Change(str(row["form"]), int(row["changed"]), int(row["gap_bytes"]), data[start:end])
+            shape = tuple(int(size) for size in row["shape"])
+            tensors.append(TensorDelta(str(row["name"]), str(row["dtype"]), shape, str(row["checksum"]), change))
+            start = end
+        about = _about(header)
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataLoss(f"a bucket of a weight delta cannot be read: {error}", field="body") from error
+    return about, tensors
+
+
+def _about(header: dict[str, Any]) -> VersionDelta:
+    about = VersionDelta(**header)
+    if about.compression_format != COMPRESSION:
+        raise NotAvailable.unavailable(f"compression_format {about.compression_format}", f"deltas are {COMPRESSION}")
+    return about
+
+
+def write_index(directory: Path, about: VersionDelta, files: list[str]) -> None:
+    content = {**dataclasses.asdict(about), "files": files}
+    (directory / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_index(directory: Path) -> tuple[VersionDelta, list[Path]] | None:
+    """Returns the files of a delta in `directory`; None where it holds none. Raises InvalidFile."""
+    file = directory / INDEX
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        names = [str(name) for name in content.pop("files")]
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"files {names} are not all beside it")
+        return _about(content), [directory / name for name in names]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidFile(f"{file}: {error}", field="model_path", value=str(file)) from error

@@ -1,0 +1,135 @@
+"""Encodes what changed between two versions of a tensor's bytes, and applies it.
+
+Elements count as changed where their bits differ, so -0.0, infinities and the payloads of NaNs arrive as they are. Of
+three forms the one that comes out smallest is taken:
+
+    same     nothing
+    sparse   the distances between changed elements, then their values
+    dense    the values of all elements
+
+A value is the new bits (overwrite) or their exclusive or with the old ones (xor). Numbers are stored plane by plane,
+the first bytes of all, then the second bytes: high bytes are mostly alike, and zstd finds that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slime.types.errors import DataLoss, NotAvailable
+from slime.types.weight_deltas.checksums import EXTRA
+
+OPERATIONS = ("xor", "overwrite")
+# zstd's fastest level that is as small as the next ones on differences of weights.
+LEVEL = 1
+# Both forms are tried for shares of changed elements between these.
+SPARSE_UP_TO = 0.5
+DENSE_FROM = 0.02
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """changed: number of elements; gap_bytes: of a distance in the sparse form. payload: compressed."""
+
+    form: str
+    changed: int
+    gap_bytes: int
+    payload: bytes
+
+
+SAME = Change("same", 0, 0, b"")
+
+
+def encode(old: Bytes, new: Bytes, item_bytes: int, operation: str) -> Change:
+    """old, new: the bytes of tensors of one shape, whose elements have `item_bytes`: 1, 2, 4 or 8."""
+    before, after = _elements(old, item_bytes), _elements(new, item_bytes)
+    differs = before != after
+    changed = int(np.count_nonzero(differs))
+    if not changed:
+        return SAME
+    share = changed / len(after)
+    forms = []
+    if share <= SPARSE_UP_TO:
+        forms.append(_sparse(before, after, np.flatnonzero(differs), operation))
+    if share >= DENSE_FROM:
+        values = before ^ after if operation == "xor" else after
+        forms.append(Change("dense", changed, 0, _compress(_planes(values))))
+    return min(forms, key=lambda form: len(form.payload))
+
+
+def apply(old: Bytes, change: Change, item_bytes: int, operation: str) -> Bytes:
+    """Returns the new bytes; `old` stays. Raises DataLoss for a payload that does not fit."""
+    if change.form == "same":
+        return old
+    if operation not in OPERATIONS:
+        raise DataLoss(f"a delta is {operation!r}, expected {' or '.join(OPERATIONS)}")
+    before = _elements(old, item_bytes)
+    if change.form == "dense":
+        values = _from_planes(_decompress(change.payload, len(old)), item_bytes)
+        return (before ^ values if operation == "xor" else values).view(np.uint8)
+    if change.form != "sparse" or change.gap_bytes not in (1, 2, 4, 8) or not 0 < change.changed <= len(before):
+        raise DataLoss(
+            f"a delta has form {change.form!r}, changed {change.changed}, gap_bytes {change.gap_bytes}, "
+            f"for a tensor of size {len(before)}"
+        )
+    split = change.changed * change.gap_bytes
+    content = _decompress(change.payload, split + change.changed * item_bytes)
+    gaps = _from_planes(content[:split], change.gap_bytes).astype(np.int64)
+    places = np.cumsum(gaps + 1) - 1
+    # Distances that wrap around would not be in order.
+    if gaps.min() < 0 or gaps.max() >= len(before) or places[-1] >= len(before):
+        raise DataLoss(f"a delta has places outside of the tensor, whose size is {len(before)}")
+    values = _from_planes(content[split:], item_bytes)
+    after = before.copy()
+    after[places] = before[places] ^ values if operation == "xor" else values
+    return after.view(np.uint8)
+
+
+def _sparse(before: Any, after: Any, places: Any, operation: str) -> Change:
+    gaps = np.diff(places, prepend=-1) - 1
+    gap_bytes = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << (8 * size - (size == 8)))
+    values = before[places] ^ after[places] if operation == "xor" else after[places]
+    content = np.concatenate([_planes(gaps.astype(f"<u{gap_bytes}")), _planes(values)])
+    return Change("sparse", len(places), gap_bytes, _compress(content))
+
+
+def _elements(data: Bytes, item_bytes: int) -> Any:
+    return data.view(f"<u{item_bytes}")
+
+
+def _planes(values: Any) -> Bytes:
+    """Returns the first bytes of all values, then their second bytes, and so on."""
+    size = values.dtype.itemsize
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, size).T).reshape(-1)
+
+
+def _from_planes(data: Bytes, size: int) -> Any:
+    return np.ascontiguousarray(data.reshape(size, -1).T).reshape(-1).view(f"<u{size}")
+
+
+def _compress(data: Bytes) -> bytes:
+    return bytes(_zstandard().ZstdCompressor(level=LEVEL).compress(data))
+
+
+def _decompress(payload: bytes, size: int) -> Bytes:
+    zstandard = _zstandard()
+    try:
+        # The decompressor makes room for what the frame announces.
+        announced = zstandard.get_frame_parameters(payload).content_size
+        if announced != size:
+            raise DataLoss(f"a delta announces {announced} bytes, expected {size}")
+        content = zstandard.ZstdDecompressor().decompress(payload)
+    except zstandard.ZstdError as error:
+        raise DataLoss(f"a delta cannot be decompressed: {error}") from error
+    return np.frombuffer(content, np.uint8)
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise NotAvailable.not_installed("--update-weight-mode delta", "zstandard", EXTRA) from None
+    return zstandard
