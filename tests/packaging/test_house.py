@@ -24,7 +24,6 @@ SLIP_LINES = 45
 SLIPS = {
     "slime.converters.families.*": "one for each model family, a row in the table of the folder",
     "slime.rollout.rewards.*": "one for each reward, a row in registry.py",
-    "slime.trainer.weight_sync.*": "one for each transport of weights",
     "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
     "slime.launcher.metrics.sinks.*": "one for each tracker, a row in registry.py",
     "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",

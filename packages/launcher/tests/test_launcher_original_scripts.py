@@ -44,6 +44,7 @@ MODELS = {
     "Kimi-K2-Thinking": ("kimi-k2", {"rope_scaling.factor": 64.0, "rms_norm_eps": 1e-5}),
     "Kimi-K2": ("kimi-k2", {}),
     "GLM-4.7-355B": ("glm4.7-355B-A32B", {}),
+    "GLM-4.7-Flash": ("moonlight", {"model_type": "glm4_moe_lite"}),
     "GLM-Z1": ("glm4-9B", {}),
     "DeepSeek-R1": ("deepseek-v3", {}),
 }
@@ -60,7 +61,7 @@ PLUGINS = {
 # The reason why a script cannot run here. A script that comes to pass leaves this table and never returns.
 REFUSED = {
     "examples_coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes": "--use-gated-attention",
-    "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "--update-weight-local-checkpoint-dir",
+    "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "config.json: model_type 'glm4_moe_lite'",
     "examples_fully_async_run-qwen3.5-9B-fully_async": "--use-gated-attention",
     "scripts_low_precision_run-qwen3-30b-a3b-fp8": "--fp8-format",
     "scripts_run-glm5-744B-A40B": "--enable-experimental",

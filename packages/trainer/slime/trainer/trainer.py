@@ -217,6 +217,7 @@ class Trainer:
         metrics = {
             "perf/update_weights_time": time.perf_counter() - started,
             "perf/update_weights_bytes": float(sent),
+            **self._weight_sender.metrics,
         }
         if self._memory.enabled:
             # Training needs no more than it did where rows have a largest size.

@@ -100,6 +100,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     check_on_policy(args)
     _check_whole_vocabulary(args)
     _check_pipeline_engines(args)
+    _check_deltas(args)
     _check_batch(args)
 
 
@@ -188,6 +189,17 @@ def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
             "--update-weight-transport disk",
             "engines with pipeline stages take weights from a directory only",
         )
+
+
+def _check_deltas(args: Mapping[str, Any]) -> None:
+    """Refuses deltas that SGLang engines cannot take; for engines that are chosen later the trainer does."""
+    if args["update_weight_mode"] == "delta" and args["rollout_engine"] == "sglang":
+        for name, needed in (
+            ("update_weight_transport", "--update-weight-transport disk"),
+            ("update_weight_local_checkpoint_dir", "--update-weight-local-checkpoint-dir DIR"),
+        ):
+            if args[name] in ("auto", "tensor", None):
+                raise _requires(args, "update_weight_mode", needed, "SGLang loads a checkpoint on its own host")
 
 
 def _check_batch(args: Mapping[str, Any]) -> None:

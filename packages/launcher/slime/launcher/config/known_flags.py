@@ -24,8 +24,9 @@ PLANNED: dict[str, str] = {
     "no family of models here has linear or sparse attention": """qwen-gdn-backend allgather-cp freeze-indexer
         use-gated-attention""",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
-    "weight updates push all weights": """update-weight-delta-encoding update-weight-delta-checksum
-        update-weight-local-checkpoint-dir custom-update-weight-post-write-path""",
+    "engines read the files of a weight update as soon as rank 0 has written them": (
+        "custom-update-weight-post-write-path"
+    ),
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",

@@ -36,11 +36,6 @@ def refuse_unavailable(settings: TrainerSettings) -> None:
             "that backend trains no critic",
             "--train-backend fsdp",
         )
-    for field, value, reason, alternative in (
-        ("update_weight_mode", "delta", "weights are pushed as a whole", "full"),
-    ):
-        if getattr(settings, field) == value:
-            raise NotAvailable.unavailable(spelled(settings, field), reason, alternative)
 
 
 def refuse_contradictions(settings: TrainerSettings) -> None:
@@ -267,6 +262,15 @@ def _check_transport(s: TrainerSettings) -> None:
         _conflict(
             s, "update_weight_transport", "colocate", "NCCL connects two processes only if each has GPUs of its own"
         )
+    if s.update_weight_mode == "delta" and s.update_weight_transport in ("nccl", "ipc"):
+        _conflict(
+            s, "update_weight_mode", "update_weight_transport",
+            "deltas go to embedded engines by tensor, and to all engines by disk",
+        )  # fmt: skip
+    if s.update_weight_local_checkpoint_dir is not None:
+        for field, value in (("update_weight_mode", "delta"), ("update_weight_transport", "disk")):
+            if getattr(s, field) != value:
+                _requires(s, "update_weight_local_checkpoint_dir", f"{flag_name(field)} {value}")
 
 
 def _check_batch_sizes(s: TrainerSettings) -> None:

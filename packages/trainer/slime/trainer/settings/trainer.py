@@ -10,6 +10,8 @@ from slime.trainer.settings.checks import refuse_contradictions, refuse_unavaila
 from slime.trainer.settings.debug import DebugSettings
 from slime.types.settings import like, setting
 from slime.types.shared_settings import BatchSettings, GroupSettings, ModeSettings, PolicySettings, TrainingSettings
+from slime.types.weight_deltas.checksums import CHECKSUMS
+from slime.types.weight_deltas.encoding import OPERATIONS
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -141,7 +143,6 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     step_wait_seconds: float = setting(600.0, "Seconds to wait for an iteration's groups and for its plan", above=0)
 
     # Weights to the engines
-    update_weight_mode: str = setting("full", "Weights to push: all of them", choices=("full",), refused=("delta",))
     update_weight_transport: str = setting(
         "auto",
         "Transport of weights to the engines; auto: tensor for embedded engines, ipc for SGLang with "
@@ -160,6 +161,19 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         metavar="DIR",
     )
     update_weight_disk_keep_files: bool = setting(False, "Keep published weights after the engines have read them")
+    update_weight_delta_encoding: str = setting(
+        "xor",
+        "Content of a delta: the bits that differ (xor, which compresses best), or the new values (overwrite)",
+        choices=OPERATIONS,
+    )
+    update_weight_delta_checksum: str = setting(
+        "xxh3-128", "Checksum by which an engine verifies each tensor after a delta", choices=CHECKSUMS
+    )
+    update_weight_local_checkpoint_dir: str | None = setting(
+        None,
+        "Directory on the hosts of SGLang engines for a checkpoint that deltas bring up to date and the engines load",
+        metavar="DIR",
+    )
     update_weight_timeout_seconds: float = setting(300.0, "Deadline in seconds of one request to an engine", above=0)
     check_weight_update_equal: bool = setting(
         False,

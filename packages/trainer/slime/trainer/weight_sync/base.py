@@ -35,6 +35,11 @@ class WeightTransport(abc.ABC):
         take weights by this transport.
         """
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last `send` besides its time and bytes."""
+        return {}
+
     def close(self) -> None:
         """Releases the resources that were kept between updates."""
         return None

@@ -171,7 +171,11 @@ def serialize(flat: Tensor, layout: Sequence[types.SimpleNamespace]) -> str:
     """Serializes a flattened bucket as SGLang's `MultiprocessingSerializer` does, in base64; `flat` must outlive it."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump({"flattened_tensor": _Shared(flat), "metadata": list(layout)})
-    return base64.b64encode(buffer.getvalue()).decode()
+    return encoded(buffer)
+
+
+def encoded(pickled: io.BytesIO) -> str:
+    return base64.b64encode(pickled.getvalue()).decode()
 
 
 class _Shared:

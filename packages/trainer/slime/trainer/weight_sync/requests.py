@@ -16,6 +16,7 @@ from slime.types.errors import DeadlineExceeded, EngineError
 
 T = TypeVar("T")
 JSON = "application/json"
+BYTES = "application/octet-stream"
 
 
 class EngineRequests:
@@ -27,9 +28,18 @@ class EngineRequests:
 
     def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
         """Sends the same request to all engines at once; raises the error of the first, in their order, that failed."""
-        posts = [functools.partial(self._post, engine, path, body, content_type, what) for engine in engines]
-        for answer in [in_background(post) for post in posts]:
+        for answer in self._start_each(engines, path, body, content_type, what):
             answer.result()
+
+    def start_each(self, engines: Sequence[Engine], path: str, body: bytes, what: str) -> list[Future[Any]]:
+        """Returns the futures of the same request of bytes to all engines."""
+        return self._start_each(engines, path, body, BYTES, what)
+
+    def _start_each(
+        self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str
+    ) -> list[Future[Any]]:
+        posts = [functools.partial(self._post, engine, path, body, content_type, what) for engine in engines]
+        return [in_background(post) for post in posts]
 
     def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
         """Returns the request's future JSON answer. It may be left alone: its thread does not outlive the process."""

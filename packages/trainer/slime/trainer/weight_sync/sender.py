@@ -13,6 +13,8 @@ from slime.trainer.checkpoints import checkpoint
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.weight_sync.base import Weights, WeightTransport, as_dtype
+from slime.trainer.weight_sync.delta import DeltaTransport
+from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.equality import EqualityCheck
 from slime.trainer.weight_sync.ipc import IpcTransport
@@ -41,6 +43,8 @@ class WeightSender:
         # Kept from update to update, with the connections and buffers that they have built up.
         self._transports: dict[str, WeightTransport] = {}
         self._check: EqualityCheck | None = None
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last push, on rank 0."""
 
     def push(self, version: int, release: Callable[[], None] = lambda: None, *, joining: bool = False) -> int:
         """Sends the policy to every engine of the rollout service as `version`; returns the bytes that rank 0 sent.
@@ -64,6 +68,7 @@ class WeightSender:
             weights = self._backend.named_weights(dtype=self._dtype)
             stream = as_dtype(weights, self._dtype, on_device=transport.on_device)
             sent = self._ranks.on_first(lambda: transport.send(engines, version, stream), weights) or 0
+        self.metrics = transport.metrics
         if self._settings.check_weight_update_equal:
             self._compare(engines, version)
         return sent
@@ -79,6 +84,13 @@ class WeightSender:
     def _make(self, name: str) -> WeightTransport:
         s = self._settings
         size, timeout = s.update_weight_buffer_size, s.update_weight_timeout_seconds
+        if s.update_weight_mode == "delta":
+            carrier: DiskCarrier | TensorCarrier = TensorCarrier(size, timeout)
+            if name == "disk":
+                assert s.update_weight_disk_dir is not None
+                local, keep = s.update_weight_local_checkpoint_dir, s.update_weight_disk_keep_files
+                carrier = DiskCarrier(s.update_weight_disk_dir, local, self._write, timeout, keep_files=keep)
+            return DeltaTransport(carrier, s.update_weight_delta_encoding, s.update_weight_delta_checksum, size)
         if name == "disk":
             assert s.update_weight_disk_dir is not None
             keep = s.update_weight_disk_keep_files
@@ -105,11 +117,19 @@ def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
         return settings.update_weight_transport
     shares_gpus = settings.colocate and not settings.rollout_external_engine_addrs
     # Not `disk`: nothing says which directory all of them share.
-    possible = ("tensor", "ipc", "nccl") if shares_gpus else ("tensor", "nccl")
+    possible: tuple[str, ...] = ("tensor", "ipc", "nccl") if shares_gpus else ("tensor", "nccl")
+    if settings.update_weight_mode == "delta":
+        possible = ("tensor",)
     for name in engines[0].weight_transports if engines else ("tensor",):
         if name in possible and all(name in engine.weight_transports for engine in engines):
             return name
     kinds = ", ".join(sorted({engine.kind for engine in engines}))
+    if settings.update_weight_mode == "delta":
+        raise NotAvailable.requires(
+            "--update-weight-mode delta",
+            "--update-weight-transport disk",
+            f"the engines ({kinds}) read deltas from a disk only",
+        )
     raise NotAvailable.unavailable(
         "--update-weight-transport auto",
         f"the engines ({kinds}) have at most disk in common",

@@ -49,7 +49,7 @@ class VersionDelta:
 
 @dataclass(frozen=True)
 class TensorDelta:
-    """checksum: of the tensor's bytes after the change."""
+    """The change of one tensor, by its name. checksum: of the tensor's bytes after the change."""
 
     name: str
     dtype: str

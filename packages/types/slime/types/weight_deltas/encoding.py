@@ -32,7 +32,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class Change:
-    """changed: number of elements; gap_bytes: of a distance in the sparse form. payload: compressed."""
+    """The change of one tensor.
+
+    changed: number of elements; gap_bytes: of a distance in the sparse form. payload: compressed."""
 
     form: str
     changed: int
@@ -44,7 +46,7 @@ SAME = Change("same", 0, 0, b"")
 
 
 def encode(old: Bytes, new: Bytes, item_bytes: int, operation: str) -> Change:
-    """old, new: the bytes of tensors of one shape, whose elements have `item_bytes`: 1, 2, 4 or 8."""
+    """Encodes the bytes of a tensor whose elements have `item_bytes`: 1, 2, 4 or 8."""
     before, after = _elements(old, item_bytes), _elements(new, item_bytes)
     differs = before != after
     changed = int(np.count_nonzero(differs))

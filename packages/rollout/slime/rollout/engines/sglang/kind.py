@@ -68,6 +68,7 @@ class SGLang(EngineKind):
                     deterministic=settings.deterministic,
                     random_seed=settings.rollout_seed,
                     routed_experts=settings.use_rollout_routing_replay,
+                    deltas=settings.update_weight_mode == "delta",
                     node=node,
                     args={"host": settings.rollout_engine_host} | settings.sglang_args,
                 ),

@@ -14,6 +14,7 @@ from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.flags import check, command_line
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.types.errors import InvalidSetting
+from slime.types.weight_deltas import PULL
 
 # SGLang looks for SIGTERM every 5 s, then gives its schedulers 15 s.
 GRACE_SECONDS = 30.0
@@ -24,7 +25,8 @@ SERVER = (sys.executable, "-m", "sglang.launch_server")
 class SGLangOptions:
     """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check` has
     them. memory_saver: whether its GPU memory can be released and resumed. routed_experts: whether it can return the
-    experts of tokens. node: the part of an engine that is on several nodes, with as many GPUs on each."""
+    experts of tokens. node: the part of an engine that is on several nodes, with as many GPUs on each. deltas: whether
+    it brings a checkpoint on its host up to date."""
 
     model_path: str
     gpus: Sequence[str]
@@ -32,6 +34,7 @@ class SGLangOptions:
     deterministic: bool = False
     random_seed: int | None = None
     routed_experts: bool = False
+    deltas: bool = False
     node: EngineNode | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     server: Sequence[str] = SERVER
@@ -90,6 +93,8 @@ def server_command(options: SGLangOptions) -> list[str]:
     args = {name: value for name, value in check(options.args).items() if name != "host"}
     if options.deterministic:
         args["enable-deterministic-inference"] = True
+    if options.deltas:
+        args["custom_weight_loader"] = [*(args.get("custom_weight_loader") or ()), PULL]
     return [*options.server, *flags, *command_line(args)]
 
 

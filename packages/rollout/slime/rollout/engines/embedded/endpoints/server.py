@@ -37,6 +37,7 @@ BUCKETS = "/update_weights_from_tensor"
 # HTTP status of a SlimeError by its gRPC status; other exceptions are 500.
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "FAILED_PRECONDITION": 409,
+    "DATA_LOSS": 409,
     "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
 }  # fmt: skip
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -238,19 +239,20 @@ class EngineServer(ServedModel):
         return web.json_response({"success": True, "message": f"loaded {path}", "weight_version": version})
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
-        """Loads new weights. Body: one bucket of safetensors. Query: weight_version, and last=true with the last
-        bucket."""
+        """Loads new weights. Body: one bucket of safetensors, or with delta=true of deltas. Query: weight_version, and
+        last=true with the last bucket."""
         version, last = request.query.get("weight_version"), request.query.get("last", "true")
+        delta = request.query.get("delta", "false")
         if not version:
             raise InvalidField("weight_version", version, "the version that these weights are, in the query")
-        if last not in ("true", "false"):
-            raise InvalidField("last", last, "true or false")
+        for name, value in (("last", last), ("delta", delta)):
+            if value not in ("true", "false"):
+                raise InvalidField(name, value, "true or false")
         weights = self.scheduler.weights
+        load = weights.load_delta if delta == "true" else weights.load_bucket
         async with self._one_bucket:
             bucket = await self._buckets.read(request)
-            await asyncio.wrap_future(
-                self.scheduler.between_steps(lambda: weights.load_bucket(bucket, version, last=last == "true"))
-            )
+            await asyncio.wrap_future(self.scheduler.between_steps(lambda: load(bucket, version, last=last == "true")))
         return web.json_response({"success": True, "weight_version": weights.version})
 
     async def check_weights(self, request: web.Request) -> web.Response:

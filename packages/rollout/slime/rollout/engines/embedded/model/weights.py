@@ -1,4 +1,4 @@
-"""Loads new weights into the running model, in buckets or from a directory.
+"""Loads new weights into the running model, in buckets or from a directory, whole or as deltas of its version.
 
 The version changes when the last bucket is in. A bucket is checked as a whole before any of it is copied, so a refused
 one changes nothing; where earlier buckets of the same version were copied already, the model is a mixture, and
@@ -18,6 +18,7 @@ from safetensors.torch import load as load_bytes
 
 from slime.rollout.engines.embedded.model.names import disk_tensors
 from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState, counted
+from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, apply_tensor, read_bucket, read_index
 
 
 class ModelWeights:
@@ -49,8 +50,55 @@ class ModelWeights:
             raise InvalidField("body", f"{len(bucket)} bytes", f"safetensors ({error})") from None
         self._copy(tensors, version, last=last)
 
+    def load_delta(self, bucket: bytes, version: str, *, last: bool) -> None:
+        """Applies a bucket of deltas, as `slime.types.weight_deltas.buckets` describes it.
+
+        Raises WrongState where the model holds another version than the delta's base; DataLoss naming a tensor whose
+        bytes are not the trainer's after the change, which is not copied then.
+        """
+        about, deltas = read_bucket(bucket)
+        if str(about.version) != version:
+            raise InvalidField("weight_version", version, f"{about.version}, the version of the delta")
+        if self.version != str(about.base_version) or (self.incomplete and self._pending_version != version):
+            held = "a mixture" if self.incomplete else f"version {self.version}"
+            raise WrongState(
+                f"weight version {version} is a delta of version {about.base_version}, and the model holds {held}",
+                field="weight_version", value=self.version, expected=str(about.base_version),
+            )  # fmt: skip
+        tensors = {delta.name: self._changed(about, delta) for delta in deltas}
+        self._copy(tensors, version, last=last)
+
+    def _changed(self, about: VersionDelta, delta: TensorDelta) -> torch.Tensor:
+        """Returns the tensor after the change, in the type that it was sent in; the held one where nothing changed."""
+        target = self.tensors.get(delta.name)
+        if target is None or list(target.shape) != list(delta.shape):
+            found = "no such tensor" if target is None else f"shape {list(target.shape)}"
+            raise InvalidField(delta.name, list(delta.shape), f"a tensor of this model: {found}")
+        dtype = getattr(torch, delta.dtype)
+        if torch.promote_types(dtype, target.dtype) != target.dtype:
+            held = str(target.dtype).removeprefix("torch.")
+            raise InvalidField(
+                "--update-weight-mode delta", delta.dtype, held,
+                f"--update-weight-mode delta requires --update-weight-dtype {held}: the engine holds {delta.name} in "
+                f"{held}, and {delta.dtype} cannot be read back from that",
+            )  # fmt: skip
+        held_bytes = target.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        new = apply_tensor(about, delta, held_bytes)
+        if new is held_bytes:
+            return target.detach()
+        return torch.from_numpy(new).view(dtype).reshape(target.shape)
+
     def load_directory(self, path: str, version: str) -> None:
-        """Loads the safetensors of a Hugging Face directory, file by file."""
+        """Loads the safetensors of a Hugging Face directory, file by file; or a directory of deltas."""
+        found = read_index(Path(path))
+        if found is not None:
+            for number, file in enumerate(found[1]):
+                try:
+                    bucket = file.read_bytes()
+                except OSError as error:
+                    raise InvalidFile(f"model_path: {file}: {error}", field="model_path", value=str(file)) from error
+                self.load_delta(bucket, version, last=number == len(found[1]) - 1)
+            return
         files = _weight_files(Path(path))
         for number, file in enumerate(files):
             try:
@@ -64,7 +112,8 @@ class ModelWeights:
         self.writes += 1
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self.tensors[name].copy_(tensor)
+                if tensor.data_ptr() != self.tensors[name].data_ptr():
+                    self.tensors[name].copy_(tensor)
 
     def _copy(self, tensors: dict[str, torch.Tensor], version: str, *, last: bool) -> None:
         if version != self._pending_version:

@@ -1,0 +1,141 @@
+"""The checkpoint on the host of SGLang engines that --update-weight-mode delta brings up to date.
+
+    --update-weight-local-checkpoint-dir/
+        weight_v000007/            a Hugging Face directory of that version; its mark names the trainer process
+        .weight_v000006.updating   while a delta is written into it; nothing loads it, the next whole update removes it
+
+SGLang loads whole directories. Its processes run `pull_weights` first, which copies a published directory, or writes a
+published delta into the files that are here and gives their directory the new name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_directory, whole_directory
+from slime.types.errors import DataLoss, InvalidFile, WrongState
+from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, read_index
+
+FIELD = "--update-weight-local-checkpoint-dir"
+WRITER = "slime-rollout"
+# Names of types in safetensors by torch's.
+SAFETENSORS_TYPES = {
+    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "float16": "F16", "bfloat16": "BF16",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+log = logging.getLogger(__name__)
+
+
+def pull_weights(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
+    """Brings the checkpoint up to date, called by SGLang in each of its processes. `model` stays as it is.
+
+    The names of the tensors are the arguments of `pull`. An exception would end the engine: it is logged, and the
+    directory that the engine is asked to load then is missing.
+    """
+    for order, _ in named_tensors:
+        try:
+            pull(**json.loads(order))
+        except Exception as error:
+            log.exception("%s: %s", FIELD, error)
+
+
+def pull(source: str, directory: str, version: int, lineage: str) -> Path:
+    """Returns the directory of `version` below `directory`, brought there from `source` by one process of this host.
+
+    source: a whole Hugging Face directory, or one of deltas. Raises WrongState where the base of a delta is not here,
+    DataLoss where weights are not the trainer's after it, and what `WholeDirectory` does.
+    """
+    root = Path(directory)
+    target = root / f"weight_v{version:06d}"
+    with _alone(root):
+        if _lineage(target) == lineage:
+            return target
+        found = read_index(Path(source))
+        if found is None:
+            _copy(Path(source), target, lineage)
+        else:
+            _update(root, target, *found)
+    return target
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    with path_errors(root, FIELD):
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lineage(path: Path) -> str | None:
+    mark = read_mark(path)
+    return None if mark is None else str(mark.get("lineage"))
+
+
+def _copy(source: Path, target: Path, lineage: str) -> None:
+    clear_leftovers(target.parent)
+    for old in [*target.parent.glob("weight_v*"), *target.parent.glob(".weight_v*.updating")]:
+        if old.is_dir() and read_mark(old) is not None:
+            remove_directory(old, field=FIELD)
+    with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
+        mark = read_mark(source)
+        for name in mark["files"] if mark else []:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, partial / name)
+
+
+def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]) -> None:
+    base = root / f"weight_v{about.base_version:06d}"
+    if _lineage(base) != about.lineage:
+        raise WrongState(
+            f"{FIELD}: {base} is not there, or of another run: weight version {about.version} is a delta of it",
+            field=FIELD, value=str(base), expected="a whole update first",
+        )  # fmt: skip
+    updating = base.with_name(f".{base.name}.updating")
+    with path_errors(root, FIELD):
+        base.rename(updating)
+        tensors = dict(_tensors(updating))
+        for file in files:
+            for delta in read_bucket(file.read_bytes())[1]:
+                held = tensors.pop(delta.name, None)
+                if held is None or held[0] != SAFETENSORS_TYPES.get(delta.dtype) or held[1] != delta.shape:
+                    raise DataLoss(
+                        f"{FIELD}: {base} has no tensor {delta.name} of {delta.dtype} {list(delta.shape)}",
+                        field=delta.name, value=None if held is None else held[:2],
+                    )  # fmt: skip
+                new = apply_tensor(about, delta, held[2])
+                if new is not held[2]:
+                    held[2][:] = new
+        if tensors:
+            raise DataLoss(f"the delta of weight version {about.version} lacks {min(tensors)}", field=min(tensors))
+        updating.rename(target)
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Any]]]:
+    """Yields (name, (type, shape, bytes that are those of the file))."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+            if length > file.stat().st_size:
+                raise InvalidFile(f"{file}: no safetensors", field=FIELD, value=str(file))
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        content = np.memmap(file, np.uint8, "r+", offset=_LENGTH.size + length) if header else np.empty(0, np.uint8)
+        for name, about in header.items():
+            first, last = about["data_offsets"]
+            yield name, (about["dtype"], tuple(about["shape"]), content[first:last])

@@ -1,0 +1,72 @@
+"""A model takes deltas of the version that it holds, and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slime.rollout.engines.embedded.model.weights import ModelWeights
+from slime.types.errors import DataLoss, InvalidField, WrongState
+from slime.types.weight_deltas.buckets import VersionDelta, encode_tensor, write_buckets
+
+
+def weights(dtype: torch.dtype = torch.float32) -> ModelWeights:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3, bias=False)).to(dtype)
+    return ModelWeights(module, "3")
+
+
+def delta(
+    held: ModelWeights, changed: dict[str, torch.Tensor], dtype: str = "float32", base: int = 3, max_bytes: int = 10**6
+) -> list[bytes]:
+    about = VersionDelta(base + 1, base, "a", "xor", "xxh3-128")
+    tensors = []
+    for name, tensor in held.tensors.items():
+        old, new = (t.detach().to(getattr(torch, dtype)) for t in (tensor, changed.get(name, tensor)))
+        before, after = (t.contiguous().view(-1).view(torch.uint8).numpy().copy() for t in (old, new))
+        tensors.append(encode_tensor(about, name, dtype, tensor.shape, before, after))
+    return [bucket for bucket, _ in write_buckets(about, tensors, max_bytes)]
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [(torch.float32, "float32"), (torch.float32, "bfloat16")])
+def test_a_delta_is_applied_to_the_tensors(dtype: torch.dtype, sent: str) -> None:
+    held = weights(dtype)
+    # Weights that were sent before have the type of the wire.
+    held.write({name: tensor.detach().to(getattr(torch, sent)) for name, tensor in held.tensors.items()})
+    new = held.tensors["0.weight"].detach().clone()
+    new[1, 2], new[3, 4] = float("inf"), -0.0
+    buckets = delta(held, {"0.weight": new}, sent, max_bytes=1)
+    assert len(buckets) == len(held.tensors) > 1
+    for number, bucket in enumerate(buckets):
+        assert held.version == "3"
+        held.load_delta(bucket, "4", last=number == len(buckets) - 1)
+    assert held.version == "4" and not held.incomplete
+    assert np.array_equal(held.tensors["0.weight"].detach().view(torch.int32), new.view(torch.int32))
+
+
+def test_deltas_of_other_versions_are_refused() -> None:
+    held = weights()
+    (bucket,) = delta(held, {}, base=2)
+    with pytest.raises(WrongState, match="version 3 is a delta of version 2, and the model holds version 3"):
+        held.load_delta(bucket, "3", last=True)
+    with pytest.raises(InvalidField, match="weight_version: got 9, expected 3"):
+        held.load_delta(bucket, "9", last=True)
+    assert held.version == "3" and not held.incomplete and held.writes == 0
+
+
+def test_other_weights_are_noticed_before_anything_is_copied() -> None:
+    held = weights()
+    (bucket,) = delta(held, {"0.weight": held.tensors["0.weight"] + 1})
+    with torch.no_grad():
+        held.tensors["1.weight"][0, 0] += 1
+    with pytest.raises(DataLoss, match=r"tensor 1\.weight has checksum .* not the trainer's version 3"):
+        held.load_delta(bucket, "4", last=True)
+    assert held.version == "3" and not held.incomplete and held.writes == 0
+
+
+def test_a_type_that_the_model_cannot_hold_is_refused() -> None:
+    held = weights(torch.bfloat16)
+    (bucket,) = delta(held, {}, "float32")
+    with pytest.raises(InvalidField, match="requires --update-weight-dtype bfloat16"):
+        held.load_delta(bucket, "4", last=True)

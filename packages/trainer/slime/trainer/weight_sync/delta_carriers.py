@@ -1,0 +1,185 @@
+"""Carriers of deltas: HTTP to embedded engines, and directories on a disk that is shared with the engines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import torch
+
+from slime.trainer.checkpoints.hf_directory import WRITER
+from slime.trainer.weight_sync.base import Weights
+from slime.trainer.weight_sync.delta import Buckets, DeltaCarrier
+from slime.trainer.weight_sync.ipc import encoded
+from slime.trainer.weight_sync.requests import EngineRequests
+from slime.trainer.weight_sync.tensor import TensorTransport
+from slime.types.clients import Engine
+from slime.types.directories import path_errors, remove_directory, whole_directory
+from slime.types.errors import EngineError, NotAvailable
+from slime.types.weight_deltas import PULL
+from slime.types.weight_deltas.buckets import VersionDelta, write_index
+
+FIELD = "--update-weight-disk-dir"
+# Status of the answer of an engine whose weights are not the base of a delta, by kind of engine.
+REFUSALS = {"embedded": "409", "sglang": "400"}
+
+
+class TensorCarrier(DeltaCarrier):
+    name = "tensor"
+
+    def __init__(self, bucket_bytes: int, timeout_seconds: float) -> None:
+        self._whole = TensorTransport(bucket_bytes, timeout_seconds)
+        self._requests = EngineRequests(timeout_seconds)
+
+    def check(self, engines: Sequence[Engine]) -> None:
+        self._whole.check_engines(engines)
+
+    def send_delta(
+        self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
+    ) -> tuple[int, dict[str, EngineError]]:
+        sent, refused = 0, dict[str, EngineError]()
+        for number, (bucket, last) in enumerate(buckets):
+            query = urlencode({"weight_version": about.version, "last": str(last).lower(), "delta": "true"})
+            path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {_describe(about)}"
+            left = [engine for engine in engines if engine.name not in refused]
+            refused |= refusals(left, self._requests.start_each(left, path, bucket, what))
+            sent += len(bucket)
+        return sent, refused
+
+    def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
+        return self._whole.send(engines, version, weights)
+
+    def close(self) -> None:
+        self._whole.close()
+        self._requests.close()
+
+
+class DiskCarrier(DeltaCarrier):
+    """Directories `weight_vNNNNNN`, which are removed when the engines have read them, unless `keep_files`.
+
+    An embedded engine reads a directory itself. SGLang loads whole Hugging Face directories only: on its host, one
+    below `local_directory` is brought to each version first, by a function of ours that SGLang runs as a weight loader.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        directory: str,
+        local_directory: str | None,
+        write_directory: Callable[[Path, Weights], int],
+        timeout_seconds: float,
+        *,
+        keep_files: bool = False,
+    ) -> None:
+        self._directory = Path(os.path.realpath(directory))
+        self._local = local_directory
+        self._write = write_directory
+        self._keep = keep_files
+        self._requests = EngineRequests(timeout_seconds)
+
+    def check(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            if engine.kind not in REFUSALS:
+                raise NotAvailable.unavailable("--update-weight-mode delta", f"engine {engine.name} is {engine.kind}")
+            if engine.kind == "sglang" and self._local is None:
+                raise NotAvailable.requires(
+                    "--update-weight-mode delta", "--update-weight-local-checkpoint-dir DIR",
+                    f"engine {engine.name} loads weights from a checkpoint on its own host",
+                )  # fmt: skip
+
+    def send_delta(
+        self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
+    ) -> tuple[int, dict[str, EngineError]]:
+        with self._published(about.version) as path:
+            sent, names = 0, []
+            with whole_directory(path, WRITER, field=FIELD) as partial:
+                for number, (bucket, _) in enumerate(buckets):
+                    names.append(f"delta-{number:05d}.bin")
+                    (partial / names[-1]).write_bytes(bucket)
+                    sent += len(bucket)
+                write_index(partial, about, names)
+            return sent, self._load(engines, path, about.version, about.lineage, _describe(about))
+
+    def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
+        with self._published(version) as path:
+            sent = self._write(path, weights)
+            for error in self._load(engines, path, version, lineage, path.name).values():
+                raise error
+            return sent
+
+    @contextmanager
+    def _published(self, version: int) -> Iterator[Path]:
+        path = self._directory / f"weight_v{version:06d}"
+        try:
+            yield path
+        finally:
+            if not self._keep and path.is_dir():
+                with path_errors(path, FIELD):
+                    remove_directory(path, field=FIELD)
+
+    def _load(
+        self, engines: Sequence[Engine], path: Path, version: int, lineage: str, what: str
+    ) -> dict[str, EngineError]:
+        """Has the engines read the published directory; returns the errors of those that refused it."""
+        with_checkpoint = [engine for engine in engines if engine.kind == "sglang"]
+        places = {engine.name: str(path) for engine in engines}
+        if with_checkpoint:
+            assert self._local is not None
+            local = f"{self._local}/weight_v{version:06d}"
+            order = {"source": str(path), "directory": self._local, "version": version, "lineage": lineage}
+            # It cannot fail, for that would end the engine; where it has not succeeded, `local` does not exist.
+            pulls = [
+                self._requests.start(e, "/update_weights_from_tensor", _pull(e, order), what) for e in with_checkpoint
+            ]
+            for answer in pulls:
+                answer.result()
+            places |= {engine.name: local for engine in with_checkpoint}
+        bodies = [_disk_body(places[engine.name], version) for engine in engines]
+        answers = [
+            self._requests.start(engine, "/update_weights_from_disk", body, what)
+            for engine, body in zip(engines, bodies, strict=True)
+        ]
+        return refusals(engines, answers)
+
+    def close(self) -> None:
+        self._requests.close()
+
+
+def refusals(engines: Sequence[Engine], answers: Sequence[Any]) -> dict[str, EngineError]:
+    """Waits for the answers. Raises every other error than the refusal of a delta."""
+    refused: dict[str, EngineError] = {}
+    for engine, answer in zip(engines, answers, strict=True):
+        try:
+            answer.result()
+        except EngineError as error:
+            if error.value != REFUSALS.get(engine.kind):
+                raise
+            refused[engine.name] = error
+    return refused
+
+
+def _disk_body(path: str, version: int) -> dict[str, Any]:
+    return {"model_path": path, "weight_version": str(version), "flush_cache": False}
+
+
+def _pull(engine: Engine, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the call of PULL: the name of an empty tensor is its argument."""
+    payload = io.BytesIO()
+    ForkingPickler(payload).dump([(json.dumps(order), torch.empty(0))])
+    return {
+        "serialized_named_tensors": [encoded(payload)] * engine.tp_size,
+        "load_format": PULL,
+        "flush_cache": False,
+    }
+
+
+def _describe(about: VersionDelta) -> str:
+    return f"weight version {about.version} as a delta of {about.base_version}"

@@ -1,0 +1,66 @@
+"""Host memory with the last weights that engines were sent, from which deltas are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.trainer.weight_sync.base import Weights
+from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, encode_tensor
+from slime.types.weight_deltas.encoding import Bytes
+
+
+class Snapshot:
+    """The last weights that were sent, by name, on the CPU.
+
+    version: of the weights here; None while they are none, or those of two versions.
+
+    elements, changed: how many elements the last delta was made of, and how many of them were different.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.elements = self.changed = 0
+        self._held: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for _, _, data in self._held.values())
+
+    def take(self, version: int, weights: Weights) -> None:
+        """Replaces all of it."""
+        self.version = None
+        self._held = {name: (*_about(tensor), _bytes(tensor).copy()) for name, tensor in weights}
+        self.version = version
+
+    def deltas(self, about: VersionDelta, weights: Weights) -> Iterator[TensorDelta]:
+        """Yields the change of each tensor while it takes the weights; the version counts once all are through."""
+        assert self.version == about.base_version
+        self.version, self.elements, self.changed = None, 0, 0
+        for name, tensor in weights:
+            dtype, shape, held = self._held[name]
+            new = _bytes(tensor)
+            delta = encode_tensor(about, name, dtype, shape, held, new)
+            self.elements += tensor.numel()
+            self.changed += delta.change.changed
+            if delta.change.changed:
+                np.copyto(held, new)
+            yield delta
+        self.version = about.version
+
+    def weights(self) -> Weights:
+        """Yields the tensors, which are parts of the snapshot."""
+        for name, (dtype, shape, data) in self._held.items():
+            yield name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _about(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
