@@ -113,6 +113,10 @@ class RunRepairs:
         """
         return self._keep_state(step, ranks, progress) | self._take_metrics()
 
+    def needed_checkpoint(self, trained: int) -> str | None:
+        """Returns the state from which ranks would be started again after the step `trained`; None: none."""
+        return None if self.points is None else self.points.newest(trained)[1]
+
     def _keep_state(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
         points = self.points
         path = None if points is None else points.due(step)

@@ -116,18 +116,21 @@ def _of_step(directory: Path, flag: str, step: int) -> str:
     return str(found[0])
 
 
-def prune(directory: Path, *, keep: int | None, retain_interval: int | None) -> list[Path]:
+def prune(directory: Path, *, keep: int | None, retain_interval: int | None, needed: str | None = None) -> list[Path]:
     """Deletes complete checkpoints but the last `keep` and every `retain_interval`-th; returns what it deleted.
 
-    Both None: keeps all. keep None: only the newest, beside those of the interval. One that holds more than what slime
-    wrote is kept, with a warning.
+    Both None: keeps all. keep None: only the newest, beside those of the interval. needed: path of one that is kept in
+    any case. One that holds more than what slime wrote is kept, with a warning.
     """
     if keep is None and retain_interval is None:
         return []
     found = steps(directory)
     old = list(found)[: -(keep or 1)]
     gone = []
+    in_use = None if needed is None else os.path.realpath(needed)
     for path in (found[step] for step in old if retain_interval is None or (step + 1) % retain_interval):
+        if in_use is not None and os.path.realpath(path) == in_use:
+            continue
         try:
             remove_directory(path, field="--save-keep")
         except InvalidSetting as error:

@@ -365,8 +365,7 @@ class Services:
     def save(self, step: int, path: Path, save_hf: str | None) -> Metrics:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
 
-        Then deletes older checkpoints, as --save-keep and --save-retain-interval say.
-
+        Then deletes older checkpoints, as --save-keep and --save-retain-interval say, unless a restart needs them.
         save_hf: directory to write the policy to in Hugging Face format; `{rollout_id}` in it is replaced.
         """
         self.progress("saving", 0, 0)
@@ -375,7 +374,8 @@ class Services:
         self._ranks.each(
             lambda trainer: trainer.save_checkpoint(step, target, timeout=self._settings.save_timeout_seconds)
         )
-        prune(path, keep=self._settings.save_keep, retain_interval=self._settings.save_retain_interval)
+        needed = None if self._repairs is None else self._repairs.needed_checkpoint(self.trained)
+        prune(path, keep=self._settings.save_keep, retain_interval=self._settings.save_retain_interval, needed=needed)
         if save_hf is not None:
             self.export(Path(save_hf.format(rollout_id=step)))
         return {"perf/save_time": time.perf_counter() - started}
