@@ -175,6 +175,29 @@ def test_a_body_is_read_within_its_limits(framing: dict[str, Any]) -> None:
     asyncio.run(scenario())
 
 
+def test_a_body_that_comes_steadily_or_to_a_starved_reader_is_read_to_its_end() -> None:
+    async def scenario() -> None:
+        bodies = Bodies(seconds=0.3)
+        async with serving(bodies=bodies) as (_, port):
+            pieces = [b"x" * 2**16] * 10
+            for starved in (False, True):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head(Content_Type="application/json", Content_Length=10 * 2**16))
+                for piece in pieces[:-1]:
+                    writer.write(piece)
+                    # In all, three times the seconds.
+                    await asyncio.sleep(0 if starved else 0.1)
+                if starved:
+                    await asyncio.sleep(0.05)
+                    # Nothing runs in this process, the reader included.
+                    time.sleep(0.6)
+                writer.write(pieces[-1])
+                assert await answer(reader) == (200, str(10 * 2**16))
+                writer.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 from aiohttp import web
@@ -14,10 +15,15 @@ from slime.types.errors import InvalidField
 MAX_BYTES = 64 * 2**20
 MAX_BYTES_TOGETHER = 2**30
 BODY_SECONDS = 60.0
+# A body that comes at least as fast is not cut off, however large it is.
+LEAST_BYTES_PER_SECOND = 64 * 2**10
+# Waiting is counted in such parts: while this process itself gets no CPU, at most one of them passes.
+TICK_SECONDS = 1.0
 
 
 class Bodies:
-    """Reads bodies within limits. max_bytes, seconds: of one body. together: bytes of all that are being read."""
+    """Reads bodies within limits. max_bytes: of one body. together: bytes of all that are being read. seconds: that a
+    body may keep its reader waiting, and one more for each LEAST_BYTES_PER_SECOND of it."""
 
     def __init__(
         self, *, max_bytes: int = MAX_BYTES, seconds: float = BODY_SECONDS, together: int = MAX_BYTES_TOGETHER
@@ -31,21 +37,29 @@ class Bodies:
         if (request.content_length or 0) > self.max_bytes:
             raise self._too_large(request.content_length)
         parts: list[bytes] = []
-        size = 0
+        size, waited = 0, 0.0
+        tick = min(TICK_SECONDS, self.seconds / 4)
         try:
-            async with asyncio.timeout(self.seconds):
-                async for part in request.content.iter_any():
-                    size += len(part)
-                    self._left -= len(part)
-                    parts.append(part)
-                    if size > self.max_bytes:
-                        raise self._too_large(f"more than {self.max_bytes}")
-                    if self._left < 0:
-                        raise Refused(503, "body", size, "fewer requests at once", "too many bytes are being received")
-        except TimeoutError:
-            raise Refused(
-                408, "body", f"{size} bytes in {self.seconds:g} s", f"a whole body within {self.seconds:g} s"
-            ) from None
+            while not request.content.at_eof():
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(tick):
+                        part = await request.content.readany()
+                except TimeoutError:
+                    part = b""
+                waited += min(time.monotonic() - began, tick)
+                size += len(part)
+                self._left -= len(part)
+                parts.append(part)
+                if size > self.max_bytes:
+                    raise self._too_large(f"more than {self.max_bytes}")
+                if self._left < 0:
+                    raise Refused(503, "body", size, "fewer requests at once", "too many bytes are being received")
+                allowed = self.seconds + size / LEAST_BYTES_PER_SECOND
+                if waited >= allowed:
+                    raise Refused(
+                        408, "body", f"{size} bytes in {waited:.3g} s", f"a whole body within {allowed:.3g} s"
+                    )
         finally:
             self._left += size
         return b"".join(parts)
