@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang import installed, read_flags
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS, check, command_line
 from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, server_command
@@ -230,3 +231,16 @@ def test_gpus_are_shared_out_in_order() -> None:
         divide_gpus(["4", "5", "6"], 4, 2)
     with pytest.raises(InvalidSetting, match="--rollout-num-gpus-per-engine must be at most 3, got 4"):
         divide_gpus(["4", "5", "6"], None, 4)
+
+
+def test_the_tokens_that_a_run_allows_its_engines_reach_sglang() -> None:
+    def commands(**settings: object) -> list[list[str]]:
+        rollout = RolloutSettings(hf_checkpoint="none", **settings)  # type: ignore[arg-type]
+        return [server_command(start.args[0]) for start in KINDS["sglang"].starts(rollout, ["0"])]  # type: ignore[attr-defined]
+
+    (limited,) = commands(rollout_engine_max_total_tokens=5000)
+    assert "--max-total-tokens=5000" in limited
+    (own,) = commands()
+    assert not any("max-total-tokens" in word for word in own)
+    with pytest.raises(InvalidSetting, match="--rollout-engine-max-total-tokens 5000 and --sglang-max-total-tokens"):
+        commands(rollout_engine_max_total_tokens=5000, sglang_args={"max_total_tokens": 6000})

@@ -211,8 +211,9 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     )
     rollout_engine_max_total_tokens: int | None = setting(
         None,
-        "Most tokens, of all running sequences together, whose keys and values an embedded engine holds; more "
-        "sequences wait (default: as many as half of the memory holds, which engines that share it divide)",
+        "Most tokens, of all running sequences together, whose keys and values an engine holds; more sequences wait "
+        "(default: as many as half of the memory holds, which embedded engines that share it divide; SGLang's own "
+        "choice)",
         minimum=1,
     )
     rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
@@ -327,6 +328,13 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
                     flag_name(f"sglang_{next(iter(self.sglang_args))}"),
                     "--rollout-external-engine-addrs",
                     "external engines were started with flags of their own",
+                )
+            ours, theirs = self.rollout_engine_max_total_tokens, self.sglang_args.get("max_total_tokens")
+            if ours is not None and theirs is not None:
+                raise InvalidSetting.conflict(
+                    f"--rollout-engine-max-total-tokens {ours}",
+                    f"--sglang-max-total-tokens {theirs}",
+                    "both set the same limit",
                 )
         if self.rollout_engine != "auto":
             kind = KINDS[self.rollout_engine]

@@ -58,6 +58,9 @@ class SGLang(EngineKind):
         else:
             shares = [all_gpus(gpus, settings.rollout_num_gpus_per_engine, node)]
         part = "" if node is None or node.rank == 0 else f"-node-{node.rank}"
+        args: dict[str, Any] = {"host": settings.rollout_engine_host}
+        if settings.rollout_engine_max_total_tokens is not None:
+            args["max_total_tokens"] = settings.rollout_engine_max_total_tokens
         return [
             partial(
                 start_sglang,
@@ -70,7 +73,7 @@ class SGLang(EngineKind):
                     routed_experts=settings.use_rollout_routing_replay,
                     deltas=settings.update_weight_mode == "delta",
                     node=node,
-                    args={"host": settings.rollout_engine_host} | settings.sglang_args,
+                    args=args | settings.sglang_args,
                 ),
                 name=f"sglang-{i}{part}",
                 api_key=new_key(),
