@@ -16,6 +16,8 @@ import pytest
 from slime.types import directories
 from slime.types.directories import (
     MARK,
+    SCRATCH_MARK,
+    ScratchDirectory,
     WholeDirectory,
     check_replaceable,
     foreign_files,
@@ -243,6 +245,38 @@ def test_what_a_living_writer_writes_stays(tmp_path: Path) -> None:
     first.complete("test")
     first.discard()
     assert entries(tmp_path / "model") == [MARK, "weights"]
+
+
+SCRATCH = """
+import os, signal, sys
+from slime.types.directories import ScratchDirectory
+directory = ScratchDirectory("slime-test-", sys.argv[1])
+(directory.path / "payloads").mkdir()
+(directory.path / "payloads" / "0").write_text("samples")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_scratch_of_dead_processes_goes_with_the_next_start_and_nothing_else_does(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRATCH, tmp_path], timeout=60, check=False)
+    (dead,) = tmp_path.iterdir()
+    assert entries(dead) == ["run", "run/payloads", "run/payloads/0", SCRATCH_MARK]
+    # Somebody's own, another host's, a link, and one of a process that lives.
+    for name, mark in (("own", None), ("host", "another-host")):
+        (tmp_path / f"slime-test-{name}" / "run").mkdir(parents=True)
+        if mark is not None:
+            (tmp_path / f"slime-test-{name}" / SCRATCH_MARK).write_text(mark)
+    alive = ScratchDirectory("slime-test-", str(tmp_path))
+    (alive.path / "samples").write_text("new")
+    (tmp_path / "slime-test-link").symlink_to(alive.path.parent)
+    kept = {"slime-test-own", "slime-test-host", "slime-test-link", alive.path.parent.name}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    second = ScratchDirectory("slime-test-", str(tmp_path))
+    assert (alive.path / "samples").read_text() == "new"
+    assert second.path.parent.stat().st_mode & 0o777 == 0o700
+    for each in (alive, second):
+        each.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept - {alive.path.parent.name}
 
 
 def test_paths_that_take_no_directory_are_refused_by_name(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +35,7 @@ from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.sqlite import SqliteStore
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
-from slime.types.directories import path_errors
+from slime.types.directories import ScratchDirectory, path_errors
 from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound, counted
 from slime.types.pace import TrainerPace
 from slime.types.vision import IMAGE
@@ -375,8 +373,11 @@ class Directory:
     """A directory that one process uses at a time; without a path, a temporary one that goes with `close`."""
 
     def __init__(self, path: str | None) -> None:
-        self.temporary = path is None
-        self.path = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="slime-buffer-"))
+        self._scratch: ScratchDirectory | None = None
+        if path is None:
+            self._scratch = ScratchDirectory("slime-buffer-")
+            path = str(self._scratch.path)
+        self.path = Path(path)
         if self.path.is_file():
             raise InvalidSetting.must_be("--buffer-dir", "a directory", got=str(self.path), reason="it is a file")
         with path_errors(self.path, "--buffer-dir"):
@@ -393,5 +394,5 @@ class Directory:
 
     def close(self) -> None:
         os.close(self._lock)
-        if self.temporary:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()

@@ -35,6 +35,7 @@ from typing import Any
 from slime.types.errors import InvalidSetting, OutOfSpace, SlimeError
 
 MARK = "slime-files.json"
+SCRATCH_MARK = "slime-scratch"  # in a ScratchDirectory: the host of its process
 # Files that identify directories of versions that wrote no mark.
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
@@ -141,6 +142,43 @@ def _moved_aside(path: Path, field: str) -> Iterator[None]:
         with suppress(OSError):
             aside.rmdir()
         os.close(handle)
+
+
+class ScratchDirectory:
+    """A temporary directory `path`, until `close`; the next one with its prefix removes those of dead processes of this
+    host and user. parent: where it is made (default: where the system has such)."""
+
+    def __init__(self, prefix: str, parent: str | None = None) -> None:
+        directory = Path(parent or tempfile.gettempdir())
+        for other in directory.glob(f"{prefix}*"):
+            with suppress(OSError):  # somebody else's, or gone
+                _remove_scratch(other)
+        self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        self._handle = os.open(self._outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.path = self._outer / "run"
+        self.path.mkdir()
+        if _lock(self._handle):  # without locks nobody could tell that it is in use
+            (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
+
+    def close(self) -> None:
+        """Removes it; call this once."""
+        _empty_scratch(self._outer)
+        os.close(self._handle)
+
+
+def _remove_scratch(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        is_ours = os.fstat(handle).st_uid == os.geteuid()
+        if is_ours and (path / SCRATCH_MARK).read_text() == socket.gethostname() and _lock(handle):
+            _empty_scratch(path)
+    finally:
+        os.close(handle)
+
+
+def _empty_scratch(path: Path) -> None:
+    for each in (path / "run", path):  # the mark last
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def remove_directory(path: Path, *, field: str = "path") -> None:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from slime.launcher.faults.restart_points import RestartPoints
-from slime.launcher.services.actors import RANKS
 from slime.launcher.services.processes import Process
 from slime.launcher.services.supervisor import Supervisor
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
@@ -60,8 +57,6 @@ class ServiceRestarts:
         self._rollout = rollout
         self._trainer = trainer
         self._engines_lost = engines_lost
-        # The ranks' own, since they were started again.
-        self._meeting_point = ""
 
     def start_again(self, lost: Mapping[str, str]) -> None:
         """Starts what is named in `lost` again. Raises SlimeError where that fails, with what was started then left
@@ -94,13 +89,9 @@ class ServiceRestarts:
         assert trainer is not None, "a run without a trainer has no process of that name"
         processes, trained = supervisor.named("trainer"), trainer.trained()
         supervisor.end(processes)
-        first = processes[0].start
-        assert first is not None, "the ranks were started before"
-        _remove(self._meeting_point or first.options["master_address"])
         step, load = trainer.points.newest(trained)
         supervisor.spawn_again(processes)
         meeting_point = supervisor.get(processes[0], processes[0].actor.meeting_point.remote(True))
-        self._meeting_point = meeting_point
         settings = trainer.settings
         if load != settings.load:
             settings = dataclasses.replace(settings, load=load, start_rollout_id=None)
@@ -117,13 +108,6 @@ class ServiceRestarts:
 
 def _train(client: TrainerClient, step: int, groups: int, trainer: TrainerReplay) -> None:
     client.train_step(step, groups, trainer.timeout_seconds)
-
-
-def _remove(meeting_point: str) -> None:
-    """Removes the file at which ranks met that have been killed."""
-    directory = Path(meeting_point.removeprefix("file://")).parent
-    if meeting_point.startswith("file://") and directory.name.startswith(RANKS):
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _connected(client: Client) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Protocol, Self
@@ -18,6 +16,7 @@ from slime.launcher.services.start import Progress, StartedServices
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.weight_updates import TrainerRanks
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
+from slime.types.directories import ScratchDirectory
 from slime.types.errors import InvalidSetting, OutOfSpace
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,8 @@ class RunRepairs:
 
     def __init__(self, config: RunConfig, supervisor: Supervisor, output_dir: Path) -> None:
         self.points: RestartPoints | None = None
-        self.buffer_dir = tempfile.mkdtemp(prefix="slime-buffer-")
+        self._scratch = ScratchDirectory("slime-buffer-")
+        self.buffer_dir = str(self._scratch.path)
         self._config = config
         self._supervisor = supervisor
         self._output_dir = output_dir
@@ -144,6 +144,6 @@ class RunRepairs:
 
     def close(self) -> None:
         """Removes what no later start of the run needs."""
-        shutil.rmtree(self.buffer_dir, ignore_errors=True)
+        self._scratch.close()
         if self.points is not None:
             self.points.clear()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from slime.types.directories import ScratchDirectory
 from slime.types.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -42,12 +41,11 @@ def private_directory() -> Iterator[Path]:
     Ray opens what it makes to every user of the machine, who could put other sockets and files in place: here nobody
     else gets as far as that. Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
     """
-    directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
+    directory = ScratchDirectory("slime-ray-", "/tmp" if os.path.isdir("/tmp") else None)
     try:
-        (directory / "ray").mkdir()
-        yield directory / "ray"
+        yield directory.path
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.close()
 
 
 @contextmanager

@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -19,12 +17,10 @@ from slime.launcher.blob_stores.base import KeptWriter
 from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
+from slime.types.directories import ScratchDirectory
 from slime.types.errors import WrongState
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
-
-# The directory in which the ranks of a trainer meet.
-RANKS = "slime-ranks-"
 
 
 class ServiceActor:
@@ -45,7 +41,7 @@ class ServiceActor:
             # Ray starts processes in the directory where the node was started.
             os.chdir(directory)
         _redirect_output(Path(log_dir) / f"{name}.log")
-        self._directory: str | None = None
+        self._directory: ScratchDirectory | None = None
         interface = interface_of(host)
         if interface is not None:
             # By default gloo listens at the address of the host's name, which may be public or wrong.
@@ -60,8 +56,9 @@ class ServiceActor:
         ports behind it: `ports` in all.
         """
         if one_node:
-            self._directory = tempfile.mkdtemp(prefix=RANKS)
-            return f"file://{self._directory}/store"
+            # Ranks that were killed leave theirs, which this removes.
+            self._directory = ScratchDirectory("slime-ranks-")
+            return f"file://{self._directory.path}/store"
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
         while True:
@@ -112,7 +109,8 @@ class ServiceActor:
             self._service.stop(grace_seconds)
             self._service = None
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.close()
+            self._directory = None
 
     def pid(self) -> int:
         return os.getpid()
