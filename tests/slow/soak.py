@@ -1,6 +1,7 @@
 """Runs for hours under random kills, and records the memory of each process as a curve.
 
     python tests/slow/soak.py --hours 2 --output soak
+    python tests/slow/soak.py --hours 0.13 --warm-up 90 --seconds-between 30
 
 Writes OUTPUT/memory.csv (seconds, process, MiB), OUTPUT/memory.png and OUTPUT/report.md. The exit code is 1 where the
 run ended, hung, or where the memory of a process grew by more than --most-growth per hour.
@@ -10,21 +11,23 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import random
 import signal
 import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import psutil
 
 from random_faults import HANG_SECONDS, SIGNALS, VICTIMS, Run
 
-SAMPLE_SECONDS = 10.0
-# The time of a process's life in which its memory grows to what its work needs.
-WARM_UP_SECONDS = 300.0
+SAMPLE_SECONDS = 5.0
+# Fewer samples of a process than these say nothing.
+LEAST_SAMPLES = 12
 MEBIBYTE = 2**20
 Point = tuple[float, float]
 
@@ -63,10 +66,10 @@ class Memory:
         return self._names[process]
 
 
-def growth(curve: list[Point]) -> float | None:
+def growth(curve: list[Point], warm_up: float) -> float | None:
     """Returns the slope in MiB an hour, by least squares, after the warm-up; None for a life that is too short."""
-    points = [(t, m) for t, m in curve if t - curve[0][0] >= WARM_UP_SECONDS]
-    if len(points) < 30:
+    points = [(t, m) for t, m in curve if t - curve[0][0] >= warm_up]
+    if len(points) < LEAST_SAMPLES:
         return None
     mean_t, mean_m = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((t - mean_t) ** 2 for t, _ in points)
@@ -103,6 +106,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--seconds-between", type=float, default=60.0, help="Mean time between two faults")
+    parser.add_argument(
+        "--warm-up", type=float, default=300.0, help="Seconds in which a process grows to what its work needs"
+    )
     parser.add_argument("--most-growth", type=float, default=50.0, help="MiB an hour that a process may grow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("soak"))
@@ -145,20 +151,27 @@ def main() -> int:
         if not run.ended:
             run.process.send_signal(signal.SIGINT)
             run.process.wait(HANG_SECONDS)
-    slopes = {name: slope for name, curve in memory.curves.items() if (slope := growth(curve)) is not None}
+    slopes = {
+        name: slope for name, curve in memory.curves.items() if (slope := growth(curve, options.warm_up)) is not None
+    }
     grown = {name: slope for name, slope in slopes.items() if slope > options.most_growth}
     lines = [
         f"# {lasted / 3600:.2f} hours under random kills (seed {options.seed})",
         "",
-        f"{steps} iterations, {sum(map(len, seconds.values()))} faults. {problem or 'The run went on to the end.'}",
+        f"{steps} iterations, {sum(map(len, seconds.values()))} faults. {problem or 'The run went on to the end.'} "
+        f"Load average at the end {os.getloadavg()[2]:.1f} on {os.cpu_count()} cores, {date.today()}.",
         "",
         "| process | faults | median s | longest s |",
         "|---|---|---|---|",
         *(f"| {n} | {len(s)} | {sorted(s)[len(s) // 2]:.1f} | {max(s):.1f} |" for n, s in sorted(seconds.items())),
         "",
-        "| process that lived long enough | MiB an hour |",
-        "|---|---|",
-        *(f"| {name} | {slope:+.1f} |" for name, slope in sorted(slopes.items())),
+        "| process that lived long enough | minutes | MiB at the end | MiB an hour after its warm-up |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {(curve[-1][0] - curve[0][0]) / 60:.1f} | {curve[-1][1]:.0f} | {slopes[name]:+.1f} |"
+            for name, curve in sorted(memory.curves.items())
+            if name in slopes
+        ),
     ]
     write(options.output, memory.curves, lines)
     print("\n".join(lines + run.lines[-10:] if problem else lines))
