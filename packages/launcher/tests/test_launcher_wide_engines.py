@@ -69,7 +69,7 @@ def test_the_nodes_of_an_engine_meet_at_its_first() -> None:
 def test_a_meeting_point_has_free_ports_behind_it() -> None:
     actor = object.__new__(ServiceActor)
     actor.host = "127.0.0.1"
-    address, _, port = actor.meeting_point(False, 8).rpartition(":")
+    address, _, port = actor.meeting_point(8).rpartition(":")
     for number in range(8):
         with socket.socket() as probe:
             probe.bind((address, int(port) + number))

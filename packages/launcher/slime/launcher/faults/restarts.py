@@ -91,11 +91,10 @@ class ServiceRestarts:
         supervisor.end(processes)
         step, load = trainer.points.newest(trained)
         supervisor.spawn_again(processes)
-        meeting_point = supervisor.get(processes[0], processes[0].actor.meeting_point.remote(True))
         settings = trainer.settings
         if load != settings.load:
             settings = dataclasses.replace(settings, load=load, start_rollout_id=None)
-        supervisor.start_again(processes, settings=settings, options={"master_address": meeting_point})
+        supervisor.start_again(processes, settings=settings, options={"master_address": supervisor.meeting_file()})
         for client in trainer.clients:
             _connected(client)
         self._buffer.rewind_steps(step)

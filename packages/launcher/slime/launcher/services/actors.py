@@ -17,7 +17,6 @@ from slime.launcher.blob_stores.base import KeptWriter
 from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
-from slime.types.directories import ScratchDirectory
 from slime.types.errors import WrongState
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
@@ -41,7 +40,6 @@ class ServiceActor:
             # Ray starts processes in the directory where the node was started.
             os.chdir(directory)
         _redirect_output(Path(log_dir) / f"{name}.log")
-        self._directory: ScratchDirectory | None = None
         interface = interface_of(host)
         if interface is not None:
             # By default gloo listens at the address of the host's name, which may be public or wrong.
@@ -49,16 +47,9 @@ class ServiceActor:
         if interface is not None and is_loopback(host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
-    def meeting_point(self, one_node: bool, ports: int = 1) -> str:
-        """Returns the place where the ranks of a trainer, or the nodes of an engine, meet; this is the first of them.
-
-        On one node it is a file that only this user can read, else a "host:port" that was free a moment ago, with the
-        ports behind it: `ports` in all.
-        """
-        if one_node:
-            # Ranks that were killed leave theirs, which this removes.
-            self._directory = ScratchDirectory("slime-ranks-")
-            return f"file://{self._directory.path}/store"
+    def meeting_point(self, ports: int = 1) -> str:
+        """Returns the "host:port" where the ranks of a trainer, or the nodes of an engine, meet; this is the first of
+        them. It was free a moment ago, with the ports behind it: `ports` in all."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
         while True:
@@ -108,9 +99,6 @@ class ServiceActor:
         if self._service is not None:
             self._service.stop(grace_seconds)
             self._service = None
-        if self._directory is not None:
-            self._directory.close()
-            self._directory = None
 
     def pid(self) -> int:
         return os.getpid()

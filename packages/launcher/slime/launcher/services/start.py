@@ -218,7 +218,7 @@ class _Start:
             before = range(gpus), embedded, rollout.rollout_num_gpus_per_engine
             first = {name: len(kind.divide(*before)) for name, kind in KINDS.items()}
             if share.nodes > 1 and share.part == 0:
-                address = supervisor.get(host, host.actor.meeting_point.remote(False, ENGINE_PORTS))
+                address = supervisor.get(host, host.actor.meeting_point.remote(ENGINE_PORTS))
             node = EngineNode(share.nodes, share.part, address) if share.nodes > 1 else None
             options.append({"first": first, "node": node})
             gpus, embedded = gpus + share.gpus, embedded + share.embedded
@@ -249,7 +249,10 @@ class _Start:
         """Starts the trainer ranks; the first of them tells where the run begins."""
         config, supervisor = self.config, self.supervisor
         one_node = {trainer.host for trainer in trainers} == {ServiceNode.host}
-        master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.meeting_point.remote(one_node)))
+        if one_node:
+            master = supervisor.meeting_file()
+        else:
+            master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.meeting_point.remote()))
         addresses = supervisor.start_all(
             trainers,
             "slime.trainer.service",

@@ -18,6 +18,7 @@ from slime.launcher.faults.watch import LOOK_SECONDS, HealthProbe, WatchedProces
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
 from slime.launcher.services.processes import Process, Repeats, Start
+from slime.types.directories import ScratchDirectory
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
 
@@ -73,6 +74,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._noting = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=MOST_CALLS, thread_name_prefix="call")
+        self._meeting: ScratchDirectory | None = None
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
         """Creates the actor `name` on its node, with Ray `options` (resources, environment)."""
@@ -179,8 +181,7 @@ class Supervisor:
     def spawn_again(self, processes: Sequence[Process]) -> None:
         """Creates the actors of processes that were ended again."""
         with self._spawning:
-            if self._stopping.is_set():
-                raise ServiceDied("the run is being stopped: nothing is started again")
+            self._refuse_if_stopping()
             for process in processes:
                 process.answered = False
                 process.actor = self._actor(process.name, process.options, process.host)
@@ -199,6 +200,23 @@ class Supervisor:
             return self._start(process, replace(process.start, **(changes | {"options": options, "rpc": rpc})))
 
         self.call_once([partial(start, process) for process in processes])
+
+    def meeting_file(self) -> str:
+        """Returns a new file, of this user alone, where the ranks of a trainer that are all on this node meet."""
+        with self._spawning:
+            self._refuse_if_stopping()
+            self._end_meeting()
+            self._meeting = ScratchDirectory("slime-ranks-")
+            return f"file://{self._meeting.path}/store"
+
+    def _end_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
+
+    def _refuse_if_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise ServiceDied("the run is being stopped: nothing is started again")
 
     def get(self, process: Process, reference: Any) -> Any:
         """Returns the value of a Ray call; an error of the service is raised as the same class."""
@@ -353,6 +371,8 @@ class Supervisor:
                     log.warning("%s did not stop cleanly: %s", process.name, type(error).__name__)
                 ray.kill(process.actor)
         self._processes.clear()
+        with self._spawning:
+            self._end_meeting()
         self.authority.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
