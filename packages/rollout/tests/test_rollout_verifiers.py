@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +62,19 @@ def rubric():
     return vf.Rubric(funcs=[right, turns], weights=[1.0, 0.0])
 
 
-single = vf.SingleTurnEnv(dataset=DATA, eval_dataset=DATA.select([1]), system_prompt="Be brief.", rubric=rubric())
-again = Again(dataset=DATA, rubric=rubric(), max_turns=3)
-tools = vf.ToolEnv(dataset=DATA, tools=[add], rubric=rubric(), max_turns=3)
+def single():
+    return vf.SingleTurnEnv(
+        dataset=DATA, eval_dataset=DATA.select([1]), system_prompt="Be brief.", rubric=rubric()
+    )
+
+
+def again():
+    return Again(dataset=DATA, rubric=rubric(), max_turns=3)
+
+
+def tools():
+    return vf.ToolEnv(dataset=DATA, tools=[add], rubric=rubric(), max_turns=3)
+
 
 from slime.rollout.adapters.verifiers import episodes
 
@@ -83,13 +94,14 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     vf = pytest.importorskip("verifiers", reason="the package verifiers is not installed")
     if not hasattr(vf, "SingleTurnEnv"):
         pytest.skip("verifiers 0.4 has no vf.Environment")
-    # Environments take the signal for themselves.
     before = signal.getsignal(signal.SIGINT)
     (tmp_path / "environments_of_test.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("environments_of_test")
+    # Runs load plug-ins in a thread.
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(importlib.import_module, "environments_of_test").result()
     sys.modules.pop("environments_of_test")
-    signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C is the run's"
 
 
 @pytest.fixture
@@ -172,15 +184,13 @@ def test_an_environment_that_fails_costs_its_sample_alone(
 
 
 def test_what_cannot_work_is_refused_before_the_run() -> None:
-    with pytest.raises(
-        NotAvailable, match="SimpleNamespace is not supported yet: it has no run_rollout; use a vf.Envi"
-    ):
-        episodes(SimpleNamespace())
+    with pytest.raises(NotAvailable, match="SimpleNamespace is not supported yet: it is neither a vf.Environment nor"):
+        episodes(SimpleNamespace)
     with pytest.raises(InvalidSetting, match="scores the samples of a prompt together"):
-        episodes(SimpleNamespace(run_rollout=None, requires_group_rollouts=True))
+        episodes(lambda: SimpleNamespace(run_rollout=None, requires_group_rollouts=True))
 
 
 def test_a_sample_without_its_row_is_named() -> None:
-    agent = episodes(SimpleNamespace(run_rollout=None, requires_group_rollouts=False))
+    agent = episodes(lambda: SimpleNamespace(run_rollout=None, requires_group_rollouts=False))
     with pytest.raises(InvalidField, match="the key 'verifiers', as prompts"):
         asyncio.run(agent("http://x", Sample(prompt="x", metadata={"seed": 1}), "", "m"))

@@ -1,4 +1,4 @@
-"""Environments of verifiers, objects of `vf.Environment`, for `--custom-agent-path`.
+"""Environments of verifiers for `--custom-agent-path`: `vf.Environment` up to 0.3, `vf.Env` of `verifiers.v1` from 0.4.
 
 An environment is an agent: it plays its turns through OpenAI's protocol, runs its tools, and scores what came of it.
 `prompts` writes its data set as prompt data, and `episodes` makes the agent.
@@ -8,80 +8,163 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
+import os
+import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, RemoteError
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, RemoteError, counted
 
 Agent = Callable[..., Awaitable[float]]
 
-# The key of the metadata that holds a row of the environment's data set.
+# The key of the metadata that holds a row of the environment's data set, or what finds its task.
 ROW = "verifiers"
 
 
-def prompts(environment: Any, path: Path, *, count: int = -1, evaluation: bool = False) -> None:
-    """Writes the first `count` rows of the environment's data set, or of its evaluation set. -1: all.
+def prompts(make: Callable[[], Any], path: Path, *, count: int | None = None, evaluation: bool = False) -> None:
+    """Writes the first `count` rows of the environment's data set, all by default, or those of its evaluation set.
 
-    Raises InvalidField for a row that JSON cannot hold.
+    Raises InvalidField for a row that JSON cannot hold, InvalidSetting where a `vf.Env` has no end or is asked for an
+    evaluation set, which is a task set of its own there.
     """
-    rows = (environment.get_eval_dataset if evaluation else environment.get_dataset)(n=count)
+    player = _player(_made(make))
     with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            values = {"input": row["prompt"], "label": str(row.get("answer") or ""), "metadata": {ROW: row}}
+        for number, row in enumerate(player.rows(count, evaluation)):
             try:
-                file.write(json.dumps(values) + "\n")
+                file.write(json.dumps(row) + "\n")
             except (TypeError, ValueError) as error:
                 raise InvalidField(f"row {number}", error, "a row that JSON can hold") from error
 
 
-def episodes(environment: Any) -> Agent:
-    """Returns an agent that plays an episode of the environment for each sample, and answers its reward.
+def episodes(make: Callable[[], Any]) -> Agent:
+    """Returns an agent that plays an episode of the environment `make()` for each sample, and answers its reward.
 
     The episodes of an environment share an event loop in a thread, as verifiers runs them. `sample.metadata` gets the
     environment's own metrics.
 
-    Raises NotAvailable for the API of verifiers 0.4, InvalidSetting for rewards of a group as a whole.
+    Raises NotAvailable for another object, or several agents; InvalidSetting for rewards of a group as a whole.
     """
-    _check(environment)
-    loop = _Loop()
+    player, loop = _player(_made(make)), _Loop()
 
     async def agent(base_url: str, sample: Sample, api_key: str, model: str) -> float:
         if ROW not in sample.metadata:
             raise InvalidField("metadata", sorted(sample.metadata), f"the key {ROW!r}, as prompts() writes it")
-        output = await loop.run(_play(environment, sample.metadata[ROW], base_url, api_key, model))
-        if output.get("error"):
-            raise RemoteError(f"the environment fails: {output['error']!s:.500}", field="--custom-agent-path")
-        sample.metadata["verifiers_metrics"] = dict(output.get("metrics") or {})
-        return float(output["reward"])
+        reward, metrics = await loop.run(player.play(sample.metadata[ROW], base_url, api_key, model))
+        sample.metadata["verifiers_metrics"] = dict(metrics)
+        return float(reward)
 
     return agent
 
 
-async def _play(environment: Any, row: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
-    openai = importlib.import_module("openai")
-    clients = importlib.import_module("verifiers.clients")
-    # The run limits the time of an episode, and begins anew what it has to interrupt.
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
-        # The run sets the sampling.
-        return await environment.run_rollout(row, clients.OpenAIChatCompletionsClient(client), model, {})
+class _Environment:
+    """A `vf.Environment`: a data set, and a rubric that scores."""
+
+    def __init__(self, environment: Any) -> None:
+        if environment.requires_group_rollouts:
+            name = type(environment).__name__
+            raise InvalidSetting(
+                f"the environment {name} scores the samples of a prompt together, and slime asks for one at a time; "
+                "give a rubric whose functions score one completion",
+                field="rubric", value=name, expected="functions of one completion",
+            )  # fmt: skip
+        self._environment = environment
+
+    def rows(self, count: int | None, evaluation: bool) -> Iterator[dict[str, Any]]:
+        read = self._environment.get_eval_dataset if evaluation else self._environment.get_dataset
+        for row in read(n=-1 if count is None else count):
+            yield {"input": row["prompt"], "label": str(row.get("answer") or ""), "metadata": {ROW: row}}
+
+    async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
+        openai = importlib.import_module("openai")
+        clients = importlib.import_module("verifiers.clients")
+        # The run limits the time of an episode, and begins anew what it has to interrupt.
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
+            # The run sets the sampling.
+            adapted = clients.OpenAIChatCompletionsClient(client)
+            output = await self._environment.run_rollout(row, adapted, model, {})
+        if output.get("error"):
+            raise _failure(output["error"])
+        return output["reward"], output.get("metrics") or {}
 
 
-def _check(environment: Any) -> None:
+class _Env:
+    """A `vf.Env` of `verifiers.v1`: a task set, and one agent that a program plays, which scores itself."""
+
+    # The package reads keys from the environment alone.
+    KEY = "SLIME_AGENT_API_KEY"
+
+    def __init__(self, env: Any) -> None:
+        fields = importlib.import_module("verifiers.v1.configs.agent").agent_config_fields(env.config)
+        if len(fields) != 1:
+            raise NotAvailable.unavailable(
+                f"the environment {type(env).__name__}", f"it has several agents: {', '.join(fields)}"
+            )
+        self._env = env
+        self._source = iter(env.taskset)
+        self._tasks: list[Any] = []
+
+    def rows(self, count: int | None, evaluation: bool) -> Iterator[dict[str, Any]]:
+        taskset = self._env.taskset
+        if evaluation:
+            raise InvalidSetting.conflict("evaluation=True", "a vf.Env", "make one with the task set to evaluate on")
+        if count is None and not taskset.bounded:
+            raise InvalidSetting.required("count", f"the task set {type(taskset).__name__} has no end")
+        for task in itertools.islice(taskset, count):
+            data = task.data.model_dump(mode="json")
+            prompt = data["prompt"] or data["system_prompt"] or task.key
+            found = {"idx": data["idx"], "key": task.key}
+            yield {"input": prompt, "label": str(data.get("answer") or ""), "metadata": {ROW: found}}
+
+    async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
+        v1 = importlib.import_module("verifiers.v1")
+        os.environ[self.KEY] = api_key
+        context = v1.ModelContext(model=model, client=v1.EvalClientConfig(base_url=base_url, api_key_var=self.KEY))
+        # Each episode has an address of its own, and an environment keeps its clients as long as it serves.
+        env = type(self._env)(self._env.config)
+        async with env.serving():
+            episode = await env.run_episode(self._task(row), context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors or len(episode.traces) != 1:
+            several = f"an episode has {counted(len(episode.traces), 'conversation')}, expected one"
+            raise _failure(errors[0] if errors else several)
+        trace = episode.traces[0]
+        return trace.reward, trace.metrics
+
+    def _task(self, row: dict[str, Any]) -> Any:
+        self._tasks += itertools.islice(self._source, max(0, row["idx"] + 1 - len(self._tasks)))
+        task = self._tasks[row["idx"]] if row["idx"] < len(self._tasks) else None
+        if task is None or task.key != row["key"]:
+            raise InvalidField(f"metadata.{ROW}", row, "a task of this environment: write its prompts again")
+        return task
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """A `vf.Environment` takes SIGINT for itself: it would take Ctrl-C from the run, and may only do so in the main
+    thread, where plug-ins are not loaded."""
+    before = signal.signal
+    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
+    try:
+        return make()
+    finally:
+        signal.signal = before
+
+
+def _player(environment: Any) -> _Environment | _Env:
+    if hasattr(environment, "run_rollout"):
+        return _Environment(environment)
+    if hasattr(environment, "run_episode"):
+        return _Env(environment)
     name = type(environment).__name__
-    if not hasattr(environment, "run_rollout"):
-        raise NotAvailable.unavailable(
-            f"the environment {name}", "it has no run_rollout", "a vf.Environment of verifiers 0.1.10 to 0.3"
-        )
-    if environment.requires_group_rollouts:
-        raise InvalidSetting(
-            f"the environment {name} scores the samples of a prompt together, and slime asks for one at a time; give a "
-            "rubric whose functions score one completion",
-            field="rubric", value=name, expected="functions of one completion",
-        )  # fmt: skip
+    raise NotAvailable.unavailable(f"the environment {name}", "it is neither a vf.Environment nor a vf.Env")
+
+
+def _failure(error: Any) -> RemoteError:
+    return RemoteError(f"the environment fails: {error!s:.500}", field="--custom-agent-path")
 
 
 class _Loop:
