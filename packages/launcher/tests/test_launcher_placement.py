@@ -307,8 +307,9 @@ def test_processes_without_a_gpu_divide_the_cores_of_their_node(monkeypatch: pyt
     monkeypatch.setattr("slime.launcher.placement.plan.cpus", lambda: 8)
     for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
         settings = LauncherSettings(num_rollout=1, actor_num_gpus_per_node=ranks)
-        assert trainer_environment(settings, gpus=False)[name] == core_environment(ranks)[name] == threads
+        assert trainer_environment(settings, gpus=False)[name] == core_environment(ranks, 576)[name] == threads
     assert name not in trainer_environment(settings, gpus=True)
+    assert trainer_environment(LauncherSettings(num_rollout=1), gpus=False, hidden_size=64)[name] == "1"
     own = LauncherSettings(num_rollout=1, train_env_vars={name: "5"})
     assert trainer_environment(own, gpus=False)[name] == "5"
     monkeypatch.setenv(name, "3")

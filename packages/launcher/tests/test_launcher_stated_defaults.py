@@ -222,13 +222,13 @@ def test_collectives_are_of_nccl_where_there_are_gpus() -> None:
 
 
 @states(
-    rollout_engine_threads="OMP_NUM_THREADS, else a share of all cores",
-    trainer_num_threads="OMP_NUM_THREADS, else a share of all cores; 1 with GPUs",
+    rollout_engine_threads="OMP_NUM_THREADS, else a share of all cores; 1 for models narrower than 256",
+    trainer_num_threads="OMP_NUM_THREADS, else a share of all cores; 1 with GPUs and for models narrower than 256",
 )
 def test_torch_has_the_threads_of_the_environment(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads OMP_NUM_THREADS, and takes all cores without it; Ray makes it 1 where nobody sets it."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert core_environment(2)["OMP_NUM_THREADS"] == str(max(1, probes.cpus() // 2))
+    assert core_environment(2, 576)["OMP_NUM_THREADS"] == str(max(1, probes.cpus() // 2))
     options: list[Any] = []
     monkeypatch.setattr(launch, "start_embedded", lambda chosen, **_: options.append(chosen))
     for start in KINDS["embedded"].starts(run_config.parse(words).rollout, []):

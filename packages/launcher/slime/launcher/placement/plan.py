@@ -33,6 +33,8 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, counted
 
 THREADS = "OMP_NUM_THREADS"
+# Narrower models have operations that a second thread does not shorten, and that wait for it where the cores are busy.
+LEAST_HIDDEN_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -189,21 +191,23 @@ def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str,
     return options | {"runtime_env": {"env_vars": variables}}
 
 
-def core_environment(processes: int) -> dict[str, str]:
+def core_environment(processes: int, hidden_size: int) -> dict[str, str]:
     """Returns the environment variables of each of `processes`, trainers or engines, that share the cores of a node.
 
-    A trainer and an engine may both have all of them: mostly one waits for the other.
+    A trainer and an engine may both have all of them: mostly one waits for the other. hidden_size: of the model; a
+    small one gets one thread.
     """
     variables = dict(SHARED_CORES)
     if THREADS not in os.environ:
         # Ray makes it 1 for an actor that was promised no CPUs.
-        variables[THREADS] = str(max(1, cpus() // max(1, processes)))
+        threads = cpus() // max(1, processes) if hidden_size >= LEAST_HIDDEN_SIZE else 1
+        variables[THREADS] = str(max(1, threads))
     return variables
 
 
-def trainer_environment(launcher: LauncherSettings, gpus: bool) -> dict[str, str]:
+def trainer_environment(launcher: LauncherSettings, gpus: bool, hidden_size: int = LEAST_HIDDEN_SIZE) -> dict[str, str]:
     """Returns the environment variables of a trainer's process, over those that it inherits."""
-    variables = {} if gpus else core_environment(launcher.actor_num_gpus_per_node or 1)
+    variables = {} if gpus else core_environment(launcher.actor_num_gpus_per_node or 1, hidden_size)
     if gpus and launcher.train_backend == "megatron" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         # Megatron's overlap of communication and computation relies on the order of one hardware queue.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
+from slime.converters.megatron.args import read_model_config
 from slime.converters.megatron.flags import given
 from slime.launcher.blob_stores.base import KeeperReader, KeptWriter
 from slime.launcher.blob_stores.nixl import NixlReader, NixlWriter
@@ -17,7 +18,14 @@ from slime.launcher.blob_stores.object_store import ObjectStoreReader, ObjectSto
 from slime.launcher.config.derived import decay_over_run
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
-from slime.launcher.placement.plan import Placement, ServiceNode, core_environment, shared_devices, trainer_environment
+from slime.launcher.placement.plan import (
+    LEAST_HIDDEN_SIZE,
+    Placement,
+    ServiceNode,
+    core_environment,
+    shared_devices,
+    trainer_environment,
+)
 from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
 from slime.launcher.services.processes import Process
@@ -97,11 +105,16 @@ class _Start:
         settings = self.supervisor.client_settings
         return settings if self.buffer_dir is None else replace(settings, retry_seconds=0.0)
 
+    @cached_property
+    def _hidden_size(self) -> int:
+        model = read_model_config(self.config.trainer.hf_checkpoint)
+        return int((model.get("text_config") or model).get("hidden_size", LEAST_HIDDEN_SIZE))
+
     def start(self) -> StartedServices:
         config, placement, supervisor, rpc = self.config, self.placement, self.supervisor, self.rpc
         settings = config.launcher
         buffer = supervisor.spawn("buffer", placement.buffer)
-        environment = trainer_environment(settings, placement.has_gpus)
+        environment = trainer_environment(settings, placement.has_gpus, self._hidden_size)
         trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
         hosts: list[Process] = []
@@ -275,7 +288,7 @@ class _Start:
         """Returns the Ray options of the service that starts these engines."""
         options, nodes = self.placement.engine_options(share), self.placement.nodes()
         if not self.placement.has_gpus and not share.gpus:
-            return options | {"runtime_env": {"env_vars": core_environment(share.embedded)}}
+            return options | {"runtime_env": {"env_vars": core_environment(share.embedded, self._hidden_size)}}
         if not self.placement.shares_gpus:
             return options
         return shared_devices(options, self._devices([t for t in trainers if nodes[t.name] == share.node]))

@@ -204,7 +204,10 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         "auto", "Device of an embedded engine; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
     rollout_engine_threads: int | None = setting(
-        None, "CPU threads of an embedded engine (default: OMP_NUM_THREADS, else a share of all cores)", minimum=1
+        None,
+        "CPU threads of an embedded engine (default: OMP_NUM_THREADS, else a share of all cores; 1 for models narrower "
+        "than 256)",
+        minimum=1,
     )
     rollout_engine_max_running_requests: int = setting(
         256, "Most sequences that an embedded engine decodes together", minimum=1

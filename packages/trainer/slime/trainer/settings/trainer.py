@@ -189,7 +189,8 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     # Process
     trainer_num_threads: int | None = setting(
         None,
-        "CPU threads of torch in a trainer process (default: OMP_NUM_THREADS, else a share of all cores; 1 with GPUs)",
+        "CPU threads of torch in a trainer process (default: OMP_NUM_THREADS, else a share of all cores; 1 with GPUs "
+        "and for models narrower than 256)",
         minimum=1,
     )
     distributed_backend: str | None = setting(
