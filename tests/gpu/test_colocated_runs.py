@@ -7,9 +7,7 @@ DIR: a Hugging Face directory of a small model that chats. SLIME_TEST_ATTENTION:
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +15,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.engines.gpus import visible_gpus
+from gpu_needs import ATTENTION, MODEL, needs
 
 NUM_GPUS = 1
 
-MODEL = os.environ.get("SLIME_TEST_MODEL", "")
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else "SLIME_TEST_MODEL names no model"
-    if not MODEL
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", model=True)
 
 SGLANG = ["--sglang-attention-backend", ATTENTION, "--sglang-mem-fraction-static", "0.4"]
 CASES = {

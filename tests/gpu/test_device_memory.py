@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
+from gpu_needs import make_samples, needs, write_qwen3
 from slime.trainer.backends.base import TRAINING, WEIGHTS
 from slime.trainer.backends.build import build_backend
 from slime.trainer.batching.plan import Planner
@@ -18,39 +18,21 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.step.device_memory import PARTS, DeviceMemory
 from slime.trainer.step.step import TrainStep
-from slime.types import Sample
 from slime.types.clients import SampleSummary
 
 NUM_GPUS = 1
 
-FOUND = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(FOUND < NUM_GPUS, reason=f"{NUM_GPUS} GPU(s) needed, {FOUND} visible")
+pytestmark = needs(NUM_GPUS)
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return write_qwen3(
+        tmp_path_factory.mktemp("model"),
         hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
         intermediate_size=3072, vocab_size=64000, tie_word_embeddings=True, max_position_embeddings=2048,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    return str(path)
-
-
-def samples(step: int) -> list[Sample]:
-    random = np.random.default_rng(step)
-    return [
-        Sample(
-            index=i, group_index=i // 4, tokens=random.integers(3, 64000, 256).astype(np.int32), response_length=192,
-            loss_mask=np.ones(192, np.uint8), reward=float(i % 2),
-        )
-        for i in range(16)
-    ]  # fmt: skip
 
 
 def train(model: str, *, away: bool, late: bool = False) -> tuple[list[float], list[torch.Tensor]]:
@@ -64,7 +46,7 @@ def train(model: str, *, away: bool, late: bool = False) -> tuple[list[float], l
     step = TrainStep(settings, backend, ranks, before_update=memory.arrive)
     planner, norms, weights = Planner(settings), [], []
     for number in range(STEPS):
-        batch = samples(number)
+        batch = make_samples(number, 64000)
         plan = planner.plan(number, [SampleSummary.of(sample) for sample in batch])
         memory.need(*PARTS, late=late)
         norms.append(step.run(plan, functools.partial(map, batch.__getitem__))["train/grad_norm"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_needs import ATTENTION, needs
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
@@ -32,15 +32,8 @@ from slime.types import Sample
 
 NUM_GPUS = 1
 
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
 MM_ATTENTION = os.environ.get("SLIME_TEST_MM_ATTENTION", "triton_attn")
-NEEDED = ("sglang", "torchvision")
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else ", ".join(f"{name} is not installed" for name in NEEDED if importlib.util.find_spec(name) is None)
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", "torchvision")
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",

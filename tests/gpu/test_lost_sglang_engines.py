@@ -9,8 +9,6 @@ Two engines share a GPU. The model is small and has random weights. SLIME_TEST_A
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
+from gpu_needs import ATTENTION, needs, write_qwen3
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import stop_all
@@ -34,35 +32,23 @@ NUM_GPUS = 1
 
 START_SECONDS = 400
 REQUESTS, TOKENS = 32, 1500
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return write_qwen3(
+        tmp_path_factory.mktemp("model"),
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
 def fleet(model: str) -> Iterator[Fleet]:
     args = {
         "mem_fraction_static": 0.4, "max_total_tokens": 131072, "skip_tokenizer_init": True,
-        "attention_backend": os.environ.get("SLIME_TEST_ATTENTION", "fa3"),
+        "attention_backend": ATTENTION,
     }  # fmt: skip
     engines: list[Any] = []
     try:

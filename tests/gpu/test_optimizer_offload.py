@@ -17,20 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.rollout.engines.gpus import visible_gpus
+from gpu_needs import make_samples, needs, write_qwen3
 from slime.trainer.backends.build import build_backend
 from slime.trainer.batching.plan import Planner
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.step.step import TrainStep
-from slime.types import Sample
 from slime.types.clients import SampleSummary
 
 NUM_GPUS = 1
 
-pytestmark = pytest.mark.skipif(
-    len(visible_gpus()) < NUM_GPUS, reason=f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-)
+pytestmark = needs(NUM_GPUS)
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OFFLOAD: dict[str, Any] = DISTRIBUTED | {
     "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
@@ -45,27 +42,11 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return write_qwen3(
+        tmp_path_factory.mktemp("model"),
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
         intermediate_size=1536, vocab_size=32000, tie_word_embeddings=False, max_position_embeddings=2048,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    return str(path)
-
-
-def samples(step: int) -> list[Sample]:
-    random = np.random.default_rng(step)
-    return [
-        Sample(
-            index=i, group_index=i // 4, tokens=random.integers(3, 32000, 256).astype(np.int32), response_length=192,
-            loss_mask=np.ones(192, np.uint8), reward=float(i % 2), rollout_log_probs=np.full(192, -10.0, np.float32),
-        )
-        for i in range(16)
-    ]  # fmt: skip
 
 
 def train(model: str, megatron: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
@@ -80,7 +61,7 @@ def train(model: str, megatron: dict[str, Any]) -> tuple[list[float], dict[str, 
     backend = build_backend(settings, ranks, torch.device("cuda", 0), megatron=megatron)
     step, planner, norms = TrainStep(settings, backend, ranks), Planner(settings), []
     for number in range(STEPS):
-        batch = samples(number)
+        batch = make_samples(number, 32000, rollout_log_probs=np.full(192, -10.0, np.float32))
         plan = planner.plan(number, [SampleSummary.of(sample) for sample in batch])
         norms.append(step.run(plan, functools.partial(map, batch.__getitem__))["train/grad_norm"])
     torch.cuda.synchronize()

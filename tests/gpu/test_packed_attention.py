@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_needs import needs
 from slime.trainer.backends import attention
 from slime.trainer.batching.runs import Runs
 
 NUM_GPUS = 1
 
-FOUND = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(FOUND < NUM_GPUS, reason=f"{NUM_GPUS} GPU(s) needed, {FOUND} visible")
+pytestmark = needs(NUM_GPUS)
 
 LENGTHS = [300, 1, 77, 512, 130]
 

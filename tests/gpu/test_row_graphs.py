@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_needs import needs
 from slime.trainer.backends.build import build_backend
 from slime.trainer.batching.plan import Planner
 from slime.trainer.process.collective import Ranks
@@ -21,8 +22,7 @@ from slime.types.clients import SampleSummary
 
 NUM_GPUS = 1
 
-FOUND = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(FOUND < NUM_GPUS, reason=f"{NUM_GPUS} GPU(s) needed, {FOUND} visible")
+pytestmark = needs(NUM_GPUS)
 
 
 def write_model(path: Path) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from gpu_needs import ATTENTION, MODEL, needs
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
@@ -35,19 +36,9 @@ from slime.types.errors import InvalidField, WrongState
 
 NUM_GPUS = 1
 
-MODEL = os.environ.get("SLIME_TEST_MODEL", "")
 START_SECONDS = 400
 PROMPT = list(range(1000, 1040))
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else "SLIME_TEST_MODEL names no model"
-    if not MODEL
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", model=True)
 SETTINGS = Namespace(**vars(RolloutSettings(hf_checkpoint="x", rollout_max_response_len=16)))
 GREEDY = rollout_sampling_params(SETTINGS) | {"temperature": 0.0, "ignore_eos": True}
 
@@ -58,7 +49,7 @@ Call = Callable[[Callable[[EngineClient], Any]], Any]
 def engine() -> Iterator[EngineProcess]:
     options = SGLangOptions(
         model_path=MODEL, gpus=visible_gpus()[:NUM_GPUS], memory_saver=True, random_seed=1,
-        args={"mem_fraction_static": 0.5, "attention_backend": os.environ.get("SLIME_TEST_ATTENTION", "fa3")},
+        args={"mem_fraction_static": 0.5, "attention_backend": ATTENTION},
     )  # fmt: skip
     with start_sglang(options) as process:
         process.wait_ready(START_SECONDS)

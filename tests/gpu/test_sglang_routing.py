@@ -8,9 +8,7 @@ The model is a small mixture of experts with random weights. SLIME_TEST_ATTENTIO
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_needs import ATTENTION, needs
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
@@ -33,15 +32,7 @@ NUM_GPUS = 1
 
 LAYERS, TOP_K, EXPERTS, WORDS = 4, 4, 16, 512
 START_SECONDS = 400
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime.rollout.engines.gpus import visible_gpus
+from gpu_needs import needs
 from slime.trainer.backends.build import build_backend, open_checkpoints
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.checkpoints import checkpoint
@@ -31,14 +30,7 @@ from slime.types import Sample
 
 NUM_GPUS = 1
 
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "Transformer Engine is not installed"
-    if importlib.util.find_spec("transformer_engine") is None
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "transformer_engine")
 
 VOCAB = 512
 # (prompt, response) of each sample, by micro-batch.

@@ -7,8 +7,6 @@ DIR: a Hugging Face directory of a small model that chats. SLIME_TEST_ATTENTION:
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpu_needs import ATTENTION, MODEL, needs
 from ray_cluster import RayCluster
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.recordings.rollouts import read_rollout
@@ -25,18 +24,7 @@ from tiny_runs import gone, metrics, wait_for
 NUM_GPUS = 2
 
 HEAD, SECOND = "127.0.0.1", "127.0.0.2"
-MODEL = os.environ.get("SLIME_TEST_MODEL", "")
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else "SLIME_TEST_MODEL names no model"
-    if not MODEL
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", model=True)
 
 
 @pytest.fixture

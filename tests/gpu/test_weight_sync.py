@@ -8,9 +8,7 @@ DIR: a Hugging Face directory of a small model. By IPC trainer and engine share 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_needs import ATTENTION, MODEL, needs
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import KINDS
@@ -34,20 +33,9 @@ from slime.types.errors import EngineError
 
 NUM_GPUS = 1
 
-MODEL = os.environ.get("SLIME_TEST_MODEL", "")
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
 START_SECONDS = 400
 PROMPT = list(range(1000, 1040))
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else "SLIME_TEST_MODEL names no model"
-    if not MODEL
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", model=True)
 Start = Callable[[str], EngineProcess]
 
 
@@ -191,6 +179,6 @@ def test_a_tensor_that_differs_is_named(engine_on: Start, monkeypatch: pytest.Mo
     updates.close()
 
 
-@pytest.mark.skipif(len(visible_gpus()) < 2, reason=f"2 GPUs needed, {len(visible_gpus())} visible")
+@needs(2)
 def test_by_nccl_the_engine_holds_what_was_sent(engine_on: Start) -> None:
     check_updates(engine_on(visible_gpus()[1]), colocate=False)
