@@ -52,7 +52,7 @@ class TinkerServer:
         self._bodies = {size: Bodies(max_bytes=size) for size in (PASS_BYTES, SAMPLE_BYTES, BYTES)}
 
     def application(self) -> web.Application:
-        application = web.Application(middlewares=[_errors_as_json, self._check])
+        application = web.Application(middlewares=[_errors_as_json, self._access.middleware])
         application.on_shutdown.append(self._stop)
         s = self.service
         posts: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -88,15 +88,6 @@ class TinkerServer:
         for method, path, handler in routes:
             application.router.add_route(method, path, handler)
         return application
-
-    @property
-    def _check(self) -> Any:
-        @web.middleware
-        async def check(request: web.Request, handler: Any) -> web.StreamResponse:
-            self._access.check(request)
-            return await handler(request)
-
-        return check
 
     async def _stop(self, application: web.Application) -> None:
         await self.service.close()

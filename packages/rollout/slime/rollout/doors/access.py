@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -56,6 +57,17 @@ class Access:
         self._api_key = None if api_key is None else api_key.encode()
         self._open_paths = open_paths
         self._content_types = content_types or {}
+
+    @property
+    def middleware(self) -> Any:
+        """A middleware of aiohttp that checks each request before its handler runs."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+            self.check(request)
+            return await handler(request)
+
+        return check
 
     def check(self, request: web.Request) -> None:
         """Raises Refused, or Unauthenticated."""

@@ -61,7 +61,7 @@ class EngineServer(ServedModel):
         self._one_bucket = asyncio.Lock()
 
     def application(self) -> web.Application:
-        application = web.Application(middlewares=[_errors_as_json, self._check])
+        application = web.Application(middlewares=[_errors_as_json, self._access.middleware])
         application.on_shutdown.append(self._stop)
         routes: list[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
             ("GET", "/v1/models", self.models),
@@ -89,15 +89,6 @@ class EngineServer(ServedModel):
             application.router.add_route(method, path, handler)
         Front(self.read_json, lambda _: ServedChat(self)).add_routes(application)
         return application
-
-    @property
-    def _check(self) -> Any:
-        @web.middleware
-        async def check(request: web.Request, handler: Any) -> web.StreamResponse:
-            self._access.check(request)
-            return await handler(request)
-
-        return check
 
     async def _stop(self, application: web.Application) -> None:
         # Before the handlers are cancelled, so that waiting clients get an error rather than a closed connection.
