@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_flag_has_one_row_and_a_refused_one_a_reason() -> None:
     for row in committed():
         assert row.status in ("used", "hint", "same", "elsewhere", "refused"), row
         assert row.note or row.status in ("used", "elsewhere"), row
-        assert row.help or not row.taken, row
+        assert not row.taken or re.fullmatch("[A-Z].*[^.]", row.help), row
         assert bool(row.accepts) == (row.status == "same"), row
 
 

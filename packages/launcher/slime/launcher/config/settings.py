@@ -190,8 +190,8 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     stop_grace_seconds: float = setting(45.0, "Seconds that a service may take to stop before it is killed", above=0)
     service_health_timeout: float = setting(
         60.0,
-        "Seconds without an answer to health checks after which a service hangs and, with --use-fault-tolerance, is "
-        "started again",
+        "Seconds without an answer to health checks after which a service counts as hung and, with "
+        "--use-fault-tolerance, is started again",
         above=0,
     )
     service_max_restarts: int = setting(
@@ -227,7 +227,8 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
         maximum=65535,
     )
     metrics_host: str = setting(
-        "127.0.0.1", "Address of --metrics-port; beyond the loopback it is plain HTTP, token included"
+        "127.0.0.1",
+        "Address that --metrics-port listens on; metrics and token travel as plain HTTP, also beyond the loopback",
     )
     overwrite: bool = setting(
         False,

@@ -227,9 +227,9 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_health_check_first_wait: float = setting(0.0, "Seconds before the first health probe", minimum=0)
     use_fault_tolerance: bool | None = setting(
         None,
-        "Start an engine again that dies or misses two health probes, and go on with what it had in flight, and in "
-        "`slime train` on one node also the buffer, the rollout service and the trainer's ranks; without, the end of "
-        "one is the end of the run (default: on where one node has all engines of the run, and they share no GPUs with "
+        "Restart an engine that dies or misses two health probes, and continue what it had in flight; in `slime train` "
+        "on one node restart the buffer, the rollout service and the trainer's ranks, too. Without it the loss of one "
+        "ends the run (default: on where one node has all engines of the run, and they share no GPUs with "
         "the trainer)",
     )
     rollout_engine_max_restarts: int = setting(

@@ -52,7 +52,8 @@ def _from_dataclasses() -> Iterator[FlagRow]:
             default=default,
             sets=(("" if field.name in base_fields else "MLA") + f"TransformerConfig.{field.name}",),
             status="used",
-            help=helps.get(field.name, "") + ("; this turns it off" if kind == "off" else ""),
+            help=megatron_lm.HELP.get(field.name)
+            or helps.get(field.name, "") + ("; this turns it off" if kind == "off" else ""),
         )
         if field.name in refused:
             row = dataclasses.replace(row, status="refused", note=refused[field.name])

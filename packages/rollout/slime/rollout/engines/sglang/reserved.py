@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.types.errors import InvalidSetting
 
-OWN_NODES = "give --rollout-num-gpus-per-engine; an engine of more GPUs than a node has is on several"
+OWN_NODES = "give --rollout-num-gpus-per-engine; an engine of more GPUs than a node has spans several nodes"
 OWN_PORTS = "each engine listens where the system has a port free"
 OWN_KEY = "a run makes the key of its engines itself; give --rollout-engine-api-key-file for engines that run already"
 PLAIN_HTTP = "engines are called by plain HTTP"
