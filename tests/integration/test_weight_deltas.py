@@ -191,6 +191,41 @@ def test_an_embedded_engine_holds_every_version(
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+def train(embedded: EngineProcess, model: str, mode: str) -> list[Any]:
+    """Three rounds of sampling, a step on what was sampled, and a push; returns what was sampled, and the weights."""
+    from transformers import AutoModelForCausalLM
+
+    post(embedded, "/update_weights_from_disk", {"model_path": model, "weight_version": "0"})
+    updates, backend = sender(embedded, model, update_weight_mode=mode, update_weight_dtype="bfloat16")
+    # The backend's own forward pass takes packed rows.
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    found: list[Any] = []
+    for version in range(1, 5):
+        updates.push(version)
+        sampling = {"max_new_tokens": 8, "temperature": 1.0, "sampling_seed": version, "ignore_eos": True}
+        body = {"input_ids": [2, 3, 4], "sampling_params": sampling, "return_logprob": True}
+        answer = post(embedded, "/generate", body)
+        found.append([answer["output_ids"], answer["meta_info"]["output_token_logprobs"]])
+        ids = torch.tensor([[2, 3, 4, *answer["output_ids"]]])
+        policy(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.policy.load_state_dict(policy.state_dict())
+    if mode == "delta":
+        assert updates.metrics["perf/update_weights_whole_engines"] == 0
+    updates.close()
+    return [*found, {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}]
+
+
+def test_training_with_deltas_is_training_with_all_weights(embedded: EngineProcess, model: str) -> None:
+    *sampled, weights = train(embedded, model, "full")
+    *sampled_too, weights_too = train(embedded, model, "delta")
+    assert sampled == sampled_too
+    assert len({tuple(tokens) for tokens, _ in sampled}) > 1
+    assert all(torch.equal(weights[name], weights_too[name]) for name in weights)
+
+
 def test_an_engine_that_lost_its_weights_gets_all_of_them(
     embedded: EngineProcess, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:

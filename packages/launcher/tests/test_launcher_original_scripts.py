@@ -139,6 +139,17 @@ def test_a_script_is_planned_or_refused_in_one_sentence(
     assert not (directory / "run").exists()
 
 
+def test_the_flags_of_delta_updates_are_planned_with_a_model_that_is_here(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = SCRIPTS["examples_delta_weight_sync_run-glm4.7-30B-A3B-delta"][1]
+    first, last = flags.index("--update-weight-mode"), flags.index("--update-weight-delta-checksum") + 2
+    words = furnish(directory, [*SCRIPTS["scripts_run-qwen3-4B"][1], *flags[first:last]])
+    words = ["train", *words, "--train-backend", "megatron", "--output-dir", str(directory / "run")]
+    code = cli.main([*words, "--rollout-engine", "sglang", "--dry-run", "--dry-run-gpus", "8"])
+    assert code in (0, DOES_NOT_FIT), capsys.readouterr().err
+
+
 def test_the_number_of_scripts_that_pass_does_not_fall() -> None:
     assert REFUSED.keys() <= SCRIPTS.keys()
     assert len(SCRIPTS) - len(REFUSED) >= 22

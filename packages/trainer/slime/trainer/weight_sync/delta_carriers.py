@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -45,13 +46,16 @@ class TensorCarrier(DeltaCarrier):
         self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
     ) -> tuple[int, dict[str, EngineError]]:
         sent, refused = 0, dict[str, EngineError]()
+        under_way: tuple[list[Engine], list[Future[Any]]] = [], []
         for number, (bucket, last) in enumerate(buckets):
+            # The next bucket was encoded while the engines applied this one.
+            refused |= refusals(*under_way)
             query = urlencode({"weight_version": about.version, "last": str(last).lower(), "delta": "true"})
             path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {_describe(about)}"
             left = [engine for engine in engines if engine.name not in refused]
-            refused |= refusals(left, self._requests.start_each(left, path, bucket, what))
+            under_way = left, self._requests.start_each(left, path, bucket, what)
             sent += len(bucket)
-        return sent, refused
+        return sent, refused | refusals(*under_way)
 
     def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
         return self._whole.send(engines, version, weights)

@@ -33,6 +33,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _ROW_BYTES = 300
+# Bytes of the tensors in a bucket, unless one is larger: an engine applies a bucket while the next one is encoded.
+_TENSOR_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
     Raises DataLoss naming the tensor where they are not those of the trainer.
     """
     where = f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
-    size = ITEM_BYTES.get(delta.dtype, 0) * int(np.prod(delta.shape, dtype=np.int64))
+    size = _bytes_of(delta)
     if size != len(old):
         raise DataLoss(f"{where} has {size} bytes, {len(old)} are here", field=delta.name, value=len(old))
     try:
@@ -91,15 +93,19 @@ def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
 def write_buckets(about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int) -> Iterator[tuple[bytes, bool]]:
     """Yields (bucket, whether it is the last), each of about `max_bytes`; a larger tensor is alone in its bucket."""
     held: list[TensorDelta] = []
-    size = 0
+    size = whole = 0
     for tensor in tensors:
         more = len(tensor.change.payload) + len(tensor.name) + _ROW_BYTES
-        if held and size + more > max_bytes:
+        if held and (size + more > max_bytes or whole + _bytes_of(tensor) > _TENSOR_BYTES):
             yield _write(about, held), False
-            held, size = [], 0
+            held, size, whole = [], 0, 0
         held.append(tensor)
-        size += more
+        size, whole = size + more, whole + _bytes_of(tensor)
     yield _write(about, held), True
+
+
+def _bytes_of(tensor: TensorDelta) -> int:
+    return ITEM_BYTES.get(tensor.dtype, 0) * int(np.prod(tensor.shape, dtype=np.int64))
 
 
 def _write(about: VersionDelta, tensors: list[TensorDelta]) -> bytes:
