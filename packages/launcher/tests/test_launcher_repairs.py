@@ -173,10 +173,12 @@ def test_restart_points_take_a_bounded_share_of_the_time_and_of_the_disk(tmp_pat
     now = [100.0]
     points = RestartPoints(
         tmp_path, first=2, load="model", backend="fsdp", checkpoints=tmp_path / "checkpoints", interval_seconds=10,
-        multiple_of=2, clock=lambda: now[0],
+        first_seconds=3.0, multiple_of=2, clock=lambda: now[0],
     )  # fmt: skip
     assert points.newest(5) == (2, "model") and points.due(3) is None
-    now[0] += 11
+    now[0] += 59
+    assert points.due(3) is None  # 3 s of 59 s are more than 5 %
+    now[0] += 2
     # After an odd number of iterations the state is not whole.
     assert points.due(4) is None
     path = points.due(3)

@@ -28,7 +28,8 @@ class RestartPoints:
     the model). checkpoints: directory of the run's own checkpoints, which are restart points, too; None where they lack
     the optimizer. Those that are there already are of another run, or of another course of this one.
 
-    interval_seconds: least time between two. multiple_of: the number of iterations after which the state is whole.
+    interval_seconds: least time between two. first_seconds: how long the first one may take to write.
+    multiple_of: the number of iterations after which the state is whole.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RestartPoints:
         backend: str,
         checkpoints: Path | None,
         interval_seconds: float,
+        first_seconds: float = 0.0,
         multiple_of: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,7 +53,7 @@ class RestartPoints:
         self._multiple = multiple_of
         self._clock = clock
         self._last = clock()
-        self._cost = 0.0
+        self._cost = first_seconds
         self._others = {} if checkpoints is None else {path: _identity(path) for path in steps(checkpoints).values()}
         # A run that was killed has left its own.
         self.clear()

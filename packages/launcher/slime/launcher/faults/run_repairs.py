@@ -21,6 +21,10 @@ from slime.types.errors import InvalidSetting, OutOfSpace
 
 log = logging.getLogger(__name__)
 
+# Until a state of the trainer has been written and timed: weights and Adam's moments in float32, on a slow disk.
+STATE_BYTES = 12
+WRITTEN_A_SECOND = 500e6
+
 
 class RepairedRun(Protocol):
     """The parts of `Services` that repairs need."""
@@ -87,6 +91,7 @@ class RunRepairs:
                 backend=launcher.train_backend,
                 checkpoints=config.checkpoint_dir if checkpoints else None,
                 interval_seconds=launcher.restart_point_interval,
+                first_seconds=(started.num_parameters or 0) * STATE_BYTES / WRITTEN_A_SECOND,
                 multiple_of=config.trainer.ref_update_interval or 1,
             )
             trainer = TrainerReplay(
