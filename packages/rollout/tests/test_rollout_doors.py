@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, listen
+from slime.rollout.doors import Access, Bodies, Connections, Workers, check_exposure, connections, listen
 from slime.types.errors import DeadlineExceeded, InvalidField, InvalidSetting, SlimeError, Unauthenticated
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -136,6 +136,43 @@ def test_a_long_request_outlives_the_deadline_of_its_head() -> None:
             assert await waiting == (200, "3")
 
     asyncio.run(scenario())
+
+
+class ForeignTransport:
+    """A transport of no class of asyncio, as those of uvloop."""
+
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_the_transports_of_another_event_loop_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = connections._Connection.connection_made
+    monkeypatch.setattr(
+        connections._Connection, "connection_made", lambda self, transport: made(self, ForeignTransport(transport))
+    )
+
+    async def scenario() -> None:
+        async with serving(guard=Connections(most=16, head_seconds=0.2)) as (server, port):
+            assert await ask(port, body(b"12")) == (200, "2")
+            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+            assert await asyncio.wait_for(reader.read(), 20) == b"" and not server.guard.open
+
+    asyncio.run(scenario())
+
+
+def test_uvloop_serves_them_too() -> None:
+    """Ray takes uvloop for its actors where it is installed."""
+    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
+
+    async def scenario() -> None:
+        async with serving() as (_, port):
+            assert await asyncio.gather(*(ask(port, body(b"12")) for _ in range(5))) == [(200, "2")] * 5
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
 
 
 def test_above_the_most_connections_one_without_a_request_is_dropped() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import resource
 import socket
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -72,9 +72,10 @@ class _Connection(asyncio.Protocol):
         self._requests = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) and self._inner is not None
+        assert self._inner is not None
         owner = self._connections
-        self._transport = transport
+        # Ray takes uvloop where it is installed, whose transports are of no class of asyncio.
+        self._transport = transport = cast(asyncio.Transport, transport)
         if len(owner.open) >= owner.most:
             if not owner.waiting:
                 self._inner = None
