@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import urllib3
@@ -28,8 +28,7 @@ class EngineRequests:
 
     def post(self, engines: Sequence[Engine], path: str, body: bytes, content_type: str, what: str) -> None:
         """Sends the same request to all engines at once; raises the error of the first, in their order, that failed."""
-        for answer in self._start_each(engines, path, body, content_type, what):
-            answer.result()
+        wait_for(self._start_each(engines, path, body, content_type, what))
 
     def start_each(self, engines: Sequence[Engine], path: str, body: bytes, what: str) -> list[Future[Any]]:
         """Returns the futures of the same request of bytes to all engines."""
@@ -73,6 +72,13 @@ class EngineRequests:
 
     def close(self) -> None:
         self._http.clear()
+
+
+def wait_for(answers: Sequence[Future[Any]]) -> None:
+    """Waits for all, and raises the error of the first, in their order, that failed."""
+    wait(answers)
+    for answer in answers:
+        answer.result()
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
