@@ -29,7 +29,7 @@ SIBLINGS = {
 }
 ABSENT = {
     "types": {"torch", "ray", "transformers", "sglang", "megatron-core"},
-    "buffer": {"torch", "ray", "transformers", "sglang", "megatron-core", "pyarrow", "reasoning-gym"},
+    "buffer": {"torch", "ray", "transformers", "sglang", "megatron-core", "pyarrow", "reasoning-gym", "psycopg"},
     "rollout": {"torch", "ray", "transformers", "sglang", "megatron-core", "reasoning-gym", "matplotlib", "boto3"},
     "converters": {"ray", "sglang", "megatron-core"},
     "trainer": {"ray", "sglang", "megatron-core"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,6 +32,38 @@ class Clock:
 OPEN = RpcSettings(insecure=True)
 
 
+STORES = ("sqlite", "postgresql")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "stores: the test shows a promise of every store, and runs with each")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "storage" in metafunc.fixturenames and metafunc.definition.get_closest_marker("stores"):
+        metafunc.parametrize("storage", STORES, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Any]:
+    import postgres_server
+
+    if reason := postgres_server.missing():
+        pytest.skip(reason)
+    with postgres_server.postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], dict[str, str]]:
+    """Returns the settings of a new, empty storage."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return lambda: {}
+    server = request.getfixturevalue("postgres")
+    numbers = itertools.count()
+    return lambda: {"buffer_store": server.new_store(), "buffer_dir": str(tmp_path / f"samples{next(numbers)}")}
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -47,12 +80,12 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def serving(clock: Clock) -> Iterator[Callable[..., RunningBuffer]]:
+def serving(clock: Clock, storage: Callable[[], dict[str, str]]) -> Iterator[Callable[..., RunningBuffer]]:
     """Starts servers that end with the test."""
     with ExitStack() as stack:
 
         def start(**settings: Any) -> RunningBuffer:
-            return stack.enter_context(serve_buffer(Buffer(BufferSettings(**settings), clock=clock), OPEN))
+            return stack.enter_context(serve_buffer(Buffer(BufferSettings(**storage() | settings), clock=clock), OPEN))
 
         yield start
 

@@ -22,8 +22,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def settings(directory: Path, write_jsonl) -> dict:
-    return dict(prompt_data=write_jsonl([{"input": f"q{i}"} for i in range(9)]), buffer_dir=str(directory))
+def settings(directory: Path, write_jsonl, storage) -> dict:
+    return storage() | dict(prompt_data=write_jsonl([{"input": f"q{i}"} for i in range(9)]), buffer_dir=str(directory))
 
 
 def payloads(directory: Path, place: str = "payloads") -> list[Path]:
@@ -43,6 +43,7 @@ def flip(path: Path) -> None:
 DAMAGES = pytest.mark.parametrize("damage", [cut, flip, os.unlink])
 
 
+@pytest.mark.stores
 @DAMAGES
 def test_a_returned_group_goes_back_to_its_prompt(settings, directory, damage):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
@@ -58,6 +59,7 @@ def test_a_returned_group_goes_back_to_its_prompt(settings, directory, damage):
         assert len(client.seal_step(0, 1)) == 1
 
 
+@pytest.mark.stores
 @DAMAGES
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_restart_sets_a_damaged_group_aside_and_the_run_goes_on(settings, directory, damage, sealed, caplog):
@@ -82,6 +84,7 @@ def test_a_restart_sets_a_damaged_group_aside_and_the_run_goes_on(settings, dire
         assert [len(stored.group.samples) for stored in client.read_groups()] == [0, 1, 1]
 
 
+@pytest.mark.stores
 @DAMAGES
 def test_damage_while_serving_costs_the_group(settings, directory, damage):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
@@ -100,6 +103,7 @@ def test_damage_while_serving_costs_the_group(settings, directory, damage):
         assert client.stats().groups["quarantined"] == 1
 
 
+@pytest.mark.stores
 @DAMAGES
 def test_a_replayed_step_is_checked_when_the_run_is_opened(settings, directory, damage):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
@@ -197,6 +201,7 @@ def test_a_database_that_breaks_while_serving_is_named(settings, directory):
                 call()
 
 
+@pytest.mark.stores
 def test_strays_of_a_crash_are_kept_aside(settings, directory):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")

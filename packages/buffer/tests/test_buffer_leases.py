@@ -18,6 +18,9 @@ from slime.types.codec import sample_to_proto
 from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
+# With every store.
+pytestmark = pytest.mark.stores
+
 
 @pytest.fixture
 def client(connected):

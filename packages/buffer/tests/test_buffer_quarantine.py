@@ -8,6 +8,9 @@ from buffer_samples import complete, finish
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidField, LeaseLost, NotFound, WrongState
 
+# With every store.
+pytestmark = pytest.mark.stores
+
 
 @pytest.fixture
 def client(connected, write_jsonl) -> BufferClient:

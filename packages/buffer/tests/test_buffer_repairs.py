@@ -8,6 +8,9 @@ from buffer_samples import complete, finish
 from slime.types.errors import InvalidField, LeaseLost, WrongState
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
+# With every store.
+pytestmark = pytest.mark.stores
+
 
 @pytest.fixture
 def client(connected):

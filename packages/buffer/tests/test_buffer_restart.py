@@ -27,11 +27,12 @@ from slime.types.errors import InvalidFile, InvalidSetting, LeaseLost, OutOfSpac
 
 
 @pytest.fixture
-def settings(tmp_path: Path, write_jsonl):
+def settings(tmp_path: Path, write_jsonl, storage):
     prompts = write_jsonl([{"input": f"q{i}"} for i in range(5)])
-    return dict(prompt_data=prompts, rollout_shuffle=True, buffer_dir=str(tmp_path / "state"))
+    return storage() | dict(prompt_data=prompts, rollout_shuffle=True, buffer_dir=str(tmp_path / "state"))
 
 
+@pytest.mark.stores
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_a_restart_keeps_everything(settings, durability):
     settings["buffer_durability"] = durability
@@ -62,6 +63,7 @@ def test_a_restart_keeps_everything(settings, durability):
         assert indexes == [6, 7, 8, 9] and client.stats().epoch == 1
 
 
+@pytest.mark.stores
 def test_a_crash_replays_what_the_checkpoint_does_not_hold(settings):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
@@ -90,6 +92,7 @@ def test_a_crash_replays_what_the_checkpoint_does_not_hold(settings):
         assert len(list(client.read_step(1, [0, 1]))) == 2
 
 
+@pytest.mark.stores
 def test_a_new_buffer_joins_a_resumed_run(settings):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         assert client.open_run("run", last_committed_step=99).next_step == 100
@@ -99,6 +102,7 @@ def test_a_new_buffer_joins_a_resumed_run(settings):
         client.seal_step(100, 1)
 
 
+@pytest.mark.stores
 def test_released_samples_cannot_be_replayed(settings):
     settings["release_committed"] = True
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
@@ -125,6 +129,7 @@ def test_one_server_a_directory(settings):
     serve(BufferSettings(**settings)).stop()
 
 
+@pytest.mark.stores
 def test_other_prompts_in_an_old_directory(settings, write_jsonl):
     serve(BufferSettings(**settings)).stop()
     other = settings | {"prompt_data": write_jsonl([{"input": "z"}], "other.jsonl")}
@@ -164,6 +169,7 @@ def test_a_temporary_directory_goes_with_the_service():
     assert not directory.exists()
 
 
+@pytest.mark.stores
 def test_a_full_disk_records_nothing(settings, monkeypatch):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
@@ -231,6 +237,7 @@ def test_a_limit_on_file_size(settings):
     assert "refused: group 0: no space for" in run.stdout and run.stdout.endswith("1 False\n"), run.stderr
 
 
+@pytest.mark.stores
 def test_many_workers_share_no_group(settings):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
@@ -249,6 +256,7 @@ def test_many_workers_share_no_group(settings):
         assert len(client.seal_step(0, 48)) == 48
 
 
+@pytest.mark.stores
 def test_a_lease_that_ends_while_its_group_is_written(settings):
     """The payload is written outside the transaction; the lease may be lost meanwhile."""
     now = [0.0]

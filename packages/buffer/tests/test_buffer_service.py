@@ -16,6 +16,9 @@ from slime.types.errors import DeadlineExceeded, InvalidField, NotFound, StaleWr
 from slime.types.rpc import RpcSettings
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
+# With every store.
+pytestmark = pytest.mark.stores
+
 
 @pytest.fixture
 def prompts(write_jsonl):

@@ -216,3 +216,11 @@ def test_a_plug_in_that_prints_or_leaves_does_not_disturb(
     assert "SystemExit" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gone.py", "loud.py"]
     assert sys.dont_write_bytecode is written
+
+
+def test_the_database_of_a_buffer_that_does_not_answer(tmp_path: Path) -> None:
+    words = ["--buffer-dir", str(tmp_path / "samples"), "--buffer-store"]
+    (found,) = failures("disk", *words, f"postgresql:///none?host={tmp_path}")
+    assert "--buffer-store postgresql:///none: " in found and str(tmp_path) in found
+    (found,) = failures("disk", *words, "postgresql://me:s3cret@host/none")
+    assert "must hold no password" in found and "s3cret" not in found

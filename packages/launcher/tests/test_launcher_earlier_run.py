@@ -266,6 +266,14 @@ def test_a_place_that_takes_no_directories_is_refused_before_the_run_even_to_roo
     assert found.startswith(f"slime: error: {flag}") and "/proc" in found
 
 
+def test_a_run_whose_database_does_not_answer_is_refused_before_it_starts(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = ["--buffer-dir", str(tmp_path / "samples"), "--buffer-store", f"postgresql:///none?host={tmp_path}"]
+    assert cli.main(["train", *words, "--dry-run", *store]) == 2
+    assert capsys.readouterr().err.startswith("slime: error: --buffer-store postgresql:///none: ")
+
+
 def test_checking_a_place_leaves_nothing_there(words: list[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     run_config.parse(

@@ -17,8 +17,8 @@ import pytest
 import torch
 from launcher_machines import CONFIG, write_rows, write_tokenizer
 
-from slime.buffer.buffer import Directory
 from slime.buffer.sources.evaluation import read_evaluation_files
+from slime.buffer.store.opening import Directory
 from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import declared

@@ -8,11 +8,8 @@ It knows Python values and encoded samples; `service.py` puts it on the wire.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 from slime.buffer.detached import DetachedSteps
@@ -30,13 +27,11 @@ from slime.buffer.sources.base import Columns
 from slime.buffer.sources.dataset import Dataset, read_dataset
 from slime.buffer.sources.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.sources.place import place_lines, restore_place
-from slime.buffer.store.base import Group, State
-from slime.buffer.store.blobs import FilePayloads
-from slime.buffer.store.sqlite import SqliteStore
+from slime.buffer.store.base import Group, State, Wait
+from slime.buffer.store.opening import open_storage
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
-from slime.types.directories import ScratchDirectory, path_errors
-from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, InvalidSetting, NotFound, counted
+from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, NotFound, counted
 from slime.types.pace import TrainerPace
 from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
@@ -48,13 +43,20 @@ WAITING_CALLS = 512
 
 
 class Buffer:
-    """Opens or creates the directory of `settings`. Thread-safe. Raises ConfigError for files that it cannot use.
+    """Opens or creates the storage of `settings`. Thread-safe. Raises ConfigError for files that it cannot use.
 
     clock: wall-clock seconds, for leases. blobs: where large tensors of a step go, for readers that know the store.
+    standby: waits for as long as another server uses --buffer-store, by calls of this; raises StandbyEnded where one
+    returns true.
     """
 
     def __init__(
-        self, settings: BufferSettings, *, clock: Callable[[], float] = time.time, blobs: BlobWriter | None = None
+        self,
+        settings: BufferSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        blobs: BlobWriter | None = None,
+        standby: Wait | None = None,
     ) -> None:
         self.settings = settings
         self.waits = Waits(WAITING_CALLS)
@@ -63,51 +65,41 @@ class Buffer:
         buffer_filter = None
         if settings.buffer_filter_path:
             buffer_filter = BufferFilter(settings.buffer_filter_path, SimpleNamespace(**dataclasses.asdict(settings)))
-        self._directory = Directory(settings.buffer_dir)
+        self._storage = open_storage(settings, standby=standby)
+        self.store, self.payloads = self._storage.store, self._storage.payloads
         try:
-            power = settings.buffer_durability == "power"
-            self.payloads = FilePayloads(self._directory.path / "payloads", fsync=power)
-            self.store = SqliteStore(
-                self._directory.path / "state.sqlite",
-                synchronous="FULL" if power else "NORMAL",
-                has_payloads=bool(self.payloads.names()),
+            set_strays_aside(self.store, self.payloads)
+            self.run_lock = RunLock(self.store)
+            self.prompts = Prompts(self.store, dataset, settings.n_samples_per_prompt)
+            if settings.data_place is not None:
+                restore_place(settings.data_place, self.store, self.prompts, self.payloads)
+            self.leases = Leases(
+                self.store,
+                self.payloads,
+                self.prompts,
+                wake=self.waits.wake,
+                on_damage=lambda group, error: self.quarantine.damaged(group, error),
+                default_seconds=settings.lease_seconds,
+                rules=CompletionRules(
+                    reward_required=not settings.allow_missing_rewards,
+                    scalar_reward=settings.scalar_rewards,
+                    reward_key=settings.reward_key,
+                    vocab_size=settings.max_token_id and settings.max_token_id + 1,
+                    log_probs_required=settings.log_probs_required,
+                    text_only=settings.text_only,
+                ),
+                buffer_filter=buffer_filter,
+                clock=clock,
             )
-            try:
-                set_strays_aside(self.store, self.payloads)
-                self.run_lock = RunLock(self.store)
-                self.prompts = Prompts(self.store, dataset, settings.n_samples_per_prompt)
-                if settings.data_place is not None:
-                    restore_place(settings.data_place, self.store, self.prompts, self.payloads)
-                self.leases = Leases(
-                    self.store,
-                    self.payloads,
-                    self.prompts,
-                    wake=self.waits.wake,
-                    on_damage=lambda group, error: self.quarantine.damaged(group, error),
-                    default_seconds=settings.lease_seconds,
-                    rules=CompletionRules(
-                        reward_required=not settings.allow_missing_rewards,
-                        scalar_reward=settings.scalar_rewards,
-                        reward_key=settings.reward_key,
-                        vocab_size=settings.max_token_id and settings.max_token_id + 1,
-                        log_probs_required=settings.log_probs_required,
-                        text_only=settings.text_only,
-                    ),
-                    buffer_filter=buffer_filter,
-                    clock=clock,
-                )
-                self.steps = Steps(self.store, self.payloads, release_committed=settings.release_committed)
-                self.quarantine = Quarantine(
-                    self.store, self.payloads, self.steps, lambda steps: self.waits.wake(COMPLETED, steps)
-                )
-                self.quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
-                self.detached = None if blobs is None else DetachedSteps(self.steps, blobs)
-                self.evaluation = EvaluationSets(self.store, evaluation, settings.n_samples_per_eval_prompt)
-            except BaseException:
-                self.store.close()
-                raise
+            self.steps = Steps(self.store, self.payloads, release_committed=settings.release_committed)
+            self.quarantine = Quarantine(
+                self.store, self.payloads, self.steps, lambda steps: self.waits.wake(COMPLETED, steps)
+            )
+            self.quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
+            self.detached = None if blobs is None else DetachedSteps(self.steps, blobs)
+            self.evaluation = EvaluationSets(self.store, evaluation, settings.n_samples_per_eval_prompt)
         except BaseException:
-            self._directory.close()
+            self._storage.close()
             raise
 
     def end_waits(self) -> None:
@@ -115,8 +107,7 @@ class Buffer:
         self.waits.close()
 
     def close(self) -> None:
-        self.store.close()
-        self._directory.close()
+        self._storage.close()
 
     def open_run(self, run_id: str, last_committed_step: int) -> tuple[WriterId, int]:
         """Returns (the new writer, the next step)."""
@@ -163,6 +154,8 @@ class Buffer:
                 self.run_lock.check(writer)
                 if request and (before := self.leases.leased_for(request)):
                     return before
+                # A transaction that failed still needs its payloads.
+                self.leases.unneeded = []
                 next_step = 0 if pace is None else self.steps.next_to_seal()
                 leased = self.leases.lease(max_groups, ttl, worker, pace, next_step, request)
                 unneeded, self.leases.unneeded = self.leases.unneeded, []
@@ -226,6 +219,7 @@ class Buffer:
         def attempt() -> bytes | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
+                self.steps.unneeded = []
                 sealed = self.steps.seal(step, num_groups, self.quarantine.check_sizes, metrics, pace)
                 unneeded, self.steps.unneeded = self.steps.unneeded, []
             self._delete(unneeded)
@@ -367,32 +361,3 @@ def _read_prompts(settings: BufferSettings) -> Dataset | None:
     images = settings.multimodal_keys.get(IMAGE)
     columns = Columns(settings.input_key, settings.label_key, settings.metadata_key, settings.tool_key, images)
     return read_dataset(settings.prompt_data, columns, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed)
-
-
-class Directory:
-    """A directory that one process uses at a time; without a path, a temporary one that goes with `close`."""
-
-    def __init__(self, path: str | None) -> None:
-        self._scratch: ScratchDirectory | None = None
-        if path is None:
-            self._scratch = ScratchDirectory("slime-buffer-")
-            path = str(self._scratch.path)
-        self.path = Path(path)
-        if self.path.is_file():
-            raise InvalidSetting.must_be("--buffer-dir", "a directory", got=str(self.path), reason="it is a file")
-        with path_errors(self.path, "--buffer-dir"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            # The directory itself: a lock on a file in it is lost with the file.
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise InvalidSetting.must_be(
-                "--buffer-dir", "a directory of its own", got=str(self.path), reason="another slime-buffer uses it"
-            ) from None
-
-    def close(self) -> None:
-        os.close(self._lock)
-        if self._scratch is not None:
-            self._scratch.close()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from slime.buffer.maintenance import groups_command
 from slime.buffer.settings import BufferSettings
-from slime.types.errors import ConfigError, SlimeError, counted
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError, counted
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
 from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
 
 PROG = "slime-buffer"
+# Between two looks whether this server may still serve.
+CHECK_SECONDS = 1.0
 DIRECTORY_COMMANDS = {
     "check": "Read the database and every payload of a buffer that is not served; exit code 1 if there is a problem",
     "repair": "Move payloads that no group names to DIR/lost+found, and take unreadable groups out of the run",
@@ -47,6 +52,17 @@ class TokenSettings:
     token_file: str = setting(REQUIRED, "File (mode 0600) with the service's own token", metavar="FILE")
 
 
+@dataclass(kw_only=True)
+class StandbySettings:
+    """Takeover."""
+
+    standby: bool = setting(
+        False,
+        "While another slime-buffer serves --buffer-store, wait without listening, and take over when it ends or loses "
+        "its connection",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after a clean stop, 2 for wrong settings, 1 for any other error."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -62,29 +78,54 @@ def main(argv: Sequence[str] | None = None) -> int:
             return look_after_directory(words[0], words[1:])
         if words[:1] != ["serve"]:
             raise wrong_command(words, COMMANDS)
-        settings, rpc = parse(
-            words[1:], BufferSettings, RpcSettings, prog=f"{PROG} serve", description=f"{COMMANDS['serve']}."
-        )
-        return serve_until_signal(settings, rpc)
+        settings, rpc, own = parse(
+            words[1:], BufferSettings, RpcSettings, StandbySettings, prog=f"{PROG} serve",
+            description=f"{COMMANDS['serve']}.",
+        )  # fmt: skip
+        if own.standby and settings.buffer_store is None:
+            raise InvalidSetting.requires("--standby", "--buffer-store URL", "one process can use a --buffer-dir")
+        return serve_until_signal(settings, rpc, standby=own.standby)
     except SlimeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def serve_until_signal(settings: BufferSettings, rpc: RpcSettings) -> int:
-    from slime.buffer.service import serve
+class Signals:
+    """Keeps SIGINT and SIGTERM for `wait`, whichever thread they are delivered to. Used in the main thread."""
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    # Blocked in every thread, a signal waits for sigwait, whichever thread it is delivered to.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        with serve(settings, rpc) as service:
-            print(f"listening on {service.address}", flush=True)
-            if service.token_file is not None:
-                print(f"callers need the token in {service.token_file}", flush=True)
-            signal.sigwait(numbers)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def __enter__(self) -> Self:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._fd_before = signal.set_wakeup_fd(self._write.fileno())
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether a signal has come, within `seconds` or before."""
+        return bool(select.select([self._read], [], [], seconds)[0])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._fd_before)
+        self._read.close()
+        self._write.close()
+
+
+def serve_until_signal(settings: BufferSettings, rpc: RpcSettings, *, standby: bool = False) -> int:
+    from slime.buffer.service import serve
+    from slime.buffer.store.postgres_session import StandbyEnded
+
+    with Signals() as signals:
+        try:
+            with serve(settings, rpc, standby=signals.wait if standby else None) as service:
+                print(f"listening on {service.address}", flush=True)
+                if service.token_file is not None:
+                    print(f"callers need the token in {service.token_file}", flush=True)
+                while not signals.wait(CHECK_SECONDS):
+                    service.buffer.store.check()
+        except StandbyEnded:
+            pass
     return 0
 
 

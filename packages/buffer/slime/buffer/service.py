@@ -14,7 +14,7 @@ from slime.buffer.groups.prompts import encode_prompt, prompt_of_message
 from slime.buffer.groups.run_lock import WriterId
 from slime.buffer.groups.samples import group_message
 from slime.buffer.settings import BufferSettings
-from slime.buffer.store.base import Group, State
+from slime.buffer.store.base import Group, State, Wait
 from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
@@ -324,13 +324,18 @@ class RunningBuffer(RunningService):
 
 
 def serve(
-    settings: BufferSettings, rpc: RpcSettings | None = None, *, blobs: BlobWriter | None = None
+    settings: BufferSettings,
+    rpc: RpcSettings | None = None,
+    *,
+    blobs: BlobWriter | None = None,
+    standby: Wait | None = None,
 ) -> RunningBuffer:
     """Serves a buffer until `stop`. Raises ConfigError for files or settings that do not fit, PortInUse.
 
-    blobs: through which readers of a step that know it get large tensors.
+    blobs: through which readers of a step that know it get large tensors. standby: see `Buffer`; nothing listens
+    before.
     """
-    return serve_buffer(Buffer(settings, blobs=blobs), rpc)
+    return serve_buffer(Buffer(settings, blobs=blobs, standby=standby), rpc)
 
 
 def serve_buffer(buffer: Buffer, rpc: RpcSettings | None = None) -> RunningBuffer:

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.media import check_keys
+from slime.buffer.store.urls import STORE, check_url
 from slime.types.errors import InvalidSetting
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
@@ -70,6 +71,12 @@ class BufferSettings(GroupSettings, PromptSettings):
     buffer_dir: str | None = setting(
         None, "Directory of the buffer's state (default: a temporary one, removed at the end)", metavar="DIR"
     )
+    buffer_store: str | None = setting(
+        None,
+        "PostgreSQL database that keeps the state in place of SQLite, postgresql://[USER@]HOST[:PORT]/DATABASE without "
+        "a password, one for each run; the samples lie in --buffer-dir",
+        metavar="URL",
+    )
     data_place: str | None = setting(
         None,
         "File with the place in the data to begin at, data_place.jsonl of a checkpoint; ignored by a "
@@ -117,6 +124,10 @@ class BufferSettings(GroupSettings, PromptSettings):
 
     def __post_init__(self) -> None:
         check_keys(self.multimodal_keys)
+        if self.buffer_store is not None:
+            check_url(STORE, self.buffer_store)
+            if self.buffer_dir is None:
+                raise InvalidSetting.requires(STORE, "--buffer-dir DIR", "the samples lie there")
         for name, columns in self.eval_columns.items():
             if not isinstance(columns, dict) or not all(map(_is_column, columns, columns.values())):
                 raise InvalidSetting.must_be(

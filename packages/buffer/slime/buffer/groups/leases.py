@@ -22,7 +22,7 @@ from slime.buffer.groups.validation import ANY_TRAINER, CompletionRules, check_s
 from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Store
 from slime.buffer.waits import COMPLETED, READY
 from slime.types.codec import sample_from_proto, sample_to_proto
-from slime.types.errors import DataLoss, InvalidField, LeaseLost
+from slime.types.errors import DataLoss, InvalidField, LeaseLost, Unavailable
 from slime.types.pace import TrainerPace
 from slime.v1 import sample_pb2
 
@@ -216,7 +216,6 @@ class Leases:
             columns["payload"] = self.payloads.write(group.group_index, parts)
             columns["sizes"] = [len(part) for part in parts]
             columns["checksums"] = [zlib.crc32(part) for part in parts]
-        stored = False
         try:
             with self.store.transaction():
                 authorise()
@@ -228,13 +227,21 @@ class Leases:
                     # A step may have waited for one that is given back, too.
                     for topic in [COMPLETED] if ended_by == "complete" else [READY, COMPLETED]:
                         self.wake(topic, 1)
-                    stored = True
-        finally:
-            if not stored and "payload" in columns:
-                self.payloads.delete(str(columns["payload"]))
-        if group is not None and group.payload is not None and "payload" in columns:
+        except Unavailable:
+            # The state may name the payload: a connection that breaks does not say whether the transaction took place.
+            raise
+        except BaseException:
+            self._delete(columns)
+            raise
+        if group is None:
+            self._delete(columns)
+        elif group.payload is not None and "payload" in columns:
             self.payloads.delete(group.payload)
         return group is None
+
+    def _delete(self, columns: dict[str, object]) -> None:
+        if "payload" in columns:
+            self.payloads.delete(str(columns["payload"]))
 
     def reject(self, token: str, reason: str) -> str | None:
         """Returns the payload to delete once the transaction is over. Inside a transaction. Raises LeaseLost."""

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from slime.buffer.buffer import Directory
 from slime.buffer.groups.quarantine import Quarantine
 from slime.buffer.groups.steps import Steps
 from slime.buffer.maintenance.strays import find_strays, set_strays_aside
 from slime.buffer.store.base import State
 from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.opening import DATABASE, PAYLOADS, Directory
 from slime.buffer.store.sqlite import SqliteStore
 from slime.types.errors import DataLoss, InvalidSetting, MissingFile
 
-DATABASE, PAYLOADS = "state.sqlite", "payloads"
 # A server that goes on may delete a payload between the copy of the database and that of the payload.
 ATTEMPTS = 5
 

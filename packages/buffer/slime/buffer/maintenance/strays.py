@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 
-from slime.buffer.store.blobs import FilePayloads, group_of
-from slime.buffer.store.sqlite import SqliteStore
+from slime.buffer.store.base import Payloads, Store
+from slime.buffer.store.blobs import group_of
 from slime.types.errors import InvalidFile, counted
 
 log = logging.getLogger(__name__)
 
 
-def find_strays(store: SqliteStore, payloads: FilePayloads) -> tuple[set[str], set[str]]:
+def find_strays(store: Store, payloads: Payloads) -> tuple[set[str], set[str]]:
     """Returns (names that a crash may have left, names that the database is too old for)."""
     strays = payloads.names() - store.payload_names()
     indexes = {index for name in strays if (index := group_of(name)) is not None}
@@ -25,17 +25,17 @@ def find_strays(store: SqliteStore, payloads: FilePayloads) -> tuple[set[str], s
     return strays - newer, newer
 
 
-def set_strays_aside(store: SqliteStore, payloads: FilePayloads, *, also_newer: bool = False) -> int:
+def set_strays_aside(store: Store, payloads: Payloads, *, also_newer: bool = False) -> int:
     """Moves them to lost+found; returns how many. Raises InvalidFile where the database is older than the payloads,
     unless `also_newer`."""
     strays, newer = find_strays(store, payloads)
     if newer and not also_newer:
         raise InvalidFile(
-            f"{store.path} is older than the {counted(len(newer), 'payload')} beside it that it does not know, such as "
-            f"{min(newer)}: it was copied without its -wal file, or a power cut took its end. Restore the whole "
-            "database, or give these samples up by slime-buffer repair",
+            f"{store.name} is older than {counted(len(newer), 'payload')} in {payloads.name} that it does not know, "
+            f"such as {min(newer)}: {store.older}. Restore the whole database, or give these samples up by "
+            "slime-buffer repair",
             field="buffer_dir",
-            value=str(store.path),
+            value=store.name,
             expected="the database that the payloads belong to",
         )
     payloads.delete_unfinished()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+# Waits for some seconds; returns whether to give up.
+Wait = Callable[[float], bool]
 
 
 class State(enum.StrEnum):
@@ -81,10 +84,18 @@ class Step:
 class Store(ABC):
     """State of one buffer. Thread-safe: `lock` is held for the length of a transaction; reads outside one are allowed.
 
-    Every method raises DataLoss where the database turns out to be damaged.
+    Every method raises DataLoss where the database turns out to be damaged, and Unavailable where it does not answer or
+    another server has taken over. A transaction that ends with Unavailable may have taken place.
+
+    name: where the state lies, for people; older: why a database may be older than its payloads.
     """
 
     lock: threading.RLock  # type: ignore[valid-type]
+    name: str
+    older: str
+
+    def check(self) -> None:  # noqa: B027
+        """Raises Unavailable where another server has taken over, for good."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
@@ -203,7 +214,14 @@ class Store(ABC):
 
 
 class Payloads(ABC):
-    """Named byte strings, written once."""
+    """Named byte strings, written once, with names that `payload_name` makes.
+
+    Every method raises Unavailable where the place of the payloads does not answer. name, lost_and_found: where they
+    lie, and where those go that are set aside, for people.
+    """
+
+    name: str
+    lost_and_found: str
 
     @abstractmethod
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
@@ -228,3 +246,17 @@ class Payloads(ABC):
     @abstractmethod
     def names(self) -> set[str]:
         """Returns the names of all payloads."""
+
+    def exist(self) -> bool:
+        """Tells whether there is any payload."""
+        return bool(self.names())
+
+    def delete_unfinished(self) -> None:  # noqa: B027
+        """Removes what writes that were interrupted have left; nothing where these leave nothing."""
+
+    @abstractmethod
+    def owner(self) -> str | None:
+        """Returns the id of the store whose payloads these are, as `claim` has set it."""
+
+    @abstractmethod
+    def claim(self, owner: str) -> None: ...

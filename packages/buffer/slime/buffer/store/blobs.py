@@ -18,6 +18,7 @@ from pathlib import Path
 
 from slime.buffer.store.base import Payloads
 from slime.types.errors import DataLoss, InvalidFile, OutOfSpace
+from slime.types.files import whole_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 GROUPS_PER_DIRECTORY = 4096
@@ -30,7 +31,10 @@ class FilePayloads(Payloads):
 
     def __init__(self, directory: Path, *, fsync: bool = False) -> None:
         self.directory = directory
-        self.lost_and_found = directory.parent / "lost+found"
+        self.name = str(directory)
+        self._aside = directory.parent / "lost+found"
+        self.lost_and_found = str(self._aside)
+        self._owner = directory.parent / "payloads-of"
         self.fsync = fsync
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -41,7 +45,7 @@ class FilePayloads(Payloads):
             ) from None  # fmt: skip
 
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
-        name = f"{group_index // GROUPS_PER_DIRECTORY:06d}/{group_index:010d}-{secrets.token_hex(4)}"
+        name = payload_name(group_index)
         path = self.directory / name
         partial = path.with_name(path.name + ".part")
         try:
@@ -104,7 +108,7 @@ class FilePayloads(Payloads):
         (self.directory / name).unlink(missing_ok=True)
 
     def set_aside(self, name: str) -> None:
-        target = self.lost_and_found / name
+        target = self._aside / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.directory / name, target)
@@ -113,14 +117,28 @@ class FilePayloads(Payloads):
         return {name for name in self._files() if not _PARTIAL.fullmatch(name)}
 
     def delete_unfinished(self) -> None:
-        """Removes what writes that were interrupted have left."""
         for name in self._files():
             if _PARTIAL.fullmatch(name):
                 self.delete(name)
 
+    def owner(self) -> str | None:
+        try:
+            return self._owner.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def claim(self, owner: str) -> None:
+        with whole_file(self._owner, "w") as file:
+            file.write(f"{owner}\n")
+
     def _files(self) -> set[str]:
         paths = (path for path in self.directory.rglob("*") if path.is_symlink() or not path.is_dir())
         return {path.relative_to(self.directory).as_posix() for path in paths}
+
+
+def payload_name(group_index: int) -> str:
+    """Returns a new name for samples of a group."""
+    return f"{group_index // GROUPS_PER_DIRECTORY:06d}/{group_index:010d}-{secrets.token_hex(4)}"
 
 
 def group_of(name: str) -> int | None:

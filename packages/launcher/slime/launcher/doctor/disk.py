@@ -1,14 +1,17 @@
-"""Checks the room on the disks that a run writes to."""
+"""Checks the room on the disks that a run writes to, and the database of its buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.buffer.store.postgres_session import look
+from slime.buffer.store.urls import STORE, check_url
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.doctor.needs import checkpoints
 from slime.launcher.plan.trainer_memory import byte_size
 from slime.launcher.platform import probes
+from slime.types.errors import ConfigError
 
 # Room for logs, metrics and the state of the buffer.
 LEAST_BYTES = 1 << 30
@@ -25,6 +28,20 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         if value or name == "output_dir":
             yield from _directory(flag, Path(str(value or "runs")), LEAST_BYTES, "logs, metrics and samples")
     yield from _checkpoints(subject)
+    if url := subject.flag("buffer_store"):
+        yield _database(str(url))
+
+
+def _database(url: str) -> Finding:
+    try:
+        check_url(STORE, url)
+        user = look(url)
+    except ConfigError as error:
+        return fail(error.message, "see --buffer-store in docs/operators.md")
+    name = f"{STORE} {url.partition('?')[0]}"
+    if user:
+        return warn(f"{name}: {user} uses it", "wait for its end, or name another database")
+    return ok(f"{name}: answers, and no server uses it")
 
 
 def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterator[Finding]:

@@ -1,0 +1,104 @@
+"""Opens the store and the payloads that the settings of a buffer name, and holds what keeps others out of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.buffer.settings import BufferSettings
+from slime.buffer.store.base import Payloads, Store, Wait
+from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.postgres import PostgresStore
+from slime.buffer.store.sqlite import SqliteStore
+from slime.types.directories import ScratchDirectory, path_errors
+from slime.types.errors import InvalidFile, InvalidSetting
+
+DATABASE, PAYLOADS = "state.sqlite", "payloads"
+STORE_ID = "store_id"
+
+
+@dataclass
+class Storage:
+    store: Store
+    payloads: Payloads
+    _held: ExitStack
+
+    def close(self) -> None:
+        self._held.close()
+
+
+def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> Storage:
+    """Raises ConfigError for what cannot be used, or is used by another server.
+
+    standby: see `Buffer`.
+    """
+    power = settings.buffer_durability == "power"
+    with ExitStack() as held:
+        if settings.buffer_store is None:
+            directory = Directory(settings.buffer_dir)
+            held.callback(directory.close)
+            payloads: Payloads = FilePayloads(directory.path / PAYLOADS, fsync=power)
+            store: Store = SqliteStore(
+                directory.path / DATABASE, synchronous="FULL" if power else "NORMAL", has_payloads=payloads.exist()
+            )
+            held.callback(store.close)
+        else:
+            assert settings.buffer_dir is not None
+            # The right to serve the database is that to its payloads, too: `_check_owner` holds the two together.
+            with path_errors(Path(settings.buffer_dir), "--buffer-dir"):
+                Path(settings.buffer_dir).mkdir(parents=True, exist_ok=True)
+            payloads = FilePayloads(Path(settings.buffer_dir) / PAYLOADS, fsync=power)
+            store = PostgresStore(settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby)
+            held.callback(store.close)
+            _check_owner(store, payloads)
+        return Storage(store, payloads, held.pop_all())
+
+
+def _check_owner(store: Store, payloads: Payloads) -> None:
+    """Raises InvalidFile where the payloads are those of another store."""
+    with store.transaction():
+        known = store.get(STORE_ID)
+        if known is None:
+            store.put(STORE_ID, known := uuid.uuid4().hex)
+    owner = payloads.owner()
+    if owner != known and payloads.exist():
+        raise InvalidFile(
+            f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
+            "or name another place for the samples",
+            field="--buffer-store", value=store.name, expected="the database that the samples belong to",
+        )  # fmt: skip
+    if owner != known:
+        payloads.claim(known)
+
+
+class Directory:
+    """A directory that one process uses at a time; without a path, a temporary one that goes with `close`."""
+
+    def __init__(self, path: str | None) -> None:
+        self._scratch: ScratchDirectory | None = None
+        if path is None:
+            self._scratch = ScratchDirectory("slime-buffer-")
+            path = str(self._scratch.path)
+        self.path = Path(path)
+        if self.path.is_file():
+            raise InvalidSetting.must_be("--buffer-dir", "a directory", got=str(self.path), reason="it is a file")
+        with path_errors(self.path, "--buffer-dir"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # The directory itself: a lock on a file in it is lost with the file.
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InvalidSetting.must_be(
+                "--buffer-dir", "a directory of its own", got=str(self.path), reason="another slime-buffer uses it"
+            ) from None
+
+    def close(self) -> None:
+        os.close(self._lock)
+        if self._scratch is not None:
+            self._scratch.close()

@@ -1,0 +1,224 @@
+"""State in a PostgreSQL database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+from slime.buffer.store.base import State, Wait
+from slime.buffer.store.postgres_session import DAMAGED, OUTAGE_SECONDS, PASSING, PostgresSession, line
+from slime.buffer.store.sql import ADDED, SCHEMA, TABLES, VERSION, SqlStore
+from slime.buffer.store.urls import STORE
+from slime.types.errors import (
+    DataLoss,
+    InvalidField,
+    InvalidFile,
+    InvalidSetting,
+    OutOfSpace,
+    SlimeError,
+    Unavailable,
+    counted,
+)
+
+META = "CREATE TABLE buffer_meta (version INTEGER NOT NULL, epoch INTEGER NOT NULL, server TEXT)"
+TYPES = {"INTEGER": "BIGINT", "BLOB": "BYTEA", "REAL": "DOUBLE PRECISION", "TEXT": 'TEXT COLLATE "C"'}
+DISK_FULL = "53100"
+
+
+class PostgresStore(SqlStore):
+    """The state in the first schema of the search path. Raises ConfigError for a database that cannot be used.
+
+    has_payloads: whether there are samples that only another database can know: then no state is created.
+    standby: see `PostgresSession.start`.
+    """
+
+    in_list = "group_index = ANY(?)"
+    older = "it was restored from an older backup"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        power: bool = False,
+        has_payloads: Callable[[], bool] = lambda: False,
+        standby: Wait | None = None,
+    ) -> None:
+        super().__init__()
+        self._in_transaction = False
+        self._session = PostgresSession(url)
+        self._session.start(standby)
+        self._psycopg = self._session.psycopg
+        self.name = self._session.name
+        try:
+            self._open(power, has_payloads)
+        except self._psycopg.Error as error:
+            self._session.connection.close()
+            raise self._session.unusable(error) from error
+        except BaseException:
+            self._session.connection.close()
+            raise
+
+    def check(self) -> None:
+        # A store that is in use will notice by itself.
+        if self.lock.acquire(blocking=False):
+            try:
+                with suppress(Unavailable, self._psycopg.Error):
+                    self._ready(wait_seconds=0)
+                    self._session.connection.execute("SELECT 1")
+            finally:
+                self.lock.release()
+        if self._session.taken_over is not None:
+            raise self._session.taken_over
+
+    # Opening.
+
+    def _open(self, power: bool, has_payloads: Callable[[], bool]) -> None:
+        connection = self._session.connection
+        if power and connection.execute("SHOW fsync").fetchone()[0] == "off":
+            raise InvalidSetting.conflict(
+                "--buffer-durability power", f"{STORE} {self.name}", "fsync is off in that database"
+            )
+        query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)"
+        found = {name for (name,) in connection.execute(query, [["buffer_meta", *TABLES]])}
+        missing = {"buffer_meta", *TABLES} - found
+        with connection.transaction():
+            if not found:
+                if has_payloads():
+                    raise self._lost("it is empty")
+                for statement in [META, *SCHEMA.split(";"), ADDED]:
+                    connection.execute(_translated_types(statement))
+                connection.execute("INSERT INTO buffer_meta VALUES (%s, 0, NULL)", [VERSION])
+            elif missing:
+                raise self._lost(f"it has no table {', '.join(sorted(missing))}")
+            else:
+                self._check_state()
+            (self._session.epoch,) = connection.execute(
+                "UPDATE buffer_meta SET epoch = epoch + 1, server = %s RETURNING epoch", [self._session.server]
+            ).fetchone()
+
+    def _check_state(self) -> None:
+        rows = self._session.connection.execute("SELECT version FROM buffer_meta").fetchall()
+        if len(rows) != 1:
+            raise self._lost(f"its table buffer_meta has {counted(len(rows), 'row')}")
+        if rows[0][0] > VERSION:
+            raise InvalidFile(
+                f"{self.name}: schema version {rows[0][0]}, expected at most {VERSION}: made by a newer slime-buffer",
+                field=STORE, value=rows[0][0], expected=f"at most {VERSION}",
+            )  # fmt: skip
+        # Reads every row, also the values that lie outside of their tables: a damaged page is an error.
+        for table in TABLES:
+            self._session.connection.execute(f"SELECT count(hashtext(t::text)) FROM {table} t")
+
+    def _lost(self, what: str) -> InvalidFile:
+        return InvalidFile(
+            f"{self.name}: {what}, and there are samples that belong to it: restore the database from a backup, or "
+            "move the samples away to begin anew",
+            field=STORE, value=self.name, expected="the database that the samples belong to",
+        )  # fmt: skip
+
+    def _ready(self, wait_seconds: float = OUTAGE_SECONDS) -> None:
+        """Connects again where the connection is broken. Raises Unavailable where that fails, or does not help."""
+        if self._session.connection.closed:
+            if self._in_transaction:
+                raise Unavailable(f"{self.name}: the connection broke during a transaction")
+            # Another server may have written since.
+            self._values.clear()
+        self._session.ready(wait_seconds)
+
+    # Queries.
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.lock:
+            self._again("BEGIN")
+            self._in_transaction = True
+            try:
+                yield
+                self._session.connection.execute("COMMIT")
+            except BaseException as error:
+                self._values.clear()
+                with suppress(self._psycopg.Error):
+                    if not self._session.connection.closed:
+                        self._session.connection.execute("ROLLBACK")
+                known = self._error_of(error)
+                if known is None:
+                    raise
+                raise known from error
+            finally:
+                self._in_transaction = False
+
+    def _again(self, query: str, values: Sequence[Any] = ()) -> Any:
+        """Executes outside of a transaction, a second time where the connection turns out to be broken."""
+        for attempt in range(2):
+            self._ready()
+            try:
+                return self._session.connection.execute(query, values)
+            except self._psycopg.Error as error:
+                if attempt or not self._session.connection.closed:
+                    raise self._error_of(error) or error from error
+        raise AssertionError
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        query, plain = _translated(query), list(map(_plain, values))
+        with self.lock:
+            if self._in_transaction:
+                self._ready()
+                cursor = self._session.connection.execute(query, plain)
+            else:
+                cursor = self._again(query, plain)
+            return cursor.fetchall() if cursor.description else []
+
+    def _many(self, query: str, rows: Iterable[Sequence[Any]]) -> None:
+        plain = [list(map(_plain, row)) for row in rows]
+        with self.lock:
+            self._ready()
+            if len(plain) == 1:
+                self._session.connection.execute(_translated(query), plain[0])
+            elif plain:
+                self._session.connection.cursor().executemany(_translated(query), plain)
+
+    def _list(self, indexes: Iterable[int]) -> list[int]:
+        return list(indexes)
+
+    def _error_of(self, error: BaseException) -> SlimeError | None:
+        """Returns the error for callers; None for one that is none of the database's."""
+        if not isinstance(error, self._psycopg.Error):
+            return None
+        state = error.sqlstate or ""
+        if state == DISK_FULL:
+            return OutOfSpace(f"{self.name}: {line(error)}", field=STORE, value=self.name, expected="free space")
+        if state[:2] in DAMAGED:
+            return DataLoss(
+                f"{self.name}: {line(error)}: stop the buffer, and restore the database",
+                field=STORE, value=self.name, expected="the whole state of a buffer",
+            )  # fmt: skip
+        if self._session.connection.closed or state[:2] in PASSING:
+            if state[:2] in ("57", "25"):
+                # A database that stops, or lets nobody write any more: another connection may lead to one that does.
+                self._session.connection.close()
+            return Unavailable(f"{self.name} does not answer: {line(error)}")
+        if isinstance(error, self._psycopg.DataError) and "NUL" in str(error):
+            return InvalidField("text", "a NUL character", "text without NUL characters")
+        return None
+
+    def close(self) -> None:
+        self._session.close()
+        with self.lock:
+            self._session.connection.close()
+
+
+@cache
+def _translated(query: str) -> str:
+    return query.replace("?", "%s")
+
+
+def _translated_types(statement: str) -> str:
+    for ours, theirs in TYPES.items():
+        statement = statement.replace(ours, theirs)
+    return statement
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, State) else value

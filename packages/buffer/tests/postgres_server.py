@@ -1,0 +1,138 @@
+"""A PostgreSQL server of the machine's own package, in a directory of its own, that tests may kill."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+import psycopg
+
+# It refuses to run as root; then it runs as the user that its package makes.
+USER = "postgres"
+
+
+def missing() -> str:
+    """Returns why no server can be started here, or nothing."""
+    if _binaries() is None:
+        return "PostgreSQL is not installed (Debian and Ubuntu: apt-get install postgresql)"
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam(USER)
+        except KeyError:
+            return f"PostgreSQL does not run as root, and there is no user {USER}"
+    return ""
+
+
+def _binaries() -> Path | None:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
+    if found:
+        return found[-1].parent
+    on_path = shutil.which("postgres")
+    return Path(on_path).resolve().parent if on_path and shutil.which("initdb") else None
+
+
+class PostgresServer:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._names = map("run{}".format, itertools.count())
+        self._account: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            user = pwd.getpwnam(USER)
+            os.chown(directory, user.pw_uid, user.pw_gid)
+            self._account = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [user.pw_gid]}
+        bin_directory = _binaries()
+        assert bin_directory is not None
+        self._bin = bin_directory
+        self.data = directory / "data"
+        words = [
+            "--username=postgres",
+            "--auth=trust",
+            "--encoding=UTF8",
+            "--locale=C",
+            "--data-checksums",
+            "--no-sync",
+        ]
+        subprocess.run(
+            [str(self._bin / "initdb"), "-D", str(self.data), *words],
+            check=True, capture_output=True, cwd=directory, **self._account,
+        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        log = open(self.directory / "log", "ab")  # noqa: SIM115
+        with log:
+            self.process = subprocess.Popen(
+                [str(self._bin / "postgres"), "-D", str(self.data), "-k", str(self.directory), "-h", ""],
+                stdout=log, stderr=log, cwd=self.directory, **self._account,
+            )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.execute("SELECT 1")
+                return
+            except psycopg.OperationalError:
+                assert self.process.poll() is None and time.monotonic() < deadline, self.log()
+                time.sleep(0.05)
+
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def kill(self) -> None:
+        """Kills every process of the server at once."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + 30
+        # Nobody but the machine's first process can wait for its children, and not each does.
+        while any(map(_runs, processes[1:])) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def execute(self, query: str, schema: str = "public") -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url(schema), autocommit=True) as connection:
+            cursor = connection.execute(query)
+            return cursor.fetchall() if cursor.description else []
+
+    def url(self, schema: str) -> str:
+        return f"postgresql://postgres@/postgres?host={quote(str(self.directory))}&options=-csearch_path%3D{schema}"
+
+    def new_store(self) -> str:
+        """Returns the URL of an empty schema."""
+        schema = next(self._names)
+        self.execute(f"CREATE SCHEMA {schema}")
+        return self.url(schema)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    # The directory of a test is its user's alone, and the path of a socket is short.
+    directory = Path(tempfile.mkdtemp(prefix="slime-postgres-", dir="/tmp"))
+    try:
+        server = PostgresServer(directory)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
