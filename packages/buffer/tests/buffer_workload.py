@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from buffer_samples import finish
 
 from slime.types.clients import BufferClient
-from slime.types.errors import LeaseLost, Unavailable
+from slime.types.errors import DeadlineExceeded, LeaseLost, Unavailable
 from slime.types.rpc import RpcSettings
 
 GROUPS_PER_STEP = 4
@@ -61,7 +61,7 @@ def train_everything(
             with BufferClient(address, writer, settings=PATIENT) as client:
                 while not over.is_set():
                     # An answer that breaks off leaves its leases to expire; a lease may expire during an outage.
-                    with suppress(Unavailable, LeaseLost):
+                    with suppress(Unavailable, DeadlineExceeded, LeaseLost):
                         for lease in client.lease_groups(2, ttl_seconds=LEASE_SECONDS, wait_seconds=0.2):
                             client.complete_group(lease.token, finish(lease.group.samples, lease.group.group_index))
         except BaseException as error:

@@ -31,6 +31,8 @@ def missing() -> str:
             pwd.getpwnam(USER)
         except KeyError:
             return f"PostgreSQL does not run as root, and there is no user {USER}"
+        if shutil.which("setpriv") is None:
+            return "PostgreSQL does not run as root, and there is no setpriv (Debian and Ubuntu: util-linux)"
     return ""
 
 
@@ -46,11 +48,12 @@ class PostgresServer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._names = map("run{}".format, itertools.count())
-        self._account: dict[str, Any] = {}
+        self._account: list[str] = []
         if os.geteuid() == 0:
             user = pwd.getpwnam(USER)
             os.chown(directory, user.pw_uid, user.pw_gid)
-            self._account = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [user.pw_gid]}
+            # Popen's own `user` would fork this process, whose threads of gRPC do not survive that.
+            self._account = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", "--"]
         bin_directory = _binaries()
         assert bin_directory is not None
         self._bin = bin_directory
@@ -64,18 +67,17 @@ class PostgresServer:
             "--no-sync",
         ]
         subprocess.run(
-            [str(self._bin / "initdb"), "-D", str(self.data), *words],
-            check=True, capture_output=True, cwd=directory, **self._account,
+            [*self._account, str(self._bin / "initdb"), "-D", str(self.data), *words],
+            check=True, capture_output=True, cwd=directory,
         )  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        log = open(self.directory / "log", "ab")  # noqa: SIM115
-        with log:
+        words = ["-D", str(self.data), "-k", str(self.directory), "-h", ""]
+        with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
-                [str(self._bin / "postgres"), "-D", str(self.data), "-k", str(self.directory), "-h", ""],
-                stdout=log, stderr=log, cwd=self.directory, **self._account,
-            )  # fmt: skip
+                [*self._account, str(self._bin / "postgres"), *words], stdout=log, stderr=log, cwd=self.directory
+            )
         deadline = time.monotonic() + 60
         while True:
             try:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from slime.buffer.store.base import Wait
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 LOCK_CLASS = 0x51173
 # The database notices within 20 seconds that the machine of a server is gone, and frees its lock.
 LOCK_SECONDS = 30.0
-# Longest wait, since the connection broke, of a call that needs it: a database that restarts is back by then.
-OUTAGE_SECONDS = 20.0
+# Longest wait, since the connection broke, of a call that needs it. Clients give a call 10 seconds beyond its own wait,
+# and repeat one that fails.
+OUTAGE_SECONDS = 6.0
 PAUSE_SECONDS = 0.2
 CONNECTION = {
     "application_name": "slime-buffer", "client_encoding": "utf8", "target_session_attrs": "read-write",
@@ -55,6 +57,15 @@ class StandbyEnded(SlimeError):
     """A server that stood by was told to end."""
 
 
+@dataclass
+class _Outage:
+    """A broken connection: since when, and the last attempt to make another."""
+
+    since: float
+    tried_at: float = 0.0
+    error: Unavailable | None = None
+
+
 class PostgresSession:
     """Thread-safe as far as its callers are: they hold the lock of the store. Raises InvalidSetting for a wrong URL."""
 
@@ -67,7 +78,7 @@ class PostgresSession:
         self.epoch = 0
         self.taken_over: Unavailable | None = None
         self._parameters = CONNECTION | self._parsed(url)
-        self._lost_at: float | None = None
+        self._lost: _Outage | None = None
         self._closing = threading.Event()
 
     def start(self, standby: Wait | None) -> None:
@@ -175,16 +186,23 @@ class PostgresSession:
             raise self.taken_over
         if not self.connection.closed:
             return
-        lost_at = self._lost_at = self._lost_at or time.monotonic()
+        if self._lost is None:
+            self._lost = _Outage(time.monotonic())
+        lost = self._lost
+        # A call that waited for another's attempt does not begin one of its own.
+        if lost.error is not None and time.monotonic() - lost.tried_at < PAUSE_SECONDS:
+            raise lost.error
         while True:
             try:
                 self.connection = self._reconnected()
-                self._lost_at = None
+                self._lost = None
                 log.warning("%s: connected again", self.name)
                 return
             except (self.psycopg.Error, ConfigError) as error:
-                if self._closing.is_set() or time.monotonic() - lost_at >= wait_seconds:
-                    raise Unavailable(f"{self.name} does not answer: {line(error)}") from error
+                lost.tried_at = time.monotonic()
+                if self._closing.is_set() or lost.tried_at - lost.since >= wait_seconds:
+                    lost.error = Unavailable(f"{self.name} does not answer: {line(error)}")
+                    raise lost.error from error
             self._closing.wait(PAUSE_SECONDS)
 
     def _reconnected(self) -> Any:
