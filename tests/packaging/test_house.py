@@ -17,6 +17,7 @@ NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODULES = 15
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 99
 DATA = {"packages/converters/tests/converters_published.py"}
 # A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
 SLIP_LINES = 45
@@ -123,6 +124,17 @@ def test_no_file_has_more_than_four_hundred_lines() -> None:
     long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_LINES}
     assert {name: lines for name, lines in long.items() if name not in DATA} == {}
     assert long.keys() >= DATA, "a table that has become shorter needs no exception"
+
+
+def test_no_function_has_more_than_ninety_nine_lines() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}": lines
+        for path in MODULES.values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert long == {}
 
 
 def importers() -> Counter[str]:

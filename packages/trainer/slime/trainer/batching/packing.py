@@ -163,63 +163,29 @@ def pack(
     multiple: T is one of it, by a sequence of padding.
     experts: (layers, k) to lay out the experts of the samples' tokens too.
     """
-    row: list[np.ndarray] = []
-    laid: list[tuple[int, int, int, int]] = []  # length, first position, which prompt, 0 or which response
-    responses: list[tuple[int, int]] = [(0, 0)] * len(samples)  # the prompt's last token, and where the response starts
-    images: list[dict[str, Any]] = []
-    illustrated: list[int] = []  # prompts that have images
-    counted: dict[int, np.ndarray] = {}  # the grid positions of such a prompt
-    routed: list[np.ndarray] = []
-    filled = 0
-
-    def lay(tokens: np.ndarray, first_position: int, owner: int, branch: int, number: int | None = None) -> int:
-        nonlocal filled
-        row.append(tokens)
-        if experts is not None:
-            routed.append(_experts(None if number is None else samples[number], first_position, len(tokens), experts))
-        laid.append((len(tokens), first_position, owner, branch))
-        filled += len(tokens)
-        return filled - len(tokens)
-
-    def lay_prompt(owner: int, number: int) -> int:
-        sample = samples[number]
-        prompt = tokens_of[number][: -sample.response_length or None]
-        if sample.multimodal_train_inputs:
-            images.append(sample.multimodal_train_inputs)
-            illustrated.append(owner)
-            if vision is not None and vision.grids:
-                counted[owner] = vision.positions(prompt == vision.image_token, sample.multimodal_train_inputs)
-        return lay(prompt, 0, owner, 0, number) + len(prompt)
-
-    def lay_response(owner: int, number: int, prompt_end: int) -> None:
-        tokens, length = tokens_of[number], samples[number].response_length
-        start = lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1, number)
-        responses[number] = prompt_end - 1, start
-
-    tokens_of = [sample.array("tokens") for sample in samples]
+    layout = _Layout(samples, vision, experts)
     families = _families(samples, share_prompts)
     shared = [(owner, members) for owner, members in enumerate(families) if len(members) > 1]
-    ends = [lay_prompt(owner, members[0]) for owner, members in shared]
+    ends = [layout.lay_prompt(owner, members[0]) for owner, members in shared]
     for (owner, members), end in zip(shared, ends, strict=True):
         for number in members:
-            lay_response(owner, number, end)
-    seen = [length for length, *_ in laid]
+            layout.lay_response(owner, number, end)
+    sharing = [length for length, *_ in layout.laid]
     others = []
     for owner, members in enumerate(families):
         if len(members) == 1:
-            before = filled
-            lay_response(owner, members[0], lay_prompt(owner, members[0]))
-            others.append(filled - before)
-    if filled % multiple:
-        others.append(-filled % multiple)
-        lay(np.zeros(-filled % multiple, dtype=np.int64), 0, len(families), 0)
-    runs = _runs(seen[: len(shared)], seen[len(shared) :], [len(m) for _, m in shared], others, gather, device)
-    totals = [len(tokens) for tokens in tokens_of]
-    written = [t[len(t) - s.response_length :] for s, t in zip(samples, tokens_of, strict=True)]
-    held, firsts, owners, branches = np.array(laid, dtype=np.int64).T
-    places = np.arange(filled) - np.repeat(np.cumsum(held) - held - firsts, held)
+            before = layout.filled
+            layout.lay_response(owner, members[0], layout.lay_prompt(owner, members[0]))
+            others.append(layout.filled - before)
+    if padding := -layout.filled % multiple:
+        others.append(padding)
+        layout.lay(np.zeros(padding, dtype=np.int64), 0, len(families), 0)
+    runs = _runs(sharing[: len(shared)], sharing[len(shared) :], [len(m) for _, m in shared], others, gather, device)
+    written = [t[len(t) - s.response_length :] for s, t in zip(samples, layout.tokens_of, strict=True)]
+    held, firsts, owners, branches = np.array(layout.laid, dtype=np.int64).T
+    places = np.arange(layout.filled) - np.repeat(np.cumsum(held) - held - firsts, held)
     lengths = [s.response_length for s in samples]
-    rows = _predictors(responses, lengths)
+    rows = _predictors(layout.responses, lengths)
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
@@ -233,10 +199,10 @@ def pack(
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(array, dtype=dtype).to(device)
 
-    joined = vision.join(images) if vision is not None and images else {}
-    in_prompt = np.repeat(np.isin(owners, illustrated) & (branches == 0), held) if joined else None
+    joined = vision.join(layout.images) if vision is not None and layout.images else {}
+    in_prompt = np.repeat(np.isin(owners, layout.illustrated) & (branches == 0), held) if joined else None
     return PackedBatch(
-        tokens=to(np.concatenate(row), torch.int64)[None],
+        tokens=to(np.concatenate(layout.row), torch.int64)[None],
         position_ids=to(places, torch.int64)[None],
         runs=runs,
         rows=to(rows[trained], torch.int64),
@@ -248,18 +214,61 @@ def pack(
         rewards=to(np.asarray(rewards), torch.float32),
         rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,
         lengths=lengths,
-        total_lengths=totals,
+        total_lengths=[len(tokens) for tokens in layout.tokens_of],
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
         image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
         # All rows of a step are on the device at once.
-        experts=to(np.concatenate(routed), torch.int16) if experts is not None else None,
+        experts=to(np.concatenate(layout.routed), torch.int16) if experts is not None else None,
         grid_positions=to(
-            _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), counted), torch.int64
+            _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), layout.counted), torch.int64
         )[:, None]
-        if counted
+        if layout.counted
         else None,
     )
+
+
+class _Layout:
+    """A row while sequences are laid into it, one behind the other. experts: (layers, k) where they are laid out."""
+
+    def __init__(self, samples: Sequence[Sample], vision: Vision | None, experts: tuple[int, int] | None) -> None:
+        self.tokens_of = [sample.array("tokens") for sample in samples]
+        self.row: list[np.ndarray] = []
+        self.laid: list[tuple[int, int, int, int]] = []  # length, first position, which prompt, 0 or which response
+        self.responses = [(0, 0)] * len(samples)  # the prompt's last token, and where the response starts
+        self.images: list[dict[str, Any]] = []
+        self.illustrated: list[int] = []  # prompts that have images
+        self.counted: dict[int, np.ndarray] = {}  # the grid positions of such a prompt
+        self.routed: list[np.ndarray] = []
+        self.filled = 0
+        self._samples, self._vision, self._experts = samples, vision, experts
+
+    def lay(self, tokens: np.ndarray, first_position: int, owner: int, branch: int, number: int | None = None) -> int:
+        """Returns the place of the first token."""
+        self.row.append(tokens)
+        if self._experts is not None:
+            sample = None if number is None else self._samples[number]
+            self.routed.append(_experts(sample, first_position, len(tokens), self._experts))
+        self.laid.append((len(tokens), first_position, owner, branch))
+        self.filled += len(tokens)
+        return self.filled - len(tokens)
+
+    def lay_prompt(self, owner: int, number: int) -> int:
+        """Returns the place behind the last token."""
+        sample = self._samples[number]
+        prompt = self.tokens_of[number][: -sample.response_length or None]
+        if sample.multimodal_train_inputs:
+            self.images.append(sample.multimodal_train_inputs)
+            self.illustrated.append(owner)
+            if self._vision is not None and self._vision.grids:
+                seen = prompt == self._vision.image_token
+                self.counted[owner] = self._vision.positions(seen, sample.multimodal_train_inputs)
+        return self.lay(prompt, 0, owner, 0, number) + len(prompt)
+
+    def lay_response(self, owner: int, number: int, prompt_end: int) -> None:
+        tokens, length = self.tokens_of[number], self._samples[number].response_length
+        start = self.lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1, number)
+        self.responses[number] = prompt_end - 1, start
 
 
 def _experts(sample: Sample | None, first: int, count: int, shape: tuple[int, int]) -> np.ndarray:
