@@ -138,7 +138,7 @@ def test_evaluation_sets(connected, write_jsonl):
     assert client.read_evaluation_set("two")[0].samples[0].label == "y"
     assert client.stats().evaluation_sets == ("one", "two", "three")
     assert client.lease_groups(1) == []
-    with pytest.raises(NotFound, match="'four'; there is one, two, three"):
+    with pytest.raises(NotFound, match="'four'; known ones are one, two, three"):
         client.read_evaluation_set("four")
 
 

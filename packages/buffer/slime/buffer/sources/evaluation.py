@@ -34,7 +34,9 @@ class EvaluationSets:
         templates = [*self.templates.get(name, []), *self.store.evaluation_prompts(name)]
         if not templates:
             known = ", ".join(self.names()) or "none"
-            raise NotFound(f"no evaluation set {name!r}; there is {known}", field="name", value=name, expected=known)
+            raise NotFound(
+                f"no evaluation set {name!r}; known ones are {known}", field="name", value=name, expected=known
+            )
         return self._groups(name, templates)
 
     def _groups(self, name: str, templates: list[bytes]) -> Iterator[sample_pb2.SampleGroup]:

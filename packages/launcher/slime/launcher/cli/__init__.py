@@ -29,13 +29,14 @@ COMMANDS = {
         "slime.launcher.cli.train",
         "Train while the next rollout is generated; --fully-async generates without pause",
     ),
-    "resume": Command("slime.launcher.cli.resume", "Go on from the newest checkpoint of a run"),
+    "resume": Command("slime.launcher.cli.resume", "Continue from the newest checkpoint of a run"),
     "eval": Command("slime.launcher.cli.evaluate", "Score a model on data: mean, error and every response"),
     "chat": Command("slime.launcher.cli.chat", "Talk to a model in the terminal"),
     "export": Command("slime.launcher.cli.export", "Write a model for Hugging Face or llama.cpp"),
     "tinker": Command("slime.launcher.tinker.command", "Serve a model to the tinker SDK, which trains and samples"),
     "doctor": Command(
-        "slime.launcher.doctor.command", "Check this machine, and what the flags of a run name, before it costs money"
+        "slime.launcher.doctor.command",
+        "Check this machine, and what the flags of a run name, before the run costs money",
     ),
     "show": Command(
         "slime.launcher.show.command",

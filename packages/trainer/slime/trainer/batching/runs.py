@@ -49,7 +49,7 @@ class Runs:
 
     @staticmethod
     def apart(lengths: Sequence[int], device: torch.device | str) -> Runs:
-        """Lays sequences end to end, of which none sees another."""
+        """Makes the runs of sequences end to end, of which none sees another."""
         held = [length for length in lengths if length]
         limits = _limits(held, device)
         longest = bound(max(held, default=1))
@@ -57,7 +57,7 @@ class Runs:
 
     @staticmethod
     def gathered(lengths: Sequence[int], keys: Sequence[np.ndarray], device: torch.device | str) -> Runs:
-        """Gathers the keys of each run. keys: for each run the tokens that it sees, [k] int64."""
+        """Makes runs whose keys are gathered. keys: for each run the tokens that it sees, [k] int64."""
         k_lengths = [len(seen) for seen in keys]
         index = torch.from_numpy(np.concatenate(keys)).to(device)
         return Runs(
@@ -69,7 +69,7 @@ class Runs:
     def sharing(
         prompts: Sequence[int], responses: Sequence[Sequence[int]], others: Sequence[int], device: torch.device | str
     ) -> Runs:
-        """Prompts, the responses of the first, those of the second, ..., and sequences that see nothing else.
+        """Makes the runs of prompts, their responses in the same order, and sequences that see nothing else.
 
         All by their lengths; responses: of each prompt.
         """
@@ -82,7 +82,7 @@ class Runs:
         return dataclasses.replace(apart, shared=shared)
 
     def prompts(self) -> list[range]:
-        """Counts, for each run, the tokens that it sees besides itself. Reads the limits, which waits for a GPU."""
+        """Returns the tokens that each run sees besides itself. Reads the limits, which waits for a GPU."""
         lengths = self.q_lengths or self.q_limits.diff().tolist()
         if self.shared is None:
             return [range(0)] * len(lengths)
