@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
 
 from slime.rollout.engines.embedded.model.weights import ModelWeights
+from slime.rollout.engines.sglang.launch import SGLangOptions, server_command
 from slime.types.errors import DataLoss, InvalidField, WrongState
+from slime.types.weight_deltas import PULL
 from slime.types.weight_deltas.buckets import VersionDelta, encode_tensor, write_buckets
 
 
@@ -70,3 +74,13 @@ def test_a_type_that_the_model_cannot_hold_is_refused() -> None:
     (bucket,) = delta(held, {}, "float32")
     with pytest.raises(InvalidField, match="requires --update-weight-dtype bfloat16"):
         held.load_delta(bucket, "4", last=True)
+
+
+def test_sglang_is_started_with_the_function_that_brings_its_checkpoint_up_to_date() -> None:
+    module, _, name = PULL.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    own = {"custom_weight_loader": ["mine.load"]}
+    words = server_command(SGLangOptions(model_path="m", gpus=["0"], deltas=True, args=own))
+    place = words.index("--custom-weight-loader")
+    assert words[place + 1 : place + 3] == ["mine.load", PULL]
+    assert PULL not in server_command(SGLangOptions(model_path="m", gpus=["0"]))

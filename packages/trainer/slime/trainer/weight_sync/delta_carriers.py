@@ -22,7 +22,7 @@ from slime.trainer.weight_sync.ipc import encoded
 from slime.trainer.weight_sync.requests import EngineRequests
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
-from slime.types.directories import path_errors, remove_directory, whole_directory
+from slime.types.directories import clear_leftovers, path_errors, remove_directory, whole_directory
 from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas import PULL
 from slime.types.weight_deltas.buckets import VersionDelta, write_index
@@ -84,6 +84,7 @@ class DiskCarrier(DeltaCarrier):
         keep_files: bool = False,
     ) -> None:
         self._directory = Path(os.path.realpath(directory))
+        clear_leftovers(self._directory)
         self._local = local_directory
         self._write = write_directory
         self._keep = keep_files
