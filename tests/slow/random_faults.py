@@ -341,12 +341,16 @@ def main() -> int:
         return 0
     choose, kind = random.Random(options.seed), KINDS[options.kind]
     many = str(10 * options.faults_per_run)
+    # The run that is to end by the signal must not end before.
+    iterations = 100000 if options.terminate else options.num_rollout
     flags = (
-        "--num-rollout", str(options.num_rollout), "--service-max-restarts", many,
+        "--num-rollout", str(iterations), "--service-max-restarts", many,
         "--rollout-engine-max-restarts", many, "--restart-point-interval", "1", "--rollout-health-check-interval", "1",
         "--rollout-health-check-timeout", "2",
     )  # fmt: skip
     records: list[Mapping[str, Any]] = []
+    # A signal to this script ends its run, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="slime-faults-") as temporary:
         directory = options.directory or Path(temporary)
         alone = None if options.terminate or kind.fully_async else undisturbed(directory, flags, kind)
