@@ -29,7 +29,17 @@ SIBLINGS = {
 }
 ABSENT = {
     "types": {"torch", "ray", "transformers", "sglang", "megatron-core"},
-    "buffer": {"torch", "ray", "transformers", "sglang", "megatron-core", "pyarrow", "reasoning-gym", "psycopg"},
+    "buffer": {
+        "torch",
+        "ray",
+        "transformers",
+        "sglang",
+        "megatron-core",
+        "pyarrow",
+        "reasoning-gym",
+        "psycopg",
+        "boto3",
+    },  # fmt: skip
     "rollout": {"torch", "ray", "transformers", "sglang", "megatron-core", "reasoning-gym", "matplotlib", "boto3"},
     "converters": {"ray", "sglang", "megatron-core"},
     "trainer": {"ray", "sglang", "megatron-core"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,12 +37,13 @@ STORES = ("sqlite", "postgresql")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "stores: the test shows a promise of every store, and runs with each")
+    config.addinivalue_line("markers", "stores(*names): shows a promise of every store; runs with each, or with these")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "storage" in metafunc.fixturenames and metafunc.definition.get_closest_marker("stores"):
-        metafunc.parametrize("storage", STORES, indirect=True)
+    marker = metafunc.definition.get_closest_marker("stores")
+    if "storage" in metafunc.fixturenames and marker is not None:
+        metafunc.parametrize("storage", marker.args or STORES, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +62,37 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], dict
     if getattr(request, "param", "sqlite") == "sqlite":
         return lambda: {}
     server = request.getfixturevalue("postgres")
+    if request.param == "postgresql and s3":
+        new_prefix = request.getfixturevalue("new_prefix")
+        return lambda: {"buffer_store": server.new_store(), "buffer_payloads": new_prefix()}
     numbers = itertools.count()
     return lambda: {"buffer_store": server.new_store(), "buffer_dir": str(tmp_path / f"samples{next(numbers)}")}
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The endpoint of an object store."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def new_prefix(s3: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Returns URLs of empty prefixes of a bucket."""
+    import boto3
+
+    values = {
+        "AWS_ENDPOINT_URL_S3": s3, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="samples")
+    return lambda: f"s3://samples/run-{secrets.token_hex(4)}"
 
 
 @pytest.fixture

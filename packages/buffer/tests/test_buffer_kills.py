@@ -29,11 +29,11 @@ def port() -> int:
 
 @pytest.fixture
 def flags(storage: Callable[[], dict[str, str]], tmp_path: Path, port: int) -> list[str]:
-    settings = {"buffer_dir": str(tmp_path / "state"), **storage(), "port": str(port)}
+    settings = {**(storage() or {"buffer_dir": str(tmp_path / "state")}), "port": str(port)}
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-@pytest.mark.stores
+@pytest.mark.stores("sqlite", "postgresql and s3")
 def test_a_buffer_that_is_killed_goes_on_where_it_was(flags: list[str]) -> None:
     with ExitStack() as stack:
         process = stack.enter_context(buffer_process(*flags))

@@ -151,7 +151,7 @@ def test_a_password_in_the_url_is_refused_and_not_repeated(url, capsys):
     ("words", "message"),
     [
         (["--buffer-store", "sqlite:///x", "--buffer-dir", "d"], "must be a URL postgresql://"),
-        (["--buffer-store", "postgresql:///x"], "--buffer-store requires --buffer-dir DIR"),
+        (["--buffer-store", "postgresql:///x"], "--buffer-store requires --buffer-dir DIR or --buffer-payloads URL"),
         (["--standby", "--buffer-dir", "d"], "--standby requires --buffer-store URL"),
         (["--buffer-store", "postgresql://h/x?colour=red", "--buffer-dir", "d"], "that PostgreSQL's clients take"),
     ],

@@ -9,7 +9,7 @@ from slime.types.errors import InvalidField, LeaseLost, WrongState
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 # With every store.
-pytestmark = pytest.mark.stores
+pytestmark = pytest.mark.stores("sqlite", "postgresql", "postgresql and s3")
 
 
 @pytest.fixture

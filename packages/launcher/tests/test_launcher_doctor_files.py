@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,3 +225,13 @@ def test_the_database_of_a_buffer_that_does_not_answer(tmp_path: Path) -> None:
     assert "--buffer-store postgresql:///none: " in found and str(tmp_path) in found
     (found,) = failures("disk", *words, "postgresql://me:s3cret@host/none")
     assert "must hold no password" in found and "s3cret" not in found
+
+
+def test_the_object_store_of_a_buffer_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.setenv(name, "test")
+        (found,) = failures("disk", "--buffer-dir", str(tmp_path / "state"), "--buffer-payloads", "s3://bucket/run")
+    assert "--buffer-payloads s3://bucket/run: Could not connect to the endpoint URL" in found

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.media import check_keys
-from slime.buffer.store.urls import STORE, check_url
+from slime.buffer.store.urls import PAYLOADS, STORE, check_url
 from slime.types.errors import InvalidSetting
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
@@ -74,7 +74,13 @@ class BufferSettings(GroupSettings, PromptSettings):
     buffer_store: str | None = setting(
         None,
         "PostgreSQL database that keeps the state in place of SQLite, postgresql://[USER@]HOST[:PORT]/DATABASE without "
-        "a password, one for each run; the samples lie in --buffer-dir",
+        "a password, one for each run; the samples lie in --buffer-dir or --buffer-payloads",
+        metavar="URL",
+    )
+    buffer_payloads: str | None = setting(
+        None,
+        "Object store that keeps the samples in place of files, s3://BUCKET[/PREFIX], a prefix for each run; "
+        "credentials and endpoint come from the environment, as for all clients of AWS",
         metavar="URL",
     )
     data_place: str | None = setting(
@@ -126,8 +132,12 @@ class BufferSettings(GroupSettings, PromptSettings):
         check_keys(self.multimodal_keys)
         if self.buffer_store is not None:
             check_url(STORE, self.buffer_store)
-            if self.buffer_dir is None:
-                raise InvalidSetting.requires(STORE, "--buffer-dir DIR", "the samples lie there")
+            if self.buffer_dir is None and self.buffer_payloads is None:
+                raise InvalidSetting.requires(STORE, f"--buffer-dir DIR or {PAYLOADS} URL", "the samples lie there")
+        if self.buffer_payloads is not None:
+            check_url(PAYLOADS, self.buffer_payloads)
+            if self.buffer_dir is None and self.buffer_store is None:
+                raise InvalidSetting.requires(PAYLOADS, f"--buffer-dir DIR or {STORE} URL", "the state lies there")
         for name, columns in self.eval_columns.items():
             if not isinstance(columns, dict) or not all(map(_is_column, columns, columns.values())):
                 raise InvalidSetting.must_be(

@@ -12,6 +12,7 @@ from pathlib import Path
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.base import Payloads, Store, Wait
 from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres import PostgresStore
 from slime.buffer.store.sqlite import SqliteStore
 from slime.types.directories import ScratchDirectory, path_errors
@@ -38,22 +39,31 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> St
     """
     power = settings.buffer_durability == "power"
     with ExitStack() as held:
+        path = None if settings.buffer_dir is None else Path(settings.buffer_dir)
         if settings.buffer_store is None:
             directory = Directory(settings.buffer_dir)
             held.callback(directory.close)
-            payloads: Payloads = FilePayloads(directory.path / PAYLOADS, fsync=power)
-            store: Store = SqliteStore(
-                directory.path / DATABASE, synchronous="FULL" if power else "NORMAL", has_payloads=payloads.exist()
-            )
-            held.callback(store.close)
+            path = directory.path
+        elif path is not None:
+            # Not locked: the right to serve the database is that to its payloads, too, which `_check_owner` ties to it.
+            with path_errors(path, "--buffer-dir"):
+                path.mkdir(parents=True, exist_ok=True)
+        if settings.buffer_payloads is not None:
+            payloads: Payloads = ObjectPayloads(settings.buffer_payloads)
         else:
-            assert settings.buffer_dir is not None
-            # The right to serve the database is that to its payloads, too: `_check_owner` holds the two together.
-            with path_errors(Path(settings.buffer_dir), "--buffer-dir"):
-                Path(settings.buffer_dir).mkdir(parents=True, exist_ok=True)
-            payloads = FilePayloads(Path(settings.buffer_dir) / PAYLOADS, fsync=power)
-            store = PostgresStore(settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby)
-            held.callback(store.close)
+            assert path is not None
+            payloads = FilePayloads(path / PAYLOADS, fsync=power)
+        if settings.buffer_store is not None:
+            store: Store = PostgresStore(
+                settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby
+            )
+        else:
+            assert path is not None
+            store = SqliteStore(
+                path / DATABASE, synchronous="FULL" if power else "NORMAL", has_payloads=payloads.exist()
+            )
+        held.callback(store.close)
+        if settings.buffer_store is not None or settings.buffer_payloads is not None:
             _check_owner(store, payloads)
         return Storage(store, payloads, held.pop_all())
 

@@ -24,8 +24,9 @@ SETS = ("--eval-prompt-data", "--eval-config")
 # Settings of a run that say nothing about its evaluation, though the packages that evaluate have them.
 LEFT_OUT = (
     "prompt_data", "hf_checkpoint", "rollout_function_path", "partial_rollout", "mask_offpolicy_in_partial_rollout",
-    "over_sampling_batch_size", "buffer_dir", "buffer_store", "data_place", "save_debug_rollout_data",
-    "load_forge_rollout_data", "offload_rollout", "rollout_global_dataset", "data_source_path",
+    "over_sampling_batch_size", "buffer_dir", "buffer_store", "buffer_payloads", "data_place",
+    "save_debug_rollout_data", "load_forge_rollout_data", "offload_rollout", "rollout_global_dataset",
+    "data_source_path",
 )  # fmt: skip
 # Engines of a run with --colocate have the GPUs of its trainer.
 GPUS = ("actor_num_nodes", "actor_num_gpus_per_node")

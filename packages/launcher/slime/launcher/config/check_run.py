@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.readers import reader_of
+from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
@@ -87,6 +88,8 @@ def check_run(args: Mapping[str, Any]) -> None:
         raise NotAvailable.not_installed("--rollout-data-transport nixl", "nixl", "slime-launcher[nixl]")
     if args["buffer_store"]:
         look(args["buffer_store"])
+    if args["buffer_payloads"]:
+        ObjectPayloads(args["buffer_payloads"])
     if args["multimodal_keys"] and args["train_backend"] == "megatron" and not args["debug_rollout_only"]:
         raise InvalidSetting.conflict(
             "--train-backend megatron", "--multimodal-keys", "its models read text only; use --train-backend fsdp"

@@ -1,12 +1,13 @@
-"""Checks the room on the disks that a run writes to, and the database of its buffer."""
+"""Checks the room on the disks that a run writes to, and the database and object store of its buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
-from slime.buffer.store.urls import STORE, check_url
+from slime.buffer.store.urls import PAYLOADS, STORE, check_url
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.doctor.needs import checkpoints
 from slime.launcher.plan.trainer_memory import byte_size
@@ -30,6 +31,8 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     yield from _checkpoints(subject)
     if url := subject.flag("buffer_store"):
         yield _database(str(url))
+    if url := subject.flag("buffer_payloads"):
+        yield _bucket(str(url))
 
 
 def _database(url: str) -> Finding:
@@ -42,6 +45,15 @@ def _database(url: str) -> Finding:
     if user:
         return warn(f"{name}: {user} uses it", "wait for its end, or name another database")
     return ok(f"{name}: answers, and no server uses it")
+
+
+def _bucket(url: str) -> Finding:
+    try:
+        check_url(PAYLOADS, url)
+        ObjectPayloads(url)
+    except ConfigError as error:
+        return fail(error.message, "see --buffer-payloads in docs/operators.md")
+    return ok(f"{PAYLOADS} {url}: the bucket is there")
 
 
 def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterator[Finding]:

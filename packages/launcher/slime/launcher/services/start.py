@@ -152,7 +152,7 @@ class _Start:
             # Replayed samples must not enter the state of the run that was recorded.
             return replace(
                 prompts, prompt_data=None, rollout_global_dataset=False, eval_prompt_data=None,
-                buffer_dir=self.buffer_dir, buffer_store=None, data_place=None,
+                buffer_dir=self.buffer_dir, buffer_store=None, buffer_payloads=None, data_place=None,
             )  # fmt: skip
         prompts = replace(prompts, buffer_dir=prompts.buffer_dir or self.buffer_dir)
         return replace(prompts, data_place=self._data_place()) if trains else prompts
