@@ -26,8 +26,9 @@ import torch
 
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.trainer.backends.base import as_dtype
 from slime.trainer.checkpoints.checkpoint import write_model
-from slime.trainer.weight_sync.base import Weights, WeightTransport, as_dtype
+from slime.trainer.weight_sync.base import Weights, WeightTransport
 from slime.trainer.weight_sync.delta import DeltaTransport
 from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
 from slime.trainer.weight_sync.disk import DiskTransport

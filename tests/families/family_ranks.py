@@ -26,10 +26,10 @@ from slime.trainer.backends.megatron.model import parallel
 from slime.trainer.backends.megatron.model.build import build_model
 from slime.trainer.backends.megatron.model.config import transformer_config
 from slime.trainer.backends.megatron.model.head import Head
+from slime.trainer.backends.megatron.model.names import unwrapped
 from slime.trainer.backends.megatron.model.row import cut
 from slime.trainer.backends.megatron.model.vocabulary import Scoring
 from slime.trainer.backends.megatron.weights.hf import export_slices, hf_shapes, load_hf
-from slime.trainer.backends.megatron.weights.names import unwrapped
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
 from slime.trainer.process.collective import Ranks

@@ -19,8 +19,8 @@ from slime.trainer.backends.megatron.model import build
 from slime.trainer.backends.megatron.model import config as megatron_config
 from slime.trainer.backends.megatron.model.attention import CoreAttention, runs_of
 from slime.trainer.backends.megatron.model.config import transformer_config
+from slime.trainer.backends.megatron.model.names import parameter_names
 from slime.trainer.backends.megatron.weights import hf, initial, sharded_state
-from slime.trainer.backends.megatron.weights.names import parameter_names
 from slime.types.errors import InvalidField, InvalidFile, InvalidSetting
 
 MODEL = {

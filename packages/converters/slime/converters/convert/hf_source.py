@@ -16,16 +16,11 @@ import torch
 
 from slime.converters.families.mapping import Index, Parameter, Shape
 from slime.converters.files import rectangles
+from slime.converters.files.dtypes import DTYPES
 from slime.converters.files.rectangles import Stored
 from slime.converters.files.safetensors_dir import SafetensorsDir, TensorInfo
 from slime.types.errors import InvalidFile, NotAvailable, NotFound
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_SUFFIX = "_scale_inv"
 SHOWN = 10

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from slime.converters.convert.hf_source import NAMES, HfSource
+from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.leftovers import SHOWN, check_tied, keep
 from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
 from slime.converters.families import find_family
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
+from slime.converters.files.dtypes import NAMES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, fingerprint
 from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, model_args, padded_vocab_size, read_model_config

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from slime.converters.convert.hf_source import DTYPES
 from slime.converters.convert.leftovers import Leftovers
 from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
 from slime.converters.families import find_family, read_config
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
+from slime.converters.files.dtypes import DTYPES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces

@@ -57,7 +57,7 @@ class HfTensors:
 
 class TorchDistKeys:
     def __init__(self, path: str | Path) -> None:
-        from slime.converters.convert.hf_source import NAMES
+        from slime.converters.files.dtypes import NAMES
         from slime.converters.torch_dist.reader import TorchDist
 
         self._checkpoint = TorchDist(path)
@@ -89,9 +89,9 @@ class HfView:
     """
 
     def __init__(self, path: str | Path, other: str | Path) -> None:
-        from slime.converters.convert.hf_source import NAMES
         from slime.converters.convert.leftovers import kept
         from slime.converters.convert.torch_dist_to_hf import hf_tensors, read_export
+        from slime.converters.files.dtypes import NAMES
         from slime.converters.torch_dist.reader import Parameters, TorchDist
 
         checkpoint = TorchDist(path)

@@ -184,3 +184,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
         """Returns the number of elements of every weight, in the order of `named_weights`."""
+
+
+def as_dtype(weights: NamedTensors, dtype: torch.dtype, *, on_device: bool = False) -> NamedTensors:
+    """Yields floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
+    for name, tensor in weights:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        yield name, tensor.detach().to(tensor.device if on_device else "cpu", wanted).contiguous()

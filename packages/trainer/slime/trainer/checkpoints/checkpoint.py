@@ -25,9 +25,9 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
+from slime.trainer.backends.base import NamedTensors, as_dtype
 from slime.trainer.checkpoints.hf_directory import WRITER, copy_side_files
 from slime.trainer.process.collective import Ranks
-from slime.trainer.weight_sync.base import Weights, as_dtype
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile
 
@@ -219,7 +219,7 @@ def write_state(directory: Path, state: TrainerState, place: bytes | None) -> No
 
 def write_model(
     path: Path,
-    weights: Weights,
+    weights: NamedTensors,
     sizes: dict[str, int],
     dtype: torch.dtype,
     source: Path,
@@ -239,7 +239,7 @@ def write_model(
     return size
 
 
-def _of_source(source: Path, names: list[str]) -> Weights:
+def _of_source(source: Path, names: list[str]) -> NamedTensors:
     if not names:
         return
     tensors = HfSource(source, json.loads((source / "config.json").read_text()))

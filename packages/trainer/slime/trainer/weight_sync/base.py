@@ -9,11 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from slime.trainer.backends.base import NamedTensors
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
 
-# One stream of (Hugging Face name, whole tensor), in an order that repeats.
-Weights = Iterator[tuple[str, Tensor]]
+# Named by Hugging Face, whole, and in an order that repeats.
+Weights = NamedTensors
 
 
 class WeightTransport(abc.ABC):
@@ -52,13 +53,6 @@ class WeightTransport(abc.ABC):
                     f"engine {engine.name} ({engine.kind})",
                     f"it takes weights by {' or '.join(engine.weight_transports) or 'no transport'}",
                 )
-
-
-def as_dtype(weights: Weights, dtype: torch.dtype, *, on_device: bool = False) -> Weights:
-    """Yields floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
-    for name, tensor in weights:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        yield name, tensor.detach().to(tensor.device if on_device else "cpu", wanted).contiguous()
 
 
 def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from slime.trainer.backends.base import Backend
+from slime.trainer.backends.base import Backend, as_dtype
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.trainer.weight_sync.base import Weights, WeightTransport, as_dtype
+from slime.trainer.weight_sync.base import Weights, WeightTransport
 from slime.trainer.weight_sync.delta import DeltaTransport
 from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
 from slime.trainer.weight_sync.disk import DiskTransport

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-from slime.trainer.backends.megatron.weights.names import unwrapped
+from slime.trainer.backends.megatron.model.names import unwrapped
 from slime.trainer.process.collective import Ranks
 
 # Megatron's names of what its routers add, and those of our metrics.

@@ -16,8 +16,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from slime.converters.megatron.flags import config_fields
 from slime.trainer.backends.base import NonFiniteGradient
 from slime.trainer.backends.learning_rate import learning_rate
+from slime.trainer.backends.megatron.model.names import parameter_names
 from slime.trainer.backends.megatron.optim.offload import check_optimizer
-from slime.trainer.backends.megatron.weights.names import parameter_names
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting

@@ -15,7 +15,7 @@ from slime.converters.convert.hf_source import HfSource
 from slime.converters.families import find_family
 from slime.converters.families.mapping import Index, Parameter, Shape, Slice
 from slime.converters.megatron.args import padded_vocab_size
-from slime.trainer.backends.megatron.weights.names import EMBEDDING, parameter_names, unwrapped
+from slime.trainer.backends.megatron.model.names import EMBEDDING, parameter_names, unwrapped
 from slime.types.errors import InvalidFile
 
 Chunks = Sequence[torch.nn.Module]
