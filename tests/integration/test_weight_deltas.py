@@ -298,8 +298,14 @@ def test_sglang_loads_a_checkpoint_on_its_host_that_deltas_bring_up_to_date(
         whole = version in (1, 4)
         assert updates.metrics["perf/update_weights_whole_engines"] == whole
         assert (sent >= updates.metrics["perf/update_weights_whole_bytes"]) is whole
-        assert [path.name for path in local.glob("*weight_v*")] == [f"weight_v{version:06d}"]
+        assert [path.name[:14] for path in local.glob("*weight_v*")] == [f"weight_v{version:06d}"]
     assert "weight version 4 is a delta of it" in caplog.text
+    # Sent again, as one of an engine that was lost, but trained since.
+    change(backend, 6)
+    updates.push(5)
+    trained = backend.policy.model.norm.weight.detach().bfloat16()
+    assert torch.equal(sglang.held["model.norm.weight"].view(torch.int16), trained.view(torch.int16))
+    assert "perf/update_weights_changed" not in updates.metrics
     updates.close()
     assert list((tmp_path / "shared").iterdir()) == []
 
@@ -319,13 +325,34 @@ def test_a_checkpoint_of_another_run_or_with_other_weights_is_not_built_on(
                 sglang.held["model.norm.weight"].view(torch.int32),
                 backend.policy.model.norm.weight.detach().view(torch.int32),
             )
-            file = local / f"weight_v{version:06d}" / "model.safetensors"
+            (file,) = local.glob(f"weight_v{version:06d}-*/model.safetensors")
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
         updates.push(3)
         assert updates.metrics["perf/update_weights_whole_engines"] == 1
         updates.close()
+
+
+def test_no_engine_loads_the_checkpoint_of_another_run_with_the_same_directory(
+    sglang: SGLangStandIn, model: str, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    updates, backend = sender(sglang, model, **on_disk(tmp_path, update_weight_local_checkpoint_dir=str(local)))
+    updates.push(1)
+    held = sglang.held
+    theirs = local / "weight_v000002"
+    for path in local.glob("weight_v*"):
+        path.rename(theirs)
+    # The files of another run stay where they cannot be removed, and are no version of this one.
+    (theirs / "notes.txt").write_text("mine")
+    mark = theirs / "slime-files.json"
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "lineage": "another"}))
+    change(backend, 1)
+    with pytest.raises(EngineError, match="status 400"):
+        updates.push(2)
+    assert sglang.version == "1" and sglang.held is held
+    updates.close()
 
 
 def test_sglang_needs_a_directory_on_its_host_and_a_shared_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.sglang.launch import SGLangOptions, server_command
-from slime.types.errors import DataLoss, InvalidField, WrongState
+from slime.rollout.engines.sglang.local_checkpoint import pull
+from slime.types.errors import DataLoss, InvalidField, MissingFile, WrongState
 from slime.types.weight_deltas import PULL
 from slime.types.weight_deltas.buckets import VersionDelta, encode_tensor, write_buckets
 
@@ -84,3 +86,10 @@ def test_sglang_is_started_with_the_function_that_brings_its_checkpoint_up_to_da
     place = words.index("--custom-weight-loader")
     assert words[place + 1 : place + 3] == ["mine.load", PULL]
     assert PULL not in server_command(SGLangOptions(model_path="m", gpus=["0"]))
+
+
+def test_a_checkpoint_is_not_made_of_a_directory_that_is_gone(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    with pytest.raises(MissingFile, match="no whole directory"):
+        pull(str(tmp_path / "weight_v000001"), str(local), 1, "a")
+    assert not list(local.glob("weight_v*"))

@@ -45,6 +45,15 @@ def settings(**values: Any) -> TrainerSettings:
             {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "/x"},
             ("--update-weight-local-checkpoint-dir", "--update-weight-transport disk"),
         ),
+        (
+            {
+                "update_weight_mode": "delta",
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "/x",
+                "update_weight_local_checkpoint_dir": "/x/",
+            },
+            ("--update-weight-local-checkpoint-dir", "--update-weight-disk-dir"),
+        ),
         ({"update_weight_transport": "nccl", "colocate": True}, ("--update-weight-transport nccl", "--colocate")),
         (
             {"update_weight_transport": "ipc", "colocate": True, "rollout_external_engine_addrs": ["h:1"]},

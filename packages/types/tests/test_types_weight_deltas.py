@@ -118,6 +118,17 @@ def test_damaged_buckets_are_refused() -> None:
             apply_tensor(about(), read_bucket(bytes(damaged))[1][0], old)
 
 
+@pytest.mark.parametrize("text", ['"dtype": "load"', '"dtype": []', '"shape": [Infinity]', '"length": 1e999'])
+def test_buckets_with_values_that_cannot_be_are_refused(text: str) -> None:
+    old = np.arange(64, dtype=np.uint8)
+    ((bucket, _),) = write_buckets(about(), [encode_tensor(about(), "w", "uint8", (64,), old, old)], 10**6)
+    found = {"dtype": '"dtype": "uint8"', "shape": '"shape": [64]', "length": '"length": 0'}[text.split('"')[1]]
+    header = bucket[8:].replace(found.encode(), text.encode())
+    assert header != bucket[8:]
+    with pytest.raises(DataLoss, match="cannot be read"):
+        read_bucket(len(header).to_bytes(8, "little") + header)
+
+
 def test_an_unknown_checksum_is_named() -> None:
     with pytest.raises(NotAvailable, match="--update-weight-delta-checksum must be one of xxh3-128, blake3, adler32"):
         find_checksum("crc32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -271,6 +272,12 @@ def _check_transport(s: TrainerSettings) -> None:
         for field, value in (("update_weight_mode", "delta"), ("update_weight_transport", "disk")):
             if getattr(s, field) != value:
                 _requires(s, "update_weight_local_checkpoint_dir", f"{flag_name(field)} {value}")
+        places = s.update_weight_local_checkpoint_dir, s.update_weight_disk_dir or ""
+        if len({os.path.realpath(place) for place in places}) == 1:
+            _conflict(
+                s, "update_weight_local_checkpoint_dir", "update_weight_disk_dir",
+                "they must be two directories: each removes the versions in its own",
+            )  # fmt: skip
 
 
 def _check_batch_sizes(s: TrainerSettings) -> None:

@@ -63,14 +63,18 @@ class DeltaTransport(WeightTransport):
         if not engines:
             return 0
         sent, refused, base = 0, dict[str, EngineError](), self._snapshot.version
-        holders = [engine for engine in engines if engine.weight_version == base]
+        # A version that is sent again may have other weights than it had: who holds it is not known by its number.
+        holders = [engine for engine in engines if engine.weight_version == base != version]
         if holders and base is not None:
             about = VersionDelta(version, base, self._lineage, self._encoding, self._checksum)
             buckets = write_buckets(about, self._snapshot.deltas(about, weights), self._bucket_bytes)
             sent, refused = self._carrier.send_delta(holders, about, buckets)
             self._metrics["perf/update_weights_changed"] = self._snapshot.changed / max(1, self._snapshot.elements)
         else:
-            self._snapshot.take(version, weights)
+            self._metrics.pop("perf/update_weights_changed", None)
+            if not self._snapshot.take(version, weights):
+                # A version of a lineage has one content, whatever failed before.
+                self._lineage = uuid.uuid4().hex
         for error in refused.values():
             log.warning("all weights are sent in place of a delta: %s", error)
         others = [engine for engine in engines if engine not in holders or engine.name in refused]

@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -19,12 +19,12 @@ from slime.trainer.checkpoints.hf_directory import WRITER
 from slime.trainer.weight_sync.base import Weights
 from slime.trainer.weight_sync.delta import Buckets, DeltaCarrier
 from slime.trainer.weight_sync.ipc import encoded
-from slime.trainer.weight_sync.requests import EngineRequests
+from slime.trainer.weight_sync.requests import EngineRequests, wait_for
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
 from slime.types.directories import clear_leftovers, path_errors, remove_directory, whole_directory
 from slime.types.errors import EngineError, NotAvailable
-from slime.types.weight_deltas import PULL
+from slime.types.weight_deltas import PULL, checkpoint_name
 from slime.types.weight_deltas.buckets import VersionDelta, write_index
 
 FIELD = "--update-weight-disk-dir"
@@ -47,14 +47,18 @@ class TensorCarrier(DeltaCarrier):
     ) -> tuple[int, dict[str, EngineError]]:
         sent, refused = 0, dict[str, EngineError]()
         under_way: tuple[list[Engine], list[Future[Any]]] = [], []
-        for number, (bucket, last) in enumerate(buckets):
-            # The next bucket was encoded while the engines applied this one.
-            refused |= refusals(*under_way)
-            query = urlencode({"weight_version": about.version, "last": str(last).lower(), "delta": "true"})
-            path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {_describe(about)}"
-            left = [engine for engine in engines if engine.name not in refused]
-            under_way = left, self._requests.start_each(left, path, bucket, what)
-            sent += len(bucket)
+        try:
+            for number, (bucket, last) in enumerate(buckets):
+                # The next bucket was encoded while the engines applied this one.
+                refused |= refusals(*under_way)
+                query = urlencode({"weight_version": about.version, "last": str(last).lower(), "delta": "true"})
+                path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {_describe(about)}"
+                left = [engine for engine in engines if engine.name not in refused]
+                under_way = left, self._requests.start_each(left, path, bucket, what)
+                sent += len(bucket)
+        finally:
+            # No bucket of an update that fails may arrive in the next one.
+            wait(under_way[1])
         return sent, refused | refusals(*under_way)
 
     def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
@@ -138,14 +142,13 @@ class DiskCarrier(DeltaCarrier):
         places = {engine.name: str(path) for engine in engines}
         if with_checkpoint:
             assert self._local is not None
-            local = f"{self._local}/weight_v{version:06d}"
+            local = f"{self._local}/{checkpoint_name(version, lineage)}"
             order = {"source": str(path), "directory": self._local, "version": version, "lineage": lineage}
             # It cannot fail, for that would end the engine; where it has not succeeded, `local` does not exist.
             pulls = [
                 self._requests.start(e, "/update_weights_from_tensor", _pull(e, order), what) for e in with_checkpoint
             ]
-            for answer in pulls:
-                answer.result()
+            wait_for(pulls)
             places |= {engine.name: local for engine in with_checkpoint}
         bodies = [_disk_body(places[engine.name], version) for engine in engines]
         answers = [
@@ -161,6 +164,7 @@ class DiskCarrier(DeltaCarrier):
 def refusals(engines: Sequence[Engine], answers: Sequence[Any]) -> dict[str, EngineError]:
     """Waits for the answers. Raises every other error than the refusal of a delta."""
     refused: dict[str, EngineError] = {}
+    wait(answers)
     for engine, answer in zip(engines, answers, strict=True):
         try:
             answer.result()

@@ -31,11 +31,22 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(data.nbytes for _, _, data in self._held.values())
 
-    def take(self, version: int, weights: Weights) -> None:
-        """Replaces all of it."""
-        self.version = None
-        self._held = {name: (*_about(tensor), _bytes(tensor).copy()) for name, tensor in weights}
+    def take(self, version: int, weights: Weights) -> bool:
+        """Replaces all of it, in the memory that it has; returns whether the same version with the same weights was
+        here."""
+        same, self.version = version == self.version, None
+        earlier, self._held = self._held, {}
+        for name, tensor in weights:
+            about, new = _about(tensor), _bytes(tensor)
+            dtype, shape, data = earlier.pop(name, (*about, None))
+            if data is None or (dtype, shape) != about:
+                data, same = new.copy(), False
+            else:
+                same = same and np.array_equal(data, new)
+                np.copyto(data, new)
+            self._held[name] = (*about, data)
         self.version = version
+        return same and not earlier
 
     def deltas(self, about: VersionDelta, weights: Weights) -> Iterator[TensorDelta]:
         """Yields the change of each tensor while it takes the weights; the version counts once all are through."""

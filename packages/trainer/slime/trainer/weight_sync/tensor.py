@@ -8,7 +8,7 @@ next, which is made meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,14 +35,18 @@ class TensorTransport(WeightTransport):
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
         sent, under_way = 0, list[Future[Any]]()
-        for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
-            query = urlencode({"weight_version": version, "last": str(last).lower()})
-            what = describe(number, bucket, version)
-            body = save(bucket)
-            bucket.clear()
-            wait_for(under_way)
-            under_way = self._requests.start_each(engines, f"/update_weights_from_tensor?{query}", body, what)
-            sent += len(body)
+        try:
+            for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
+                query = urlencode({"weight_version": version, "last": str(last).lower()})
+                what = describe(number, bucket, version)
+                body = save(bucket)
+                bucket.clear()
+                wait_for(under_way)
+                under_way = self._requests.start_each(engines, f"/update_weights_from_tensor?{query}", body, what)
+                sent += len(body)
+        finally:
+            # No bucket of an update that fails may arrive in the next one.
+            wait(under_way)
         wait_for(under_way)
         return sent
 

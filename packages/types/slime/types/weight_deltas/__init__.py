@@ -5,3 +5,8 @@ The trainer encodes, engines apply; needs the extra `slime-types[deltas]`.
 
 # The function that SGLang's processes run, as a weight loader, to bring the checkpoint on their host up to date.
 PULL = "slime.rollout.engines.sglang.local_checkpoint.pull_weights"
+
+
+def checkpoint_name(version: int, lineage: str) -> str:
+    """Returns the name of a version's directory on the host of SGLang engines, which no other run's version has."""
+    return f"weight_v{version:06d}-{lineage}"

@@ -135,10 +135,12 @@ def read_bucket(data: bytes) -> tuple[VersionDelta, list[TensorDelta]]:
                 raise ValueError(f"{row['name']} ends at byte {end} of {len(data)}")
             change = Change(str(row["form"]), int(row["changed"]), int(row["gap_bytes"]), data[start:end])
             shape = tuple(int(size) for size in row["shape"])
+            if row["dtype"] not in ITEM_BYTES:
+                raise ValueError(f"{row['name']} has dtype {row['dtype']!r}, expected one of {', '.join(ITEM_BYTES)}")
             tensors.append(TensorDelta(str(row["name"]), str(row["dtype"]), shape, str(row["checksum"]), change))
             start = end
         about = _about(header)
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise DataLoss(f"a bucket of a weight delta cannot be read: {error}", field="body") from error
     return about, tensors
 

@@ -1,8 +1,11 @@
 """The checkpoint on the host of SGLang engines that --update-weight-mode delta brings up to date.
 
     --update-weight-local-checkpoint-dir/
-        weight_v000007/            a Hugging Face directory of that version; its mark names the trainer process
-        .weight_v000006.updating   while a delta is written into it; nothing loads it, the next whole update removes it
+        weight_v000007-LINEAGE/            a Hugging Face directory of that version of a trainer process
+        .weight_v000006-LINEAGE.updating   while a delta is written into it; nothing loads it, the next whole update
+                                           removes it
+
+LINEAGE is in the name, too, so that no engine loads what another run left or writes there.
 
 SGLang loads whole directories. Its processes run `pull_weights` first, which copies a published directory, or writes a
 published delta into the files that are here and gives their directory the new name.
@@ -24,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_directory, whole_directory
-from slime.types.errors import DataLoss, InvalidFile, WrongState
+from slime.types.errors import DataLoss, InvalidFile, MissingFile, WrongState
+from slime.types.weight_deltas import checkpoint_name
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, read_index
 
 FIELD = "--update-weight-local-checkpoint-dir"
@@ -58,7 +62,7 @@ def pull(source: str, directory: str, version: int, lineage: str) -> Path:
     DataLoss where weights are not the trainer's after it, and what `WholeDirectory` does.
     """
     root = Path(directory)
-    target = root / f"weight_v{version:06d}"
+    target = root / checkpoint_name(version, lineage)
     with _alone(root):
         if _lineage(target) == lineage:
             return target
@@ -88,19 +92,22 @@ def _lineage(path: Path) -> str | None:
 
 
 def _copy(source: Path, target: Path, lineage: str) -> None:
+    mark = read_mark(source)
+    if mark is None:
+        # Removed, for the trainer waits no longer.
+        raise MissingFile(f"{source} is no whole directory that slime wrote", field="source", value=str(source))
     clear_leftovers(target.parent)
     for old in [*target.parent.glob("weight_v*"), *target.parent.glob(".weight_v*.updating")]:
         if old.is_dir() and read_mark(old) is not None:
             remove_directory(old, field=FIELD)
     with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
-        mark = read_mark(source)
-        for name in mark["files"] if mark else []:
+        for name in mark["files"]:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, partial / name)
 
 
 def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]) -> None:
-    base = root / f"weight_v{about.base_version:06d}"
+    base = root / checkpoint_name(about.base_version, about.lineage)
     if _lineage(base) != about.lineage:
         raise WrongState(
             f"{FIELD}: {base} is not there, or of another run: weight version {about.version} is a delta of it",

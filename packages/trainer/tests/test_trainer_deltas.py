@@ -1,0 +1,91 @@
+"""The snapshot that deltas are made of, and requests that do not outlast their update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from slime.trainer.weight_sync.base import Weights
+from slime.trainer.weight_sync.delta_carriers import TensorCarrier
+from slime.trainer.weight_sync.snapshot import Snapshot
+from slime.trainer.weight_sync.tensor import TensorTransport
+from slime.types.clients import Engine
+from slime.types.errors import EngineError
+from slime.types.weight_deltas.buckets import VersionDelta
+
+
+def weights(value: float, size: int = 4) -> Weights:
+    yield "a", torch.full((size,), value)
+    yield "b", torch.full((2, 3), value, dtype=torch.bfloat16)
+
+
+def test_a_snapshot_is_taken_in_the_memory_that_it_has() -> None:
+    held = Snapshot()
+    assert not held.take(1, weights(1.0))
+    before = {name: tensor.data_ptr() for name, tensor in held.weights()}
+    assert held.take(1, weights(1.0)), "nothing is other than it was"
+    assert not held.take(1, weights(2.0)) and not held.take(2, weights(2.0))
+    assert {name: tensor.data_ptr() for name, tensor in held.weights()} == before
+    assert all(
+        torch.equal(tensor, wanted) for (_, tensor), (_, wanted) in zip(held.weights(), weights(2.0), strict=True)
+    )
+    assert not held.take(2, weights(2.0, size=5)) and held.nbytes == 5 * 4 + 6 * 2
+    assert not held.take(2, iter(list(weights(2.0, size=5))[:1])) and held.nbytes == 5 * 4
+
+
+class SlowEngine:
+    """Answers 200 to a bucket once `go` is set, and counts its answers."""
+
+    def __init__(self) -> None:
+        self.go, self.arrived, self.answers = threading.Event(), threading.Event(), 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                outer.arrived.set()
+                outer.go.wait(20)
+                outer.answers += 1
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowEngine]:
+    engine = SlowEngine()
+    yield engine
+    engine.go.set()
+    engine.server.shutdown()
+    engine.server.server_close()
+
+
+@pytest.mark.parametrize("deltas", [True, False])
+def test_an_update_that_fails_ends_with_its_requests(slow: SlowEngine, deltas: bool) -> None:
+    engine = Engine("e", slow.url, "embedded", True, 0, weight_transports=("tensor",))
+
+    def fails(items: list[Any]) -> Iterator[Any]:
+        yield from items
+        assert slow.arrived.wait(20)
+        threading.Timer(0.2, slow.go.set).start()
+        raise EngineError("a rank is gone")
+
+    with pytest.raises(EngineError, match="a rank is gone"):
+        if deltas:
+            about = VersionDelta(2, 1, "a", "xor", "xxh3-128")
+            TensorCarrier(1, 20).send_delta([engine], about, fails([(b"bucket", False)]))
+        else:
+            TensorTransport(1, 20).send([engine], 2, fails(list(weights(1.0))))
+    assert slow.answers == 1
