@@ -8,6 +8,7 @@ digit makes it raise.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import socket
@@ -107,6 +108,43 @@ class RecordedServer(Server):
 def observation(shown: int, reward: float, done: bool) -> dict[str, Any]:
     data = {"observation": {"metadata": {}, "digit": str(shown)}, "reward": reward, "done": done}
     return {"type": "observation", "data": data}
+
+
+class BrokenServer(Server):
+    """Answers a reset, and after it, or after a step, says what it is told to. reads: whether it goes on reading."""
+
+    def __init__(self, after_reset: list[str], after_step: list[str], *, reads: bool = True) -> None:
+        self.after_reset, self.after_step, self.reads = after_reset, after_step, reads
+        super().__init__(rooms=1)
+
+    async def _start(self) -> Callable[[], Coroutine[Any, Any, None]]:
+        self._over = asyncio.Event()
+        app = web.Application()
+        app.router.add_get("/ws", self._serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.SockSite(runner, self._listener).start()
+
+        async def stop() -> None:
+            self._over.set()
+            await runner.cleanup()
+
+        return stop
+
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        ws = web.WebSocketResponse()
+        await ws.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            async for message in ws:
+                if json.loads(message.data)["type"] == "reset":
+                    for text in [json.dumps(observation(1, 0.0, False)), *self.after_reset]:
+                        await ws.send_str(text)
+                    if not self.reads:
+                        await self._over.wait()
+                else:
+                    for text in self.after_step:
+                        await ws.send_str(text)
+        return ws
 
 
 class PackageServer(Server):

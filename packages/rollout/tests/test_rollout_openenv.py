@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_openenv_servers import PackageServer, RecordedServer, Server
+from rollout_openenv_servers import BrokenServer, PackageServer, RecordedServer, Server, observation
 
 from slime.rollout.adapters import openenv
 from slime.rollout.adapters.gym import prompts
@@ -166,3 +167,99 @@ def test_a_server_that_is_not_there_or_goes_away_is_named() -> None:
     asyncio.run(main())
     with pytest.raises(InvalidSetting, match="must be http://HOST:PORT, got 'digits:80'"):
         OpenEnv("digits:80", action="text", observation="digit")
+
+
+def answer(**data: Any) -> str:
+    return json.dumps({"type": "observation", "data": {"observation": {"digit": "2"}, "done": False} | data})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<html>", "answered a step with <html>"),
+        ("[" * 100_000, "answered a step with [[[["),
+        ("[1]", "answered a step with .1."),
+        (answer(observation="digit"), "answered a step with"),
+        (answer(reward=float("nan")), "reward nan, expected a finite number"),
+        (answer(reward=10**400), "reward 1000"),
+        (answer(reward="much"), "reward 'much', expected"),
+        (answer(reward=[1.0]), "reward .1.0., expected"),
+    ],
+    ids=["html", "deep", "list", "text", "nan", "huge", "word", "numbers"],
+)
+def test_an_answer_that_is_none_is_named(text: str, words: str) -> None:
+    server = BrokenServer([], [text])
+
+    async def main() -> None:
+        env = make(server)
+        await env.reset()
+        with pytest.raises(RemoteError, match=words if "[[" not in words else None) as error:
+            await env.step("2")
+        assert len(str(error.value)) < 500
+        await env.close()
+
+    asyncio.run(main())
+    server.stop()
+
+
+def test_a_long_error_of_a_server_is_cut() -> None:
+    data = {"message": "x" * 10_000, "code": "EXECUTION_ERROR"}
+    server = BrokenServer([], [json.dumps({"type": "error", "data": data})])
+
+    async def main() -> None:
+        env = make(server)
+        await env.reset()
+        assert len((await env.step("2"))[4]["error"]) < 2_000
+        await env.close()
+
+    asyncio.run(main())
+    server.stop()
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "answered a step before it was asked"), (100, "ended the session")])
+def test_answers_that_nobody_asked_for_are_no_answers(number: int, words: str) -> None:
+    """Each would be taken for that to the next action, and they would fill the memory."""
+    server = BrokenServer([answer(reward=9.0)] * number, [json.dumps(observation(2, 1.0, False))])
+
+    async def main() -> None:
+        env = make(server)
+        with pytest.raises(RemoteError, match=words):
+            await env.reset()
+            async with asyncio.timeout(20):
+                while not env._answers.qsize():
+                    await asyncio.sleep(0.01)
+            while True:
+                await env.step("2")
+        assert env._answers.qsize() <= openenv.MOST_WAITING
+        await env.close()
+
+    asyncio.run(main())
+    server.stop()
+
+
+def test_a_server_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "CLOSE_SECONDS", 0.2)
+    server = BrokenServer([], [], reads=False)
+
+    async def main() -> None:
+        env = make(server, step_seconds=0.5)
+        await env.reset()
+        async with asyncio.timeout(20):
+            with pytest.raises(RemoteError, match=r"did not answer a step in 0.5 s"):
+                await env.step("2" * (64 << 20))
+            await env.close()
+
+    asyncio.run(main())
+    server.stop()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_named_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        env = OpenEnv(f"http://127.0.0.1:{listener.getsockname()[1]}", action="t", observation="o", step_seconds=0.2)
+
+        async def main() -> None:
+            async with asyncio.timeout(20):
+                with pytest.raises(Unavailable, match=r"no OpenEnv server answers at .*/ws within 0.2 s"):
+                    await env.reset()
+
+        asyncio.run(main())

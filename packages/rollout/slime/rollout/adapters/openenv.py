@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 # A server has room for so many sessions; an episode waits for one this often.
 PAUSE_SECONDS = 0.5
 MOST_BYTES = 16 << 20
+# Messages that nobody has asked for: a server that is full sends an error at once. One that sends more is at fault.
+MOST_WAITING = 2
+CLOSE_SECONDS = 5.0
+MOST_REWARD = sys.float_info.max
 # The errors of a server about an action. The model has written it: its episode ends, and the run goes on.
 OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 
@@ -94,25 +99,35 @@ class OpenEnv:
         data = answer["data"]
         done = bool(data.get("done"))
         # The last observation is for nobody, and need not have the field.
-        return "" if done else self._text(data), float(data.get("reward") or 0.0), done, False, {}
+        return "" if done else self._text(data), self._reward(data), done, False, {}
 
     async def close(self) -> None:
         """Ends the session at the server. Harmless where there is none."""
-        if self._socket is not None and not self._socket.closed:
-            try:
-                await self._socket.send_str('{"type": "close"}')
-            except (ConnectionError, aiohttp.ClientError):
-                log.debug("the server had closed the session", exc_info=True)
-        if self._reader is not None:
-            self._reader.cancel()
-        if self._session is not None:
-            await self._session.close()
+        session, socket, reader = self._session, self._socket, self._reader
         self._session = self._socket = self._reader = None
+        try:
+            if socket is not None and not socket.closed:
+                # A server that reads nothing any more takes no farewell.
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await socket.send_str('{"type": "close"}')
+        except (ConnectionError, TimeoutError, aiohttp.ClientError):
+            log.debug("the server had closed the session", exc_info=True)
+        finally:
+            if reader is not None:
+                reader.cancel()
+            if session is not None:
+                await session.close()
 
     async def _connect(self) -> None:
         self._session = aiohttp.ClientSession(headers=self._headers)
         try:
-            self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES)
+            async with asyncio.timeout(self._step_seconds):
+                self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES)
+        except TimeoutError as error:
+            await self.close()
+            raise Unavailable(
+                f"no OpenEnv server answers at {self.url}/ws within {self._step_seconds:g} s", field="url"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             await self.close()
             raise Unavailable(f"no OpenEnv server answers at {self.url}/ws: {error}", field="url") from error
@@ -124,6 +139,13 @@ class OpenEnv:
         """Reads also while the model generates: a server ends a session whose pings nobody answers."""
         while True:
             message = await socket.receive()
+            if answers.qsize() >= MOST_WAITING:
+                log.warning("the OpenEnv server sends messages that nobody asked for: its session is closed")
+                while not answers.empty():
+                    answers.get_nowait()
+                answers.put_nowait(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSED, None, None))
+                await socket.close()
+                return
             answers.put_nowait(message)
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
@@ -133,11 +155,12 @@ class OpenEnv:
         if self._socket is None:
             raise InvalidField("episode", "none", "reset() before step()")
         what = message["type"]
+        unasked = self._answers.qsize() > 0
         try:
-            # A server that is full sends its error and closes before it reads anything.
-            if not self._socket.closed:
-                await self._socket.send_str(json.dumps(message))
             async with asyncio.timeout(self._step_seconds):
+                # A server that is full sends its error and closes before it reads anything.
+                if not self._socket.closed:
+                    await self._socket.send_str(json.dumps(message))
                 answer = await self._answers.get()
         except TimeoutError:
             raise RemoteError(
@@ -149,10 +172,28 @@ class OpenEnv:
             raise RemoteError(
                 f"the OpenEnv server {self.url} ended the session before it answered a {what}", field=what
             )
-        parsed = json.loads(answer.data)
-        if parsed.get("type") not in ("observation", "error") or not isinstance(parsed.get("data"), dict):
+        try:
+            parsed = json.loads(answer.data)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not _is_answer(parsed):
             raise RemoteError(f"the OpenEnv server {self.url} answered a {what} with {answer.data:.200}", field=what)
+        if unasked and parsed["type"] == "observation":
+            # Each answer would be taken for that to the next action.
+            raise RemoteError(f"the OpenEnv server {self.url} answered a {what} before it was asked", field=what)
         return parsed
+
+    def _reward(self, data: dict[str, Any]) -> float:
+        reward = data.get("reward")
+        if reward is None:
+            return 0.0
+        if not isinstance(reward, (int, float)) or not -MOST_REWARD <= reward <= MOST_REWARD:
+            got = f"{reward!r:.200}"
+            raise RemoteError(
+                f"the OpenEnv server {self.url} answered a step with the reward {got}, expected a finite number",
+                field="reward", value=got, expected="a finite number",
+            )  # fmt: skip
+        return float(reward)
 
     def _text(self, data: dict[str, Any]) -> str:
         seen = data.get("observation") or {}
@@ -167,7 +208,14 @@ class OpenEnv:
         return str(seen[self._observation])
 
 
+def _is_answer(parsed: Any) -> bool:
+    if not isinstance(parsed, dict) or parsed.get("type") not in ("observation", "error"):
+        return False
+    data = parsed.get("data")
+    return isinstance(data, dict) and isinstance(data.get("observation") or {}, dict)
+
+
 def _reason(answer: dict[str, Any]) -> str:
     data = answer["data"]
     details = f" {json.dumps(data['errors'], default=str):.300}" if data.get("errors") else ""
-    return f"{data.get('code', 'error')}: {data.get('message', '')}{details}"
+    return f"{data.get('code', 'error')!s:.100}: {data.get('message', '')!s:.1000}{details}"
