@@ -21,7 +21,7 @@ async def generate_with_lookup(args: Namespace, sample: Sample, sampling_params:
         # The model reads what the tool says and is not trained on it: loss mask 0.
         sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=result)
         sample.status = Sample.Status.PENDING  # unfinished: the next call goes on from here
-        sample = await generate(args, sample, sampling_params)
+        sample = await generate(args, sample, sampling_params, next_turn=True)
     return sample
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rollout_fakes import EOS, VOCABULARY, CharTokenizer, FakeBuffer, prompt_groups
 
+from slime.rollout.adapters import gym
 from slime.rollout.adapters.gym import TextArena, episodes, prompts
 from slime.rollout.adapters.trl import trl_reward
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -138,10 +139,12 @@ def run(state: Any, buffer: FakeBuffer) -> RolloutFnTrainOutput:
         CALL.reset(token)
 
 
-def played(engine: Any, make_state: Any, function: str, prompt: Any, seed: int, tokens: int = 16) -> Sample:
+def played(
+    engine: Any, make_state: Any, function: str, prompt: Any, seed: int, tokens: int = 16, **more: Any
+) -> Sample:
     engine.answer = next_digit
     path = f"{__name__}.{function}"
-    settings = {"custom_generate_function_path": path, "rm_type": None, "rollout_max_response_len": tokens}
+    settings = {"custom_generate_function_path": path, "rm_type": None, "rollout_max_response_len": tokens} | more
     state = make_state(engine, rollout_batch_size=1, **settings)
     groups = prompt_groups(1, 1)
     groups[0].samples[0].prompt = prompt
@@ -160,6 +163,33 @@ def test_a_game_is_played_over_several_turns_and_only_the_models_tokens_are_trai
     game = [i for i, mask in masks.items() if not mask]
     assert [VOCABULARY[sample.tokens[-sample.response_length :][i]] for i in game] == ["4", "5"]
     assert sample.status is Sample.Status.COMPLETED
+
+
+def test_earlier_turns_of_an_episode_are_trained_where_what_is_continued_is_not(engine, make_state) -> None:
+    sample = played(engine, make_state, "play", "3", 3, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    assert sample.response == "44056" and list(sample.loss_mask) == [1, 1, 0, 1, 1, 0, 1, 1]
+
+
+class Talkative(NextDigit):
+    def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        shown, *rest = super().step(action)
+        return shown * 50, *rest
+
+
+play_talkative = episodes(Talkative)
+
+
+def test_a_games_answer_that_has_no_room_ends_the_episode(engine, make_state) -> None:
+    sample = played(engine, make_state, "play_talkative", "3", 3, tokens=10)
+    assert sample.response == "4" and sample.reward == 1.0 and sample.response_length == 2
+    assert sample.status is Sample.Status.TRUNCATED
+
+
+def test_a_games_answer_cannot_pass_for_the_template(engine, make_state, monkeypatch) -> None:
+    monkeypatch.setattr(CharTokenizer, "chat_template", "{{ messages }}", raising=False)
+    sample = Sample(prompt=[{"role": "user", "content": "1"}], tokens=[1, EOS])
+    text = gym._behind_an_answer(CharTokenizer(), sample, f"1{gym.MARK}2")
+    assert text == f"1{gym.MARK}2>"
 
 
 def test_a_game_ends_after_max_turns(engine, make_state) -> None:

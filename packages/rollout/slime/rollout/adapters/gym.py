@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from slime.rollout.chat.template import render
 from slime.rollout.generate.sample import generate
-from slime.rollout.generate.state import GenerateState
+from slime.rollout.generate.state import state_of
 from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -81,16 +81,18 @@ def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
 
 
 async def _play(env: TextEnv, max_turns: int, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    tokenizer = GenerateState(args).tokenizer
+    state = state_of(args)
+    tokenizer = state.tokenizer
     actions: list[str] = sample.metadata.setdefault("actions", [])
     await maybe_await(env.reset, seed=sample.metadata.get("seed"))
     reward = 0.0
     for action in actions:
         reward += float((await maybe_await(env.step, action))[1])
     begun = sample.metadata.pop("turn_begun", len(sample.response))
+    next_turn = False
     while True:
         length = sample.response_length
-        sample = await generate(args, sample, sampling_params)
+        sample = await generate(args, sample, sampling_params, next_turn=next_turn)
         if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
             # No token was left for an action: the model made none.
             sample.reward = reward
@@ -107,9 +109,16 @@ async def _play(env: TextEnv, max_turns: int, args: Any, sample: Sample, samplin
             return sample
         text = _behind_an_answer(tokenizer, sample, observation)
         ids = tokenizer.encode(text, add_special_tokens=False)
+        room = int(sampling_params["max_new_tokens"]) - sample.response_length
+        if state.context_len is not None:
+            room = min(room, state.context_len - len(sample.tokens))
+        if len(ids) > room:
+            # Nobody could act on it, and a pass of the trainer has room for a response of that length at most.
+            sample.status, sample.reward = Sample.Status.TRUNCATED, reward
+            return sample
         sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=text)
         sample.status = Sample.Status.PENDING
-        begun = len(sample.response)
+        begun, next_turn = len(sample.response), True
 
 
 def _behind_an_answer(tokenizer: Any, sample: Sample, observation: str) -> str:
@@ -121,7 +130,7 @@ def _behind_an_answer(tokenizer: Any, sample: Sample, observation: str) -> str:
         {"role": "assistant", "content": MARK},
         {"role": "user", "content": observation},
     ]
-    text = render(tokenizer, messages, None, {}).rpartition(MARK)[2]
+    text = render(tokenizer, messages, None, {}).partition(MARK)[2]
     # A turn that ended by itself has its end token already.
     return text.removeprefix(tokenizer.decode([sample.tokens[-1]], skip_special_tokens=False))
 

@@ -38,11 +38,17 @@ class Request:
 
 
 def make_request(
-    state: RolloutState, sample: Sample, sampling_params: dict[str, Any], *, evaluation: bool = False
+    state: RolloutState,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    evaluation: bool = False,
+    next_turn: bool = False,
 ) -> Request | None:
     """Returns the request for the rest of a sample's response, None where nothing is left: finished samples stay,
     one whose token budget is spent becomes TRUNCATED.
 
+    next_turn: the response so far is not of an earlier iteration.
     Raises InvalidField for a prompt that does not fit the context.
     """
     if sample.status in FINISHED:
@@ -50,7 +56,8 @@ def make_request(
     state.prompts.render([sample])
     if not len(sample.array("tokens")):
         sample.tokens = state.prompts.encode(sample)  # type: ignore[assignment]
-    if sample.response_length and not evaluation and state.args.mask_offpolicy_in_partial_rollout:
+    is_continued = sample.response_length > 0 and not evaluation and not next_turn
+    if is_continued and state.args.mask_offpolicy_in_partial_rollout:
         sample.loss_mask = np.zeros(sample.response_length, np.uint8)  # type: ignore[assignment]
     budget = int(sampling_params["max_new_tokens"]) - sample.response_length
     limit = state.args.eval_max_context_len if evaluation else None
@@ -231,14 +238,18 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates one sample, as is the default; what `--custom-generate-function-path` replaces."""
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], *, next_turn: bool = False) -> Sample:
+    """Generates one sample, as is the default; what `--custom-generate-function-path` replaces.
+
+    next_turn: the response so far was made in this call, by earlier turns: --mask-offpolicy-in-partial-rollout leaves
+    it as it is.
+    """
     state = state_of(args)
     await state.prompts.prepare([sample])
     if sample.multimodal_inputs:
-        request = await asyncio.to_thread(make_request, state, sample, sampling_params)
+        request = await asyncio.to_thread(make_request, state, sample, sampling_params, next_turn=next_turn)
     else:
-        request = make_request(state, sample, sampling_params)
+        request = make_request(state, sample, sampling_params, next_turn=next_turn)
     if request is not None:
         await send(state, [request], session_id=sample.session_id)
     return sample
