@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from slime.trainer.weight_sync.base import Weights
 from slime.trainer.weight_sync.delta_carriers import TensorCarrier
+from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.snapshot import Snapshot
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
@@ -89,3 +91,16 @@ def test_an_update_that_fails_ends_with_its_requests(slow: SlowEngine, deltas: b
         else:
             TensorTransport(1, 20).send([engine], 2, fails(list(weights(1.0))))
     assert slow.answers == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_directory_that_no_engine_could_read_is_removed(tmp_path: Path, keep: bool) -> None:
+    def write(path: Path, weights: Weights) -> int:
+        path.mkdir()
+        return 0
+
+    # Nothing listens on port 0.
+    gone = Engine("e", "http://127.0.0.1:0", "embedded", True, 0, weight_transports=("disk",))
+    with pytest.raises(EngineError, match="rank 0 to engine e"):
+        DiskTransport(str(tmp_path), write, 5, keep_files=keep).send([gone], 2, weights(1.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000002"] * keep

@@ -35,9 +35,11 @@ class DiskTransport(WeightTransport):
         path = Path(os.path.realpath(self._directory)) / f"weight_v{version:06d}"
         size = self._write(path, weights)
         body = json.dumps({"model_path": str(path), "weight_version": str(version), "flush_cache": False}).encode()
-        self._requests.post(engines, "/update_weights_from_disk", body, JSON, path.name)
-        if not self._keep:
-            shutil.rmtree(path)
+        try:
+            self._requests.post(engines, "/update_weights_from_disk", body, JSON, path.name)
+        finally:
+            if not self._keep:
+                shutil.rmtree(path)
         return size
 
     def close(self) -> None:
