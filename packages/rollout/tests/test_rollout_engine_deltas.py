@@ -78,6 +78,19 @@ def test_a_type_that_the_model_cannot_hold_is_refused() -> None:
         held.load_delta(bucket, "4", last=True)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "float8_e4m3fn", "bool"])
+def test_types_that_say_nothing_of_the_bits_of_weights_are_refused(dtype: str) -> None:
+    held = weights()
+    # As int64, 0.4 is 0: nothing would differ from these, whatever the weights are.
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in held.tensors.items()}
+    of_zeros = weights()
+    of_zeros.write(zeros)
+    (bucket,) = delta(of_zeros, {}, dtype)
+    with pytest.raises(InvalidField, match="requires --update-weight-dtype float32"):
+        held.load_delta(bucket, "4", last=True)
+    assert held.version == "3" and held.writes == 0
+
+
 def test_sglang_is_started_with_the_function_that_brings_its_checkpoint_up_to_date() -> None:
     module, _, name = PULL.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))

@@ -75,7 +75,7 @@ class ModelWeights:
             found = "no such tensor" if target is None else f"shape {list(target.shape)}"
             raise InvalidField(delta.name, list(delta.shape), f"a tensor of this model: {found}")
         dtype = getattr(torch, delta.dtype)
-        if torch.promote_types(dtype, target.dtype) != target.dtype:
+        if dtype != target.dtype and not _is_wider(target.dtype, dtype):
             held = str(target.dtype).removeprefix("torch.")
             raise InvalidField(
                 "--update-weight-mode delta", delta.dtype, held,
@@ -138,6 +138,12 @@ class ModelWeights:
         self._seen = seen
         if last:
             self.version, self.incomplete, self._pending_version = version, False, None
+
+
+def _is_wider(held: torch.dtype, sent: torch.dtype) -> bool:
+    """Tells whether `held` has every value of `sent`, of the floating-point types that torch can compare."""
+    comparable = held.is_floating_point and sent.is_floating_point and min(held.itemsize, sent.itemsize) > 1
+    return comparable and torch.promote_types(sent, held) == held
 
 
 def _weight_files(directory: Path) -> list[Path]:
