@@ -62,6 +62,23 @@ def test_a_game_is_played_in_turns(run_example: Callable[..., str], steps_of: Ro
         assert sample["reward"] in (0.0, 1.0, -0.5) and len(re.findall(r"\d", sample["response"])) <= 4, sample
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "needed"),
+    [("verifiers_game", "verifiers", "MultiTurnEnv"), ("openenv_game", "openenv.core.env_server", "Environment")],
+)
+def test_a_game_of_another_library_is_played_in_turns(
+    run_example: Callable[..., str], steps_of: Rows, tmp_path: Path, name: str, module: str, needed: str
+) -> None:
+    if not hasattr(pytest.importorskip(module, reason=f"{module} is not installed"), needed):
+        pytest.skip(f"this release of {module} has no {needed}")
+    run_example(name, "out", "--num-rollout", "3", "--rollout-batch-size", "4")
+    assert len(steps_of(tmp_path / "out")) == 3
+    samples = samples_of(tmp_path / "out")
+    assert [sample for sample in samples if re.match(r"\d[<>]\d", sample["response"])]
+    for sample in samples:
+        assert sample["reward"] in (0.0, 1.0, -0.5) and len(re.findall(r"\d", sample["response"])) <= 4, sample
+
+
 @pytest.fixture(scope="module")
 def openai(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the client of OpenAI, which slime does not need."""

@@ -183,6 +183,14 @@ def test_an_environment_that_fails_costs_its_sample_alone(
     assert "no connection to the game" in sample.metadata["episode_error"]
 
 
+def test_an_empty_answer_is_scored_by_the_rubric(speaker: Speaker, play: Callable[..., list[Sample]]) -> None:
+    """Were it left out of the training, it would be a way out of a game that is lost."""
+    speaker.lines = ["5", ""]
+    (sample,) = play("again")
+    assert sample.status is Sample.Status.COMPLETED and sample.reward == 0.0
+    assert sample.loss_mask[-1] == 1 and sample.metadata["verifiers_metrics"]["turns"] == 1.0
+
+
 def test_what_cannot_work_is_refused_before_the_run() -> None:
     with pytest.raises(NotAvailable, match="SimpleNamespace is not supported yet: it is neither a vf.Environment nor"):
         episodes(SimpleNamespace)

@@ -24,6 +24,8 @@ Agent = Callable[..., Awaitable[float]]
 
 # The key of the metadata that holds a row of the environment's data set, or what finds its task.
 ROW = "verifiers"
+# Errors of an episode that are the model's doing: what the rubric makes of them is trained.
+OF_THE_MODEL = ("EmptyModelResponseError", "InvalidModelResponseError")
 
 
 def prompts(make: Callable[[], Any], path: Path, *, count: int | None = None, evaluation: bool = False) -> None:
@@ -87,8 +89,10 @@ class _Environment:
             # The run sets the sampling.
             adapted = clients.OpenAIChatCompletionsClient(client)
             output = await self._environment.run_rollout(row, adapted, model, {})
-        if output.get("error"):
-            raise _failure(output["error"])
+        error = output.get("error")
+        # Left out of the training, an empty answer would be a way out of a game that is lost.
+        if error and error.get("error") not in OF_THE_MODEL:
+            raise _failure(error)
         return output["reward"], output.get("metrics") or {}
 
 

@@ -1,0 +1,15 @@
+"""Writes a tiny untrained model and the first observations of 80 games. Usage: python make_inputs.py DIRECTORY"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from game import make  # pants: no-infer-dep
+
+from slime.launcher.quickstart.tiny_model import write_model
+from slime.rollout.adapters.gym import prompts
+
+directory = Path(sys.argv[1])
+write_model(directory / "model", characters="0123456789<>?", seed=0)
+prompts(make, range(80), directory / "prompts.jsonl", chat=False)
