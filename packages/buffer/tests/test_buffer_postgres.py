@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from slime.buffer.cli import main
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import postgres_session
+from slime.buffer.store.base import State
 from slime.buffer.waits import Caller
 from slime.types.clients import BufferClient
 from slime.types.codec import sample_from_proto, sample_to_proto
@@ -145,6 +149,65 @@ def test_a_password_in_the_url_is_refused_and_not_repeated(url, capsys):
     assert main(["serve", "--buffer-store", url, "--buffer-dir", "d"]) == 2
     shown = capsys.readouterr().err
     assert "--buffer-store must hold no password" in shown and "PGPASSWORD" in shown and "s3c" not in shown
+
+
+@pytest.mark.parametrize("parameter", ["oauth_client_secret", "scram_client_key", "%70assword"])
+def test_other_secrets_in_the_url_are_refused(parameter):
+    with pytest.raises(InvalidSetting, match="must hold no password"):
+        BufferSettings(buffer_store=f"postgresql://host/db?{parameter}=s3cret", buffer_dir="d")
+
+
+@pytest.mark.parametrize("url", ["host=h password=s3cret", "postgresql:/me:s3cret@host/db", "me:s3cret@host"])
+def test_what_is_no_url_is_not_repeated_with_its_password(url):
+    with pytest.raises(InvalidSetting, match="must be a URL postgresql://") as error:
+        BufferSettings(buffer_store=url, buffer_dir="d")
+    assert "s3cret" not in f"{error.value} {error.value.value}"
+
+
+def test_a_directory_is_that_of_a_database_or_has_a_state_of_its_own(settings, postgres, tmp_path):
+    """Each would move the samples of the other to lost+found."""
+    serve(BufferSettings(**settings)).stop()
+    with pytest.raises(InvalidSetting, match="keeps the samples of a --buffer-store"):
+        serve(BufferSettings(buffer_dir=settings["buffer_dir"]))
+    own = str(tmp_path / "own")
+    serve(BufferSettings(buffer_dir=own)).stop()
+    with pytest.raises(InvalidSetting, match="has the state.sqlite of a buffer without --buffer-store"):
+        serve(BufferSettings(buffer_store=postgres.new_store(), buffer_dir=own))
+    serve(BufferSettings(**settings)).stop()
+    serve(BufferSettings(buffer_dir=own)).stop()
+
+
+def test_a_database_is_not_served_with_an_empty_place_for_its_samples(settings, tmp_path):
+    """All of them would be taken for lost, and generated again."""
+    fill(settings)
+    for _ in range(2):
+        with pytest.raises(InvalidFile, match="not those of"):
+            serve(BufferSettings(**settings | {"buffer_dir": str(tmp_path / "mistyped")}))
+    with serve(BufferSettings(**settings)) as service:
+        assert service.buffer.store.count(State.COMPLETED) == 3
+
+
+def test_a_buffer_can_be_stopped_while_its_database_does_not_answer(settings, monkeypatch):
+    monkeypatch.setattr("slime.buffer.store.postgres.CLOSE_SECONDS", 0.2)
+    buffer = Buffer(BufferSettings(**settings))
+    store: Any = buffer.store
+    ((pid,),) = store._rows("SELECT pg_backend_pid()")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor() as threads:
+            call = threads.submit(store.count, State.READY)
+            while not store._session.connection.lock.locked():
+                time.sleep(0.01)
+            closing = threads.submit(buffer.close)
+            try:
+                closing.result(20)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            with pytest.raises(Unavailable, match="does not answer"):
+                call.result(20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,16 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> St
         else:
             assert path is not None
             payloads = FilePayloads(path / PAYLOADS, fsync=power)
+            has_state = (path / DATABASE).exists()
+            if settings.buffer_store is not None and has_state:
+                raise _used(path, f"has the {DATABASE} of a buffer without --buffer-store: name")
+            if (
+                settings.buffer_store is None
+                and not has_state
+                and payloads.owner() is not None
+                and not payloads.exist()
+            ):
+                raise _used(path, "keeps the samples of a --buffer-store: name that database, too, or")
         if settings.buffer_store is not None:
             store: Store = PostgresStore(
                 settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby
@@ -63,26 +73,34 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> St
                 path / DATABASE, synchronous="FULL" if power else "NORMAL", has_payloads=payloads.exist()
             )
         held.callback(store.close)
-        if settings.buffer_store is not None or settings.buffer_payloads is not None:
+        if settings.buffer_store is not None or settings.buffer_payloads is not None or store.get(STORE_ID) is not None:
             _check_owner(store, payloads)
         return Storage(store, payloads, held.pop_all())
 
 
+def _used(directory: Path, why: str) -> InvalidSetting:
+    # Each would take the samples of the other for those that a crash has left.
+    return InvalidSetting(
+        f"--buffer-dir {directory} {why} another directory", field="--buffer-dir", value=str(directory),
+        expected="a directory of its own",
+    )  # fmt: skip
+
+
 def _check_owner(store: Store, payloads: Payloads) -> None:
     """Raises InvalidFile where the payloads are those of another store."""
-    with store.transaction():
-        known = store.get(STORE_ID)
-        if known is None:
-            store.put(STORE_ID, known := uuid.uuid4().hex)
-    owner = payloads.owner()
-    if owner != known and payloads.exist():
+    known, owner = store.get(STORE_ID), payloads.owner()
+    if known is not None and owner == known:
+        return
+    if payloads.exist() or store.payload_names():
         raise InvalidFile(
             f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
-            "or name another place for the samples",
+            "or name another place for the samples, which is theirs or new as the database is",
             field="--buffer-store", value=store.name, expected="the database that the samples belong to",
         )  # fmt: skip
-    if owner != known:
-        payloads.claim(known)
+    if known is None:
+        with store.transaction():
+            store.put(STORE_ID, known := uuid.uuid4().hex)
+    payloads.claim(known)
 
 
 class Directory:

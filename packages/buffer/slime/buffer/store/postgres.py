@@ -25,6 +25,7 @@ from slime.types.errors import (
 META = "CREATE TABLE buffer_meta (version INTEGER NOT NULL, epoch INTEGER NOT NULL, server TEXT)"
 TYPES = {"INTEGER": "BIGINT", "BLOB": "BYTEA", "REAL": "DOUBLE PRECISION", "TEXT": 'TEXT COLLATE "C"'}
 DISK_FULL = "53100"
+CLOSE_SECONDS = 10.0
 
 
 class PostgresStore(SqlStore):
@@ -205,8 +206,14 @@ class PostgresStore(SqlStore):
 
     def close(self) -> None:
         self._session.close()
-        with self.lock:
+        if not self.lock.acquire(timeout=CLOSE_SECONDS):
+            # A call waits for a database that is there and does not answer.
+            self._session.cut()
+            self.lock.acquire()
+        try:
             self._session.connection.close()
+        finally:
+            self.lock.release()
 
 
 @cache

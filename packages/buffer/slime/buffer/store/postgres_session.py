@@ -226,6 +226,11 @@ class PostgresSession:
     def close(self) -> None:
         self._closing.set()
 
+    def cut(self) -> None:
+        """Ends the connection under a call that waits for an answer, from another thread."""
+        with suppress(OSError, self.psycopg.Error), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
+
     def unusable(self, error: Exception) -> SlimeError:
         state = getattr(error, "sqlstate", None)
         # An error while connecting has no state.

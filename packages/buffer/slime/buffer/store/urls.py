@@ -16,7 +16,7 @@ ELSEWHERE = {
     STORE: "PGPASSWORD, ~/.pgpass (PGPASSFILE) or ~/.pg_service.conf",
     PAYLOADS: "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or the role of the machine",
 }
-SECRETS = ("password", "sslpassword")
+SECRETS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key")
 
 
 def check_url(flag: str, url: str) -> None:
@@ -32,4 +32,6 @@ def check_url(flag: str, url: str) -> None:
         )  # fmt: skip
     schemes, form = FORMS[flag]
     if scheme not in schemes or flag == PAYLOADS and (not place.strip("/") or query):
-        raise InvalidSetting.must_be(flag, f"a URL {form}", got=url)
+        # In another form, what follows may hold a password that was not found above.
+        got = url if not set("@=") & set(url) else "another form"
+        raise InvalidSetting.must_be(flag, f"a URL {form}", got=got)
