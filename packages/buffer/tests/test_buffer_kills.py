@@ -75,7 +75,7 @@ def test_a_database_that_is_killed_in_the_middle_of_transactions_loses_nothing(
                 database.kill()
                 database.start()
 
-        train_everything(address, 48, kill, every=3)
+        train_everything(address, 32, kill, every=3)
         assert process.poll() is None
 
 
