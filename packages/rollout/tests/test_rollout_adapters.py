@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rollout_fakes import EOS, VOCABULARY, CharTokenizer, FakeBuffer, prompt_groups
 
-from slime.rollout.adapters import gym
+from slime.rollout.adapters import gym, verifiers
 from slime.rollout.adapters.gym import TextArena, episodes, prompts
 from slime.rollout.adapters.trl import trl_reward
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -244,6 +244,21 @@ def test_first_observations_are_prompt_data(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     assert rows[1] == {"input": [{"role": "user", "content": "1"}], "metadata": {"seed": 1}}
     assert json.loads((tmp_path / "text.jsonl").read_text())["input"] == "5"
+
+
+def test_prompt_data_that_could_not_be_made_whole_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    with pytest.raises(ValueError, match="no seed"):
+        prompts(NextDigit, [1, "no seed"], path)  # type: ignore[list-item]
+    rows: list[dict[str, Any]] = [{"prompt": "2 - 2?", "answer": 0}, {"prompt": "0 / 0?", "answer": float("nan")}]
+    environment = SimpleNamespace(
+        requires_group_rollouts=False, run_rollout=None, get_dataset=lambda n: rows if n < 0 else rows[:n]
+    )
+    with pytest.raises(InvalidField, match="row 1: .*a row that JSON can hold"):
+        verifiers.prompts(lambda: environment, path)
+    assert not list(tmp_path.iterdir())
+    verifiers.prompts(lambda: environment, path, count=1)
+    assert json.loads(path.read_text())["label"] == "0"
 
 
 def test_games_of_textarena_have_the_interface_of_gymnasium() -> None:

@@ -24,6 +24,7 @@ from slime.rollout.generate.state import state_of
 from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.files import write_whole
 
 # Stands for an answer where the text behind one is looked for; no template changes letters.
 MARK = "zqxanswerzqx"
@@ -42,12 +43,14 @@ Generate = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample]]
 
 def prompts(make: Callable[[], TextEnv], seeds: Iterable[int], path: Path, *, chat: bool = True) -> None:
     """Writes a row for each seed: its first observation, as a message of the user or as text, and its seed."""
-    with path.open("w", encoding="utf-8") as file, ThreadPoolExecutor(1) as thread:
+    lines = []
+    with ThreadPoolExecutor(1) as thread:
         for seed in seeds:
             # A notebook has an event loop of its own.
             observation = thread.submit(asyncio.run, _first(make(), seed)).result()
             prompt = [{"role": "user", "content": observation}] if chat else observation
-            file.write(json.dumps({"input": prompt, "metadata": {"seed": seed}}) + "\n")
+            lines.append(json.dumps({"input": prompt, "metadata": {"seed": seed}}) + "\n")
+    write_whole(path, "".join(lines))
 
 
 async def _first(env: TextEnv, seed: int) -> str:

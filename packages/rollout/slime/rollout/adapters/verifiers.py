@@ -19,6 +19,7 @@ from typing import Any
 
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, RemoteError, counted
+from slime.types.files import write_whole
 
 Agent = Callable[..., Awaitable[float]]
 
@@ -35,12 +36,13 @@ def prompts(make: Callable[[], Any], path: Path, *, count: int | None = None, ev
     evaluation set, which is a task set of its own there.
     """
     player = _player(_made(make))
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(player.rows(count, evaluation)):
-            try:
-                file.write(json.dumps(row) + "\n")
-            except (TypeError, ValueError) as error:
-                raise InvalidField(f"row {number}", error, "a row that JSON can hold") from error
+    lines = []
+    for number, row in enumerate(player.rows(count, evaluation)):
+        try:
+            lines.append(json.dumps(row, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise InvalidField(f"row {number}", error, "a row that JSON can hold") from error
+    write_whole(path, "".join(lines))
 
 
 def episodes(make: Callable[[], Any]) -> Agent:
@@ -79,7 +81,7 @@ class _Environment:
     def rows(self, count: int | None, evaluation: bool) -> Iterator[dict[str, Any]]:
         read = self._environment.get_eval_dataset if evaluation else self._environment.get_dataset
         for row in read(n=-1 if count is None else count):
-            yield {"input": row["prompt"], "label": str(row.get("answer") or ""), "metadata": {ROW: row}}
+            yield {"input": row["prompt"], "label": _label(row), "metadata": {ROW: row}}
 
     async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
         openai = importlib.import_module("openai")
@@ -122,7 +124,7 @@ class _Env:
             data = task.data.model_dump(mode="json")
             prompt = data["prompt"] or data["system_prompt"] or task.key
             found = {"idx": data["idx"], "key": task.key}
-            yield {"input": prompt, "label": str(data.get("answer") or ""), "metadata": {ROW: found}}
+            yield {"input": prompt, "label": _label(data), "metadata": {ROW: found}}
 
     async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
         v1 = importlib.import_module("verifiers.v1")
@@ -145,6 +147,11 @@ class _Env:
         if task is None or task.key != row["key"]:
             raise InvalidField(f"metadata.{ROW}", row, "a task of this environment: write its prompts again")
         return task
+
+
+def _label(row: dict[str, Any]) -> str:
+    answer = row.get("answer")
+    return "" if answer is None else str(answer)
 
 
 def _made(make: Callable[[], Any]) -> Any:
