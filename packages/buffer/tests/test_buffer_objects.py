@@ -127,7 +127,7 @@ def test_a_bucket_or_credentials_that_are_not_there_are_an_error_at_once(setting
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(InvalidSetting, match="Unable to locate credentials"):
+    with pytest.raises(InvalidSetting, match="Unable to locate credentials; .* AWS_ACCESS_KEY_ID"):
         serve(BufferSettings(**settings))
 
 

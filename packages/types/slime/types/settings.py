@@ -134,7 +134,8 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf$)")
 
     def error(self, message: str) -> NoReturn:
-        raise _worded(message)
+        names = ((name, a.help) for a in self._actions for name in (*a.option_strings, a.metavar or a.dest))
+        raise _worded(message, dict(names))
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         self.spelled = {}
@@ -169,10 +170,10 @@ def command_list(commands: Mapping[str, str]) -> str:
     return "\n".join(["commands:", *(f"  {name:<{width}}{about}" for name, about in commands.items())])
 
 
-def _worded(message: str) -> InvalidSetting:
+def _worded(message: str, helps: Mapping[Any, str | None]) -> InvalidSetting:
     """Returns the error for a message of argparse, in the words of other errors."""
     if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):
-        return InvalidSetting.required(missing[1])
+        return InvalidSetting.required(missing[1], helps.get(missing[1].split("/")[0]) or "")
     if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
         return InvalidSetting.required(missing[1].replace(" ", " or "))
     named = re.match(r"argument (--[\w-]+|\w+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)

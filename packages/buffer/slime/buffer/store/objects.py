@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.buffer.store.base import Payloads
 from slime.buffer.store.blobs import payload_name
-from slime.buffer.store.urls import PAYLOADS
+from slime.buffer.store.urls import ELSEWHERE, PAYLOADS
 from slime.types.errors import DataLoss, InvalidSetting, NotAvailable, OutOfSpace, Unavailable
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,11 @@ class ObjectPayloads(Payloads):
             self._client: Any = boto3.session.Session().client("s3", config=botocore.config.Config(**OPTIONS))
             self._client.head_bucket(Bucket=self._bucket)
         except self._failures as error:
-            expected = "a bucket that exists and that these credentials may use"
-            raise InvalidSetting(f"{PAYLOADS} {url}: {error}", field=PAYLOADS, value=url, expected=expected) from error
+            expected = "a bucket that exists and credentials that may use it"
+            raise InvalidSetting(
+                f"{PAYLOADS} {url}: {error}; give {expected}, which come from {ELSEWHERE[PAYLOADS]}",
+                field=PAYLOADS, value=url, expected=expected,
+            ) from error  # fmt: skip
 
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
         name = payload_name(group_index)

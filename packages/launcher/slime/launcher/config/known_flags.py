@@ -76,6 +76,7 @@ ELSEWHERE: dict[str, str] = {
     "reward-funcs": "--custom-rm-path FILE.py:FUNCTION",
     "algorithm": "--advantage-estimator NAME",
     "resume": "--load DIR",
+    "standby": "--buffer-store URL and start the run again; only `slime-buffer serve` has a standby",
     "resume-from-checkpoint": "--load DIR",
 }
 LORA = "LoRA is not implemented: every weight is trained"
