@@ -170,7 +170,7 @@ def _remove_scratch(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         is_ours = os.fstat(handle).st_uid == os.geteuid()
-        if is_ours and (path / SCRATCH_MARK).read_text() == socket.gethostname() and _lock(handle):
+        if is_ours and (path / SCRATCH_MARK).read_bytes() == socket.gethostname().encode() and _lock(handle):
             _empty_scratch(path)
     finally:
         os.close(handle)

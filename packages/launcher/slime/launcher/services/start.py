@@ -108,7 +108,7 @@ class _Start:
     @cached_property
     def _hidden_size(self) -> int:
         model = read_model_config(self.config.trainer.hf_checkpoint)
-        return int((model.get("text_config") or model).get("hidden_size", LEAST_HIDDEN_SIZE))
+        return int((model.get("text_config") or model).get("hidden_size") or LEAST_HIDDEN_SIZE)
 
     def start(self) -> StartedServices:
         config, placement, supervisor, rpc = self.config, self.placement, self.supervisor, self.rpc
