@@ -16,7 +16,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from slime.rollout.chat.template import render
 from slime.rollout.generate.sample import generate
@@ -38,10 +38,19 @@ class TextEnv(Protocol):
     def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
 
 
+class AsyncTextEnv(Protocol):
+    """A game that waits for its answers, those of a server say."""
+
+    async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]: ...
+
+    async def step(self, action: str, /) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
+
+
+Game: TypeAlias = TextEnv | AsyncTextEnv
 Generate = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample]]
 
 
-def prompts(make: Callable[[], TextEnv], seeds: Iterable[int], path: Path, *, chat: bool = True) -> None:
+def prompts(make: Callable[[], Game], seeds: Iterable[int], path: Path, *, chat: bool = True) -> None:
     """Writes a row for each seed: its first observation, as a message of the user or as text, and its seed."""
     lines = []
     with ThreadPoolExecutor(1) as thread:
@@ -53,20 +62,20 @@ def prompts(make: Callable[[], TextEnv], seeds: Iterable[int], path: Path, *, ch
     write_whole(path, "".join(lines))
 
 
-async def _first(env: TextEnv, seed: int) -> str:
+async def _first(env: Game, seed: int) -> str:
     try:
         return str((await maybe_await(env.reset, seed=seed))[0])
     finally:
         await _close(env)
 
 
-async def _close(env: TextEnv) -> None:
+async def _close(env: Game) -> None:
     close = getattr(env, "close", None)
     if close is not None:
         await maybe_await(close)
 
 
-def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
+def episodes(make: Callable[[], Game], *, max_turns: int = 16) -> Generate:
     """Returns a generate function that plays an episode of `make()` for each sample.
 
     An episode ends where the game says so, after `max_turns`, or where the sample has no tokens left. One that the run
@@ -83,7 +92,7 @@ def episodes(make: Callable[[], TextEnv], *, max_turns: int = 16) -> Generate:
     return play
 
 
-async def _play(env: TextEnv, max_turns: int, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def _play(env: Game, max_turns: int, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     state = state_of(args)
     tokenizer = state.tokenizer
     actions: list[str] = sample.metadata.setdefault("actions", [])
