@@ -199,6 +199,11 @@ def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
 
 def _check_deltas(args: Mapping[str, Any]) -> None:
     """Refuses deltas that SGLang engines cannot take; for engines that are chosen later the trainer does."""
+    if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
+        raise InvalidSetting.conflict(
+            "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
+            "SGLang is told by a pickle what to load, and only engines that the run has started get one",
+        )  # fmt: skip
     if args["update_weight_mode"] == "delta" and args["rollout_engine"] == "sglang":
         for name, needed in (
             ("update_weight_transport", "--update-weight-transport disk"),
