@@ -36,8 +36,7 @@ def test_a_run_whose_engine_is_killed_in_the_middle_of_generation(tmp_path: Path
     assert alone.returncode == 0, output
 
     out = tmp_path / "killed"
-    # Engines that hold the last weights get what changed since; the one that is started again gets all of them.
-    process = quickstart(out, *FLAGS, "--update-weight-mode", "delta")
+    process = quickstart(out, *FLAGS)
     wait_for(lambda: trained_a_step(out), DEADLINE, "a step")
     engines = [p for p in descendants(process) if "slime.rollout.engines.embedded" in command_line(p)]
     access = out / "access"
