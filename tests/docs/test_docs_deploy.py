@@ -76,11 +76,13 @@ def value(command: list[str], flag: str) -> str:
 
 
 # Programs of Slurm and Ray: `srun` runs what it is given, here, and the others say what a cluster of two nodes would.
+# The cluster is there once both nodes are: a run that ended earlier would take a node with it that had yet to start.
 PROGRAMS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "printf 'node1\\nnode2\\n'",
     "hostname": "echo 10.0.0.1",
-    "ray": 'echo "ray $*" >> "$RECORD"; [ "$1" = status ] || exec sleep 60',
+    "ray": """[ "$1" = status ] && exec test "$(grep -c '^ray start' "$RECORD")" = 2
+echo "ray $*" >> "$RECORD"; exec sleep 60""",
     "slime": 'printf "%s\\n" slime "$@" > "$RECORD.run"',
 }
 
