@@ -48,7 +48,7 @@ import os
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for (address, method), call in calls.items():
     try:
-        call(b"", timeout=10)
+        call(b"", timeout=60)
         print("LET IN", address, method)
     except grpc.RpcError as error:
         print(error.code().name, address, method)

@@ -138,7 +138,7 @@ def assert_spoken_to_through_tls_only(access: Path) -> None:
         assert client.info().rank == 1
     for address in addresses.values():
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, address
 
 

@@ -144,4 +144,4 @@ def test_an_external_ray_takes_the_job_and_stays(tmp_path: Path, monkeypatch: py
             U.execute_train("", 0, None, str(script))
         family = psutil.Process().children(recursive=True)
     assert len(family) > 3
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []

@@ -150,7 +150,7 @@ def post(engine: Any, path: str, body: dict[str, Any]) -> Any:
 
 
 def version_of(engine: Any) -> str:
-    with urllib.request.urlopen(f"{engine.url}/model_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"{engine.url}/model_info", timeout=60) as answer:
         return str(json.load(answer)["weight_version"])
 
 

@@ -82,7 +82,7 @@ def weight_updates(engine: EngineProcess, model: str, **values: Any) -> tuple[We
 
 
 def version(engine: EngineProcess) -> str:
-    with urllib.request.urlopen(f"{engine.url}/model_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"{engine.url}/model_info", timeout=60) as answer:
         return json.load(answer)["weight_version"]
 
 

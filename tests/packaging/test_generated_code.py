@@ -65,7 +65,7 @@ server = Server([(buffer_pb2_grpc.add_BufferServiceServicer_to_server, Buffer())
                 service_names=["slime.v1.BufferService"])
 address = server.start()
 with connect(address) as channel:
-    buffer_pb2_grpc.BufferServiceStub(channel).GetRun(buffer_pb2.GetRunRequest(), timeout=10)
+    buffer_pb2_grpc.BufferServiceStub(channel).GetRun(buffer_pb2.GetRunRequest(), timeout=60)
 server.stop(1)
 print(protobuf.__version__, grpc.__version__)
 """

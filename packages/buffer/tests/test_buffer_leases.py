@@ -159,7 +159,7 @@ def test_a_group_that_does_not_fit_is_refused_and_stays_leased(serving, change, 
             writer=writer, lease_token=lease.token, samples=map(sample_to_proto, samples), commit=True
         )
         with pytest.raises(grpc.RpcError, match=message) as error:
-            buffer_pb2_grpc.BufferServiceStub(channel).CompleteGroup(iter([request]), timeout=10)
+            buffer_pb2_grpc.BufferServiceStub(channel).CompleteGroup(iter([request]), timeout=60)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert client.stats().groups["leased"] == 1
         assert client.renew_leases([lease.token]) == []
@@ -175,12 +175,12 @@ def test_a_stream_without_commit_stores_nothing(serving):
         samples = list(map(sample_to_proto, finish(lease.group.samples)))
         header = buffer_pb2.CompleteGroupRequest(writer=writer, lease_token=lease.token, samples=samples)
         with pytest.raises(grpc.RpcError, match="commit"):
-            stub.CompleteGroup(iter([header]), timeout=10)
+            stub.CompleteGroup(iter([header]), timeout=60)
         commit = buffer_pb2.CompleteGroupRequest(commit=True)
         with pytest.raises(grpc.RpcError, match="commit"):
-            stub.CompleteGroup(iter([header, commit, commit]), timeout=10)
+            stub.CompleteGroup(iter([header, commit, commit]), timeout=60)
         with pytest.raises(grpc.RpcError, match="commit"):
-            stub.CompleteGroup(iter([]), timeout=10)
+            stub.CompleteGroup(iter([]), timeout=60)
         stats = client.stats()
         assert (stats.groups["leased"], stats.payload_bytes) == (1, 0)
 

@@ -112,9 +112,9 @@ def test_a_bad_prompt_is_named_and_nothing_is_added(serving, prompt, field):
             buffer_pb2.AddPromptsRequest(prompts=[prompt]),
         ]
         with pytest.raises(grpc.RpcError, match=field) as error:
-            stub.AddPrompts(iter(requests), timeout=10)
+            stub.AddPrompts(iter(requests), timeout=60)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert stub.GetStats(buffer_pb2.GetStatsRequest(), timeout=10).next_group_index == 0
+        assert stub.GetStats(buffer_pb2.GetStatsRequest(), timeout=60).next_group_index == 0
 
 
 def test_evaluation_sets(connected, write_jsonl):
@@ -236,7 +236,7 @@ def test_a_plan_is_a_json_object(serving, prompts, plan):
         client.seal_step(0, 1)
         stub = buffer_pb2_grpc.BufferServiceStub(channel)
         with pytest.raises(grpc.RpcError, match="plan_json"):
-            stub.StorePlan(buffer_pb2.StorePlanRequest(writer=client.writer.to_proto(), plan_json=plan), timeout=10)
+            stub.StorePlan(buffer_pb2.StorePlanRequest(writer=client.writer.to_proto(), plan_json=plan), timeout=60)
 
 
 def test_calls_that_wait_end_when_there_is_something(connected):

@@ -22,7 +22,7 @@ def send(client: BufferClient, call: str, token: str, samples: list[Sample]) -> 
         writer=client.writer.to_proto(), lease_token=token, samples=map(sample_to_proto, samples), commit=True
     )
     with grpc.insecure_channel(client.address) as channel:
-        getattr(buffer_pb2_grpc.BufferServiceStub(channel), call)(iter([request]), timeout=10)
+        getattr(buffer_pb2_grpc.BufferServiceStub(channel), call)(iter([request]), timeout=60)
 
 
 def test_what_is_given_back_is_checked_but_for_what_only_finished_samples_have(connected):

@@ -68,7 +68,7 @@ def test_on_several_nodes_the_token_travels_through_tls_only(tmp_path: Path) -> 
     authority = Authority(several_nodes=True)
     with serve(authority, "127.0.0.2") as service, grpc.insecure_channel(service.address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            buffer_pb2_grpc.BufferServiceStub(channel).GetStats(buffer_pb2.GetStatsRequest(), timeout=5)
+            buffer_pb2_grpc.BufferServiceStub(channel).GetStats(buffer_pb2.GetStatsRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         # A certificate is of one host.
         wrong = RpcSettings(tls_ca=authority.client_settings.tls_ca, retry_seconds=0)

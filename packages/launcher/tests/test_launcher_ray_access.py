@@ -62,7 +62,7 @@ def test_a_ray_of_this_run_listens_on_the_loopback_and_asks_for_its_token(monkey
         assert not answers_without_token(address)
         # Refused for want of a token, not because Ray has no such call any more.
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(CHECKED_CALL)(b"", timeout=10)
+            channel.unary_unary(CHECKED_CALL)(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         from ray._private.worker import _global_node
 

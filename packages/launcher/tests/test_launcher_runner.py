@@ -375,7 +375,7 @@ def test_a_foreign_ray_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             SlimeRunner(**LOCAL).train()
         with pytest.raises(PortInUse):
             RayHead(0, dashboard_port=port).start()
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 def test_the_cpu_command_line_asks_for_no_gpu() -> None:

@@ -138,7 +138,7 @@ def test_a_run_that_is_watched_serves_its_page_until_it_ends(
             connection.request("GET", f"/{url[2]}/data/runs")
             assert json.loads(connection.getresponse().read())[0]["name"] == "run"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url[1])), timeout=5)
+        socket.create_connection(("127.0.0.1", int(url[1])), timeout=60)
     with watched(run, wanted=False):
         assert capsys.readouterr().out == ""
 

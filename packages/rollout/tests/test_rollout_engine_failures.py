@@ -61,8 +61,8 @@ def test_those_who_join_a_step_that_fails_are_told(
     with monkeypatch.context() as patched:
         patched.setattr(KvCache, "reserve", refuse)
         with pytest.raises(MemoryError, match="no room"):
-            submit(scheduler, loaded).result(timeout=10)
-    assert submit(scheduler, loaded).result(timeout=10) is None
+            submit(scheduler, loaded).result(timeout=60)
+    assert submit(scheduler, loaded).result(timeout=60) is None
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 
@@ -79,8 +79,8 @@ def test_one_sequence_that_fails_leaves_the_others_running(
     good = [submit(scheduler, loaded, 20) for _ in range(2)]
     bad = submit(scheduler, loaded, 20, "bad")
     with pytest.raises(RuntimeError, match="this one"):
-        bad.result(timeout=10)
-    assert [future.result(timeout=10) for future in good] == [None, None]
+        bad.result(timeout=60)
+    assert [future.result(timeout=60) for future in good] == [None, None]
 
 
 def test_a_sequence_that_no_step_can_take_is_found_among_the_others(
@@ -94,16 +94,16 @@ def test_a_sequence_that_no_step_can_take_is_found_among_the_others(
     whole = DenseModel.forward
     monkeypatch.setattr(DenseModel, "forward", forward)
     pending = scheduler.pause("in_place")
-    pending.result(timeout=10)
+    pending.result(timeout=60)
     prompts = [[2], [3, 4], [5, 7], [6], [8]]
     futures = [submit(scheduler, loaded, 5, prompt=prompt) for prompt in prompts]
     scheduler.resume()
     for prompt, future in zip(prompts, futures, strict=True):
         if 7 in prompt:
             with pytest.raises(RuntimeError, match="a prompt with 7"):
-                future.result(timeout=10)
+                future.result(timeout=60)
         else:
-            assert future.result(timeout=10) is None
+            assert future.result(timeout=60) is None
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 
@@ -115,11 +115,11 @@ def test_numbers_that_are_none_stay_in_their_row(
         kept, table[9] = table[9].clone(), float("nan")
     try:
         with pytest.raises(EngineError, match="not numbers"):
-            submit(scheduler, loaded, 5, prompt=[9, 9, 9, 9]).result(timeout=10)
+            submit(scheduler, loaded, 5, prompt=[9, 9, 9, 9]).result(timeout=60)
         again = [submit(scheduler, loaded, 30, prompt=[2]), submit(scheduler, loaded, 30, prompt=[9, 2])]
-        assert again[0].result(timeout=10) is None
+        assert again[0].result(timeout=60) is None
         with pytest.raises(EngineError, match="not numbers"):
-            again[1].result(timeout=10)
+            again[1].result(timeout=60)
     finally:
         with torch.no_grad():
             table[9] = kept
@@ -133,7 +133,7 @@ def test_work_in_pieces_and_steps_take_turns(scheduler: Scheduler, loaded: Loade
             running.append(scheduler.num_running)
             yield len(running)
 
-    scheduler.pause("in_place").result(timeout=10)
+    scheduler.pause("in_place").result(timeout=60)
     future = submit(scheduler, loaded, 100)
     work, dropped, last = scheduler.in_pieces(pieces), scheduler.in_pieces(pieces), scheduler.in_pieces(pieces)
     dropped.is_wanted = False
@@ -155,12 +155,12 @@ def test_memory_bounds_how_many_run_together(loaded: Loaded) -> None:
             yield None
 
     try:
-        scheduler.pause("in_place").result(timeout=10)
+        scheduler.pause("in_place").result(timeout=60)
         futures = [submit(scheduler, loaded, 20, prompt=[2, 3, number + 4]) for number in range(6)]
         work = scheduler.in_pieces(pieces)
         scheduler.resume()
-        assert [future.result(timeout=10) for future in futures] == [None] * 6
-        work.done.result(timeout=10)
+        assert [future.result(timeout=60) for future in futures] == [None] * 6
+        work.done.result(timeout=60)
         assert most == 2  # 23 tokens each, of 60
     finally:
         scheduler.stop()
@@ -186,7 +186,7 @@ def test_a_sequence_that_leaves_a_step_that_fails_runs_once(loaded: Loaded, monk
     scheduler = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0, max_total_tokens=30))
     try:
         for responses in (*([each] for each in alone), together):
-            scheduler.submit(responses).done.result(timeout=10)
+            scheduler.submit(responses).done.result(timeout=60)
     finally:
         scheduler.stop()
     assert failed and [r.output_ids for r in together] == [r.output_ids for r in alone]
@@ -205,12 +205,12 @@ def test_what_ends_while_a_failed_batch_is_divided_leaves_nothing_behind(
         step(batch)
 
     monkeypatch.setattr(ContinuousBatch, "step", fail)
-    scheduler.pause("in_place").result(timeout=10)
+    scheduler.pause("in_place").result(timeout=60)
     futures = [submit(scheduler, loaded, prompt=[2, 3, number]) for number in range(2, 5)]
     scheduler.resume()
     for future in futures:
-        future.result(timeout=10)
-    submit(scheduler, loaded).result(timeout=10)
+        future.result(timeout=60)
+    submit(scheduler, loaded).result(timeout=60)
     assert [record.getMessage() for record in caplog.records] == ["a step of 3 sequences failed"]
 
 

@@ -130,7 +130,7 @@ def test_an_engine_on_all_addresses_is_reached_at_that_of_its_node(url: str, hos
 
 
 def info_of(host: EngineHost) -> dict[str, Any]:
-    with urllib.request.urlopen(host._started[0].url + "/server_info", timeout=10) as answer:
+    with urllib.request.urlopen(host._started[0].url + "/server_info", timeout=60) as answer:
         return json.load(answer)
 
 

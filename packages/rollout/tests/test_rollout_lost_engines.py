@@ -136,7 +136,7 @@ def open_engines() -> Iterator[Callable[..., Engines]]:
 
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_of_an_engine_that_dies_or_hangs_go_on_and_it_comes_back(open_engines, which) -> None:
-    engines = open_engines("holds", "answers", health_interval=0.05, health_timeout=0.5)
+    engines = open_engines("holds", "answers", health_interval=0.05, health_timeout=3.0)
     lost = engines.members[0]
     held = engines.send([9, 1])
     wait_for(lambda: engines.has(0, [9, 1]))
@@ -182,7 +182,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_fleet_with_its_name_and_la
 
 
 def test_an_engine_that_hangs_again_at_once_is_started_again_once_more(open_engines) -> None:
-    engines = open_engines("answers", health_interval=0.5, health_timeout=0.2)
+    engines = open_engines("answers", health_interval=0.5, health_timeout=1.5)
     ready = start("engine-0", "answers")
     engines.members[0].engine._start_again = lambda: ready  # type: ignore[attr-defined]
     # Before its first probe.

@@ -83,7 +83,7 @@ class Updates:
 
 
 def calls(engine: EngineProcess) -> list[str]:
-    with urllib.request.urlopen(engine.url + "/calls", timeout=10) as answer:
+    with urllib.request.urlopen(engine.url + "/calls", timeout=60) as answer:
         return [path for path in json.load(answer)["calls"] if not path.startswith("/health")]
 
 
@@ -188,7 +188,7 @@ def wait_for_call(engine: EngineProcess, path: str) -> None:
 
 
 def calls_of_health(engine: EngineProcess) -> int:
-    with urllib.request.urlopen(engine.url + "/calls", timeout=10) as answer:
+    with urllib.request.urlopen(engine.url + "/calls", timeout=60) as answer:
         return json.load(answer)["calls"].count("/health_generate")
 
 

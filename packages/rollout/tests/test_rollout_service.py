@@ -75,7 +75,7 @@ def test_a_resumed_step_leases_no_more_groups_than_it_lacks(engine, serve):
 
 def test_generate_refuses_nonsense(engine, serve):
     with pytest.raises(InvalidField, match="num_groups"):
-        serve(FakeBuffer([]), engine).generate(0, 0, timeout=10)
+        serve(FakeBuffer([]), engine).generate(0, 0, timeout=60)
 
 
 def test_evaluation_repeats_itself_and_stores_nothing(engine, serve):
@@ -197,7 +197,7 @@ def test_a_weight_update_is_a_transaction(engine, serve):
     assert not engine.paused
     status = client.status()
     assert status.weight_version == 1 and status.engines[0].healthy
-    assert client.generate(0, 1, timeout=10).metrics["rollout/weight_version_min"] == 1
+    assert client.generate(0, 1, timeout=60).metrics["rollout/weight_version_min"] == 1
     with pytest.raises(WrongState, match="weight update 5 is not open"):
         client.commit_weight_update(5)
 
@@ -208,11 +208,11 @@ def test_after_an_abort_nothing_serves_until_the_next_commit(engine, serve):
     client.abort_weight_update(1, "the trainer died")
     assert not client.status().engines[0].healthy
     with pytest.raises(WrongState, match="the trainer died"):
-        client.generate(0, 1, timeout=10)
+        client.generate(0, 1, timeout=60)
     client.begin_weight_update(2)
     engine.version = "2"
     client.commit_weight_update(2)
-    client.generate(0, 1, timeout=10)
+    client.generate(0, 1, timeout=60)
 
 
 def test_requests_wait_while_weights_change_and_begin_waits_for_running_ones(engine, serve):
@@ -241,7 +241,7 @@ def test_an_older_incarnation_is_refused_and_a_newer_one_takes_over(engine, serv
     with pytest.raises(StaleWriter, match="incarnation 1 is over"):
         client.commit_weight_update(1)
     with pytest.raises(StaleWriter):
-        client.generate(0, 1, timeout=10)
+        client.generate(0, 1, timeout=60)
 
 
 @pytest.mark.parametrize("stray", [Writer("run", 2**60), Writer("other", 1), Writer("run", 0)])
@@ -250,11 +250,11 @@ def test_a_writer_that_the_buffer_does_not_know_locks_nobody_out(engine, serve, 
     for _ in range(2):
         client.writer = stray
         with pytest.raises(StaleWriter):
-            client.generate(0, 1, timeout=10)
+            client.generate(0, 1, timeout=60)
         with pytest.raises(StaleWriter):
             client.begin_weight_update(1)
         client.writer = Writer("run", 1)
-        client.generate(0, 1, timeout=10)
+        client.generate(0, 1, timeout=60)
 
 
 def test_a_cancelled_call_gives_the_groups_back(engine, serve):

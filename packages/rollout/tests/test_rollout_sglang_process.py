@@ -40,7 +40,7 @@ def script(code: str) -> SGLangOptions:
 
 
 def told(process: EngineProcess) -> dict[str, Any]:
-    with urllib.request.urlopen(process.url + "/calls", timeout=10) as answer:
+    with urllib.request.urlopen(process.url + "/calls", timeout=60) as answer:
         return json.load(answer)
 
 
@@ -60,7 +60,7 @@ def test_an_engine_starts_on_its_gpus_and_ends_with_its_whole_group() -> None:
         assert process.wait_ready(240) is process and process.kind == "sglang"
         environ = told(process)["environ"]
         assert (environ["CUDA_VISIBLE_DEVICES"], environ["SOME"]) == ("3,5", "thing")
-        with urllib.request.urlopen(process.url + "/server_info", timeout=10) as answer:
+        with urllib.request.urlopen(process.url + "/server_info", timeout=60) as answer:
             info = json.load(answer)
         assert (info["model_path"], info["tp_size"], info["weight_version"]) == ("m", "2", "0")
         assert (info["log_level"], info["host"]) == ("info", "127.0.0.1")

@@ -40,7 +40,7 @@ class FakeEngine:
         return Engine(name, self.url, "sglang", True, 0, tp_size, weight_transports=TRANSPORTS["sglang"])
 
     def told(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url, timeout=10) as answer:
+        with urllib.request.urlopen(self.url, timeout=60) as answer:
             return json.load(answer)
 
     def stop(self) -> None:

@@ -292,9 +292,9 @@ def test_the_rollout_client() -> None:
         with RolloutClient(service.address, writer=Writer("run", 1)) as client:
             assert (client.status().weight_version, client.status().engines[0].name) == (3, "e0")
             seen: list[tuple[int, int]] = []
-            result = client.generate(5, 2, timeout=10, on_progress=lambda done, total: seen.append((done, total)))
+            result = client.generate(5, 2, timeout=60, on_progress=lambda done, total: seen.append((done, total)))
             assert (result.metrics, [s.index for s in result.examples], seen) == ({"m": 1.5}, [1], [(1, 2), (2, 2)])
-            assert client.evaluate(5, names=("gsm",), timeout=10).metrics == {"eval/gsm": 0.5}
+            assert client.evaluate(5, names=("gsm",), timeout=60).metrics == {"eval/gsm": 0.5}
             assert list(servicer.requests[-1].names) == ["gsm"]
             assert client.begin_weight_update(1) == [Engine("e0", "http://h:1", "embedded", True, 1)]
             client.commit_weight_update(1)
@@ -302,7 +302,7 @@ def test_the_rollout_client() -> None:
             assert servicer.requests[-1].reason == "why" and servicer.requests[-1].writer.run_id == "run"
             servicer.finish = False
             with pytest.raises(RemoteError, match="last message"):
-                client.generate(5, 1, timeout=10)
+                client.generate(5, 1, timeout=60)
 
 
 def test_the_trainer_client() -> None:
@@ -310,8 +310,8 @@ def test_the_trainer_client() -> None:
     with serve(servicer, trainer_pb2_grpc.add_TrainerServiceServicer_to_server) as service:
         with TrainerClient(service.address, writer=Writer("run", 1)) as client:
             assert client.info() == TrainerInfo(1, 2, "fsdp", "cpu", 9, 3, 3)
-            assert client.train_step(3, 4, timeout=10) == {"train/loss": 0.25}
-            scored = client.train_and_score(3, 4, [5, 1], timeout=10)
+            assert client.train_step(3, 4, timeout=60) == {"train/loss": 0.25}
+            scored = client.train_and_score(3, 4, [5, 1], timeout=60)
             assert scored.metrics == {"train/loss": 0.25} and sorted(scored.log_probs) == [1, 5]
             assert scored.log_probs[5].tolist() == [-0.5, -2.0]
             assert (
@@ -319,6 +319,6 @@ def test_the_trainer_client() -> None:
                 servicer.requests[0].num_groups,
                 servicer.requests[0].writer.incarnation,
             ) == (3, 4, 1)
-            assert client.update_weights(4, timeout=10) == {"perf/update": 1.0}
-            assert client.save_checkpoint(3, "ckpt", timeout=10) == "ckpt/iter_3"
-            assert client.export_model("hf", timeout=10) == "hf"
+            assert client.update_weights(4, timeout=60) == {"perf/update": 1.0}
+            assert client.save_checkpoint(3, "ckpt", timeout=60) == "ckpt/iter_3"
+            assert client.export_model("hf", timeout=60) == "hf"

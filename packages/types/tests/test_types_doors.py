@@ -106,7 +106,7 @@ def test_the_token_of_a_role_opens_its_calls_only(
     with connect(service.address, written(tmp_path / "token", role_token(token_of(service), role))) as channel:
         call = channel.stream_stream(method)
         try:
-            list(call(iter([b""]), timeout=10))
+            list(call(iter([b""]), timeout=60))
             refused = False
         except errors.PermissionDenied as error:
             assert f"a token for {role} may not call {method}" in str(error)
@@ -131,12 +131,12 @@ def test_a_service_on_the_loopback_has_a_token_that_its_user_finds(service: Runn
 def test_without_a_token_only_health_answers(service: RunningService) -> None:
     with grpc.insecure_channel(service.address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            buffer_pb2_grpc.BufferServiceStub(channel).GetStats(buffer_pb2.GetStatsRequest(), timeout=10)
+            buffer_pb2_grpc.BufferServiceStub(channel).GetStats(buffer_pb2.GetStatsRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
             ProtoReflectionDescriptorDatabase(channel).get_services()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert check.status == health_pb2.HealthCheckResponse.SERVING
 
 

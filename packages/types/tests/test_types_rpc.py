@@ -212,17 +212,17 @@ def test_every_call_has_a_deadline(servicer: Scripted, address: str) -> None:
         over.wait(WAIT)
 
     servicer.script = stall
-    with connect(address, RpcSettings(call_timeout_seconds=0.2)) as channel:
+    with connect(address, RpcSettings(call_timeout_seconds=1.0)) as channel:
         stub = buffer_pb2_grpc.BufferServiceStub(channel)
         for call in (
             lambda: get_stats(stub),
             lambda: list(stub.LeaseGroups(buffer_pb2.LeaseGroupsRequest(max_groups=1))),
             lambda: stub.CompleteGroup([]),
         ):
-            with pytest.raises(errors.DeadlineExceeded, match="no answer within 0.2 s"):
+            with pytest.raises(errors.DeadlineExceeded, match="no answer within 1 s"):
                 call()
     over.set()
-    assert len(remaining) == 3 and all(0 < seconds < 1 for seconds in remaining)
+    assert len(remaining) == 3 and all(0 < seconds < 1.1 for seconds in remaining)
 
 
 def test_cancelling_a_stream_reaches_the_server(servicer: Scripted, stub: Any) -> None:
