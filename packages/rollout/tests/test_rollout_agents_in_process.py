@@ -191,13 +191,16 @@ def test_an_agent_that_goes_on_after_its_time_is_interrupted(
 def test_agents_that_nothing_interrupts_end_the_run_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "END_SECONDS", 0.01)
     monkeypatch.setattr(in_process, "MOST_HANGING", 2)
-    over = threading.Event()
+    begun, over = threading.Semaphore(0), threading.Event()
 
     async def main() -> None:
-        agent = InProcessAgent(lambda base_url, sample: over.wait(60))
+        agent = InProcessAgent(lambda base_url, sample: begun.release() or over.wait(60))
         for _ in range(2):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(agent.play("", Sample(index=1), {}), 0.05)
+            playing = asyncio.ensure_future(agent.play("", Sample(index=1), {}))
+            await asyncio.to_thread(begun.acquire)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
         while len(in_process._hanging) < 2:
             await asyncio.sleep(0.01)
         with pytest.raises(InvalidSetting, match="--custom-agent-path: 2 episodes have ended"):
