@@ -1,4 +1,4 @@
-"""One step off, with the weights that made each rollout kept; with a profile, and dumps of what is trained on."""
+"""One step off with old weights kept and tokens drawn from nuclei; with a profile, and dumps of training data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def test_old_log_probs_are_of_the_weights_that_generated(tmp_path: Path) -> None
     output = tmp_path / "run"
     dumps = output / "dumps"
     run_command(
-        "train-async", inputs, output, "--num-rollout", "3", "--keep-old-actor", "--get-mismatch-metrics",
+        "train-async", inputs, output, "--num-rollout", "3", "--keep-old-actor", "--rollout-top-p", "0.9",
+        "--get-mismatch-metrics",
         "--use-pytorch-profiler", "--profile-target", "train_actor", "--save-debug-train-data",
         str(dumps / "{rollout_id}-{rank}.safetensors"),
     )  # fmt: skip

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: 
 
 ESTIMATORS = {
     "rloo": (),
+    "grpo": ("--rollout-top-p", "0.95"),
     "ppo": ("--critic-lr", "2e-3", "--lambd", "0.95"),
 }
 

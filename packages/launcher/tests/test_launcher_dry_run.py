@@ -80,6 +80,14 @@ def test_batches_come_out_as_the_flags_say(words: list[str], capsys: pytest.Capt
     assert "32 / 8 samples per update = 4 optimizer updates" in text
 
 
+def test_nuclei_are_refused_on_a_machine_where_the_engine_does_not_tell_them(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(words, "--rollout-top-p", "0.9", capsys=capsys)
+    assert cli.main(["train", *words, "--dry-run", "--dry-run-gpus", "2", "--rollout-top-p", "0.9"]) != 0
+    assert "--rollout-top-p 0.9 is not supported yet: SGLang cannot tell" in capsys.readouterr().err
+
+
 def test_ranks_and_engines_are_on_the_gpus_that_a_run_would_give_them(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

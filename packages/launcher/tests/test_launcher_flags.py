@@ -330,16 +330,18 @@ def test_a_flag_that_turns_something_off_says_what_it_does(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name, value, off", [("top-p", 0.8, 1), ("top-k", 20, -1)])
-def test_training_on_a_part_of_the_vocabulary_is_refused_and_evaluating_on_one_is_not(
-    base: list[str], name: str, value: float, off: int
+@pytest.mark.parametrize("engine", [["--rollout-engine", "sglang"], ["--rollout-external-engine-addrs", "a:1"]])
+def test_training_on_a_nucleus_that_the_engine_does_not_tell_is_refused_and_evaluating_on_one_is_not(
+    base: list[str], engine: list[str], name: str, value: float, off: int
 ) -> None:
     partial = [*base, f"--rollout-{name}", str(value)]
-    refusal = f"--rollout-{name} {value} is not supported yet: .*whole vocabulary.*use --rollout-{name} {off} "
+    refusal = f"--rollout-{name} {value} is not supported yet: .*cannot tell.*--rollout-{name} {off} "
     for check in (True, False):
         with pytest.raises(NotAvailable, match=refusal):
-            run_config.parse(partial, check=check)
-    run_config.parse([*partial, "--debug-rollout-only"])
-    rollout = run_config.parse([*base, f"--eval-{name}", str(value)]).rollout
+            run_config.parse([*partial, *engine], check=check)
+    run_config.parse([*partial, *engine, "--debug-rollout-only"])
+    assert run_config.parse(partial).trainer.samples_from_nuclei
+    rollout = run_config.parse([*base, *engine, f"--eval-{name}", str(value)]).rollout
     assert getattr(rollout, f"eval_{name.replace('-', '_')}") == value
 
 

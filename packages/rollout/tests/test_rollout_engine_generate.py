@@ -17,6 +17,8 @@ from rollout_tiny_model import CONTEXT, write_tiny_model
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
+from slime.types import Sample
+from slime.types.sample.validate import validate_sample
 
 PROMPTS = [[2, 3, 4, 39], [12, 13, 14, 15, 16, 17, 39], [5, 39]]
 
@@ -196,3 +198,22 @@ def test_a_bad_request_is_refused_by_field(engine: EngineProcess, body: Any, fie
 
 def test_a_bad_request_does_not_harm_others(engine: EngineProcess) -> None:
     assert generate(engine, PROMPTS[0], temperature=0)["output_ids"]
+
+
+def test_answers_tell_the_nucleus_of_each_token_and_samples_keep_it(engine: EngineProcess, model: Any) -> None:
+    params = {"top_p": 0.7, "temperature": 1.3, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "sampling_params": {"max_new_tokens": 8, **params}, "return_logprob": True}
+    for prompt, output in zip(PROMPTS, post(engine, "/generate", body | {"return_top_p_token_ids": True}), strict=True):
+        meta, sample = output["meta_info"], Sample(tokens=prompt)
+        log_probs = [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
+        sample.append_response_tokens(None, tokens=output["output_ids"], log_probs=log_probs, meta_info=meta)
+        validate_sample(sample)
+        bounds, ids = sample.rollout_top_p_token_offsets, sample.rollout_top_p_token_ids
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *output["output_ids"]]])).logits[0, len(prompt) - 1 : -1]
+        for place, (row, token) in enumerate(zip(logits / params["temperature"], output["output_ids"], strict=True)):
+            probabilities, order = row.softmax(-1).sort(descending=True)
+            nucleus = order[probabilities.cumsum(-1) - probabilities < 0.7].tolist()
+            assert ids[bounds[place] : bounds[place + 1]] == sorted(nucleus) and token in nucleus
+            assert log_probs[place] == pytest.approx(float(row[token] - row[nucleus].logsumexp(-1)), abs=1e-4)
+    assert "top_p_token_ids" not in post(engine, "/generate", body)[0]["meta_info"]

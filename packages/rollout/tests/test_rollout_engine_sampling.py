@@ -16,7 +16,7 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
 def draw(logits: torch.Tensor, count: int, **params: float) -> tuple[torch.Tensor, torch.Tensor]:
     rows = logits.expand(count, -1).clone()
-    return sample(rows, [SamplingParams(**params)] * count, [0] * count, np.random.default_rng(0))
+    return sample(rows, [SamplingParams(**params)] * count, [0] * count, np.random.default_rng(0))[:2]
 
 
 @given(st.lists(st.tuples(INTEGERS, st.integers(0, 2**40)), min_size=1, max_size=20))
@@ -67,9 +67,9 @@ def test_top_k_and_top_p_keep_the_most_likely(params: dict[str, float], allowed:
 def test_every_row_has_parameters_of_its_own() -> None:
     logits = torch.tensor([[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]])
     params = [SamplingParams(temperature=0), SamplingParams(sampling_seed=4)]
-    ids, _ = sample(logits, params, [0, 9], np.random.default_rng(0))
+    ids, *_ = sample(logits, params, [0, 9], np.random.default_rng(0))
     assert ids[0] == 1
-    alone, _ = sample(logits[1:], params[1:], [9], np.random.default_rng(5))
+    alone, *_ = sample(logits[1:], params[1:], [9], np.random.default_rng(5))
     assert ids[1] == alone[0]
 
 
@@ -94,7 +94,7 @@ def test_a_large_vocabulary_is_restricted_as_a_sorted_one_is(params: dict[str, f
 def test_parameters_that_float32_cannot_hold_leave_the_likeliest(params: dict[str, float]) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
     parsed = parse_sampling_params(params)
-    ids, log_probs = sample(logits.clone(), [parsed], [0], np.random.default_rng(0))
+    ids, log_probs, _ = sample(logits.clone(), [parsed], [0], np.random.default_rng(0))
     assert ids.tolist() == [3]
     # SGLang, too, takes a temperature below 1e-6 as greedy, whose log-prob is that of temperature 1.
     assert log_probs.tolist() == pytest.approx(logits.log_softmax(-1)[:, 3].tolist(), abs=1e-6)
@@ -103,3 +103,14 @@ def test_parameters_that_float32_cannot_hold_leave_the_likeliest(params: dict[st
 def test_any_top_k_above_the_vocabulary_is_all_of_it() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
     assert draw(logits, 50, top_k=10**30)[0].tolist() == draw(logits, 50)[0].tolist()
+
+
+def test_a_nucleus_is_told_where_it_is_asked_for_and_the_log_prob_is_of_its_tokens_alone() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(5, -1).clone()  # probabilities: 0.24, 0.09, 0.03, 0.64
+    params = [SamplingParams(**each) for each in ({"top_p": 0.8}, {"top_p": 0.8}, {}, {"top_k": 3}, {"temperature": 0})]
+    expected = logits.log_softmax(-1)
+    ids, log_probs, nuclei = sample(logits, params, [0] * 5, np.random.default_rng(0), recorded=[0, 2, 3, 4])
+    assert {row: nucleus.tolist() for row, nucleus in nuclei.items()} == {0: [0, 3], 3: [0, 1, 3]}
+    for row, nucleus in nuclei.items():
+        expected[row] -= expected[row, nucleus.tolist()].logsumexp(-1)
+    assert torch.allclose(log_probs, expected[range(5), ids], atol=1e-6)

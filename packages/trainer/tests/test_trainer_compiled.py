@@ -55,6 +55,7 @@ def run(model: str, **values: Any) -> tuple[list[dict[str, float]], Runner]:
         {"max_tokens_per_gpu": 16, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1},
         {"use_dynamic_batch_size": False, "micro_batch_size": 1},
         {"entropy_coef": 0.01, "rollout_temperature": 0.7, "gradient_checkpointing": True},
+        {"rollout_top_p": 0.9, "entropy_coef": 0.01},
         {"bf16": True, "use_dynamic_batch_size": False, "micro_batch_size": 1},
     ],
     ids=lambda values: next(iter(values), "plain"),

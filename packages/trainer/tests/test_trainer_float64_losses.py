@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{mode: TIS | {"tis_mode": mode}
        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")},
     "temperature": {"rollout_temperature": 0.7},
+    "nuclei": OFF_POLICY | {"rollout_top_p": 0.9, "rollout_temperature": 0.7},
+    "nuclei with every term": KL | {"rollout_top_k": 12, "entropy_coef": 0.1, "calculate_per_token_loss": True},
     "sft": {"loss_type": "sft_loss", "compute_advantages_and_returns": False},
     "sft per token": {"loss_type": "sft_loss", "compute_advantages_and_returns": False,
                       "calculate_per_token_loss": True},
@@ -126,9 +128,10 @@ def policy_loss(s: Any, lp: Tensor, old: Tensor, engine: Tensor, advantage: Tens
 
 def expected(samples: list[Sample], s: Any, policy: Any, reference: Any) -> tuple[float, float]:
     """(loss, gradient norm)"""
-    lps = [reference_log_probs(policy, sample, s.rollout_temperature) for sample in samples]
+    among = s.rollout_temperature, s.samples_from_nuclei
+    lps = [reference_log_probs(policy, sample, *among) for sample in samples]
     with torch.no_grad():
-        refs = [reference_log_probs(reference, sample, s.rollout_temperature) for sample in samples]
+        refs = [reference_log_probs(reference, sample, *among) for sample in samples]
     before = [lp.detach() for lp in lps]
     of_samples = advantages(samples, s, before, refs) if s.loss_type == "policy_loss" else before
     total = torch.zeros((), dtype=torch.float64)
@@ -164,7 +167,7 @@ def test_loss_and_gradient_are_those_of_the_formula(model: str, reference_model:
     random = np.random.default_rng(0)
     for sample in samples:
         with torch.no_grad():
-            of_policy = reference_log_probs(policy, sample).numpy()
+            of_policy = reference_log_probs(policy, sample, nuclei=settings.samples_from_nuclei).numpy()
         # An engine that is a little off; the ratios lie on both sides of the clips.
         sample.rollout_log_probs = (of_policy + random.normal(0, 0.15, len(of_policy))).astype(np.float32)
     loss, norm = expected(samples, settings, policy, load64(reference_model))

@@ -50,6 +50,8 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "tensor-padded": ("dense", {TP: 2}, {"data_pad_size_multiplier": 8, "recompute_loss_function": True,
                                              "use_rollout_entropy": True, "entropy_coef": 0.01}),
         "context": ("dense", {CP: 2}, {"entropy_coef": 0.01}),
+        "tensor-nuclei": ("dense", {TP: 2, SP: True}, {"rollout_top_p": 0.9, "entropy_coef": 0.01}),
+        "context-nuclei": ("tied", {CP: 2}, {"rollout_top_k": 20, "use_kl_loss": True, "kl_loss_coef": 0.1}),
         "experts": ("experts", {EP: 2}, {}),
         "experts-sharded-optimizer": ("experts", {EP: 2, "use_distributed_optimizer": True}, {}),
     },
@@ -71,7 +73,8 @@ def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
     share = assign(plan, 0, backend.replicas, runner.settings, backend.hidden_size, backend.micro_batch_multiple)
     return [
         pack([samples[p] for p in ps], ps, [plan["rewards"][p] for p in ps], [plan["weights"][p] for p in ps],
-             share_prompts=backend.can_share_prompts, device=backend.device) if ps else None
+             share_prompts=backend.can_share_prompts, nuclei=runner.settings.samples_from_nuclei,
+             device=backend.device) if ps else None
         for ps in share[backend.replica]
     ], share[backend.replica]  # fmt: skip
 

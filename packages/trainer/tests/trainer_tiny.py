@@ -93,7 +93,23 @@ def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
                     rollout_log_probs=random.uniform(-4, -1, len(response)).astype(np.float32),
                 )
             )  # fmt: skip
+    for sample in samples:
+        add_nuclei(sample)
     return samples
+
+
+def add_nuclei(sample: Sample) -> None:
+    """Nuclei of 3 to 12 tokens, of which every fifth misses the token that was drawn; masked tokens have none."""
+    random = np.random.default_rng(sample.index)
+    ids: list[int] = []
+    bounds = [0]
+    mask = np.asarray(sample.loss_mask)
+    for place, token in enumerate(sample.tokens[-sample.response_length :]):
+        nucleus = set(random.choice(VOCAB, int(random.integers(3, 13)), replace=False).tolist()) if mask[place] else ()
+        ids += sorted({*nucleus, token} if nucleus and len(ids) % 5 else nucleus)
+        bounds.append(len(ids))
+    sample.rollout_top_p_token_ids = np.array(ids, np.int32)  # type: ignore[assignment]
+    sample.rollout_top_p_token_offsets = np.array(bounds, np.int64)  # type: ignore[assignment]
 
 
 def train_data(samples: Sequence[Sample]) -> dict[str, Any]:

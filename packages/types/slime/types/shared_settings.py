@@ -27,12 +27,25 @@ class PolicySettings:
     rollout_temperature: float = setting(
         1.0, "Sampling temperature; the trainer divides logits by it", minimum=LOWEST_TEMPERATURE
     )
+    rollout_top_p: float = setting(
+        1.0, "Top-p (nucleus) sampling; below 1 the trainer's softmax is over the nucleus that was sampled from",
+        above=0, maximum=1,
+    )  # fmt: skip
+    rollout_top_k: int = setting(
+        -1, "Top-k sampling, -1 for off; with it the trainer's softmax is over the tokens that were sampled from",
+        minimum=-1,
+    )  # fmt: skip
     use_rollout_routing_replay: bool = setting(
         False, "Send each token to the experts that the engine sent it to, in every pass of the policy (R3)"
     )
     rollout_external_engine_addrs: list[str] | None = setting(
         None, "Addresses of engines that already run, as HOST:PORT", metavar="HOST:PORT"
     )
+
+    @property
+    def samples_from_nuclei(self) -> bool:
+        """True if top-p or top-k leave only a part of the vocabulary to sample from: the nucleus."""
+        return self.rollout_top_p < 1 or self.rollout_top_k != -1
 
 
 @dataclass(kw_only=True)

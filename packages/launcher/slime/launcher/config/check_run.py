@@ -104,7 +104,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     if args["metrics_port"] is None and args["metrics_host"] != LauncherSettings.metrics_host:
         raise _requires(args, "metrics_host", "--metrics-port N")
     check_on_policy(args)
-    _check_whole_vocabulary(args)
+    _check_nuclei(args)
     _check_pipeline_engines(args)
     _check_deltas(args)
     _check_batch(args)
@@ -131,16 +131,27 @@ def _check_teacher(args: Mapping[str, Any]) -> None:
         )
 
 
-def _check_whole_vocabulary(args: Mapping[str, Any]) -> None:
-    if args["num_rollout"] == 0 or args["debug_rollout_only"]:
+def _check_nuclei(args: Mapping[str, Any]) -> None:
+    """Refuses to train with engines that do not tell their nuclei; those that are chosen later, the plan refuses."""
+    if args["num_rollout"] == 0 or args["debug_rollout_only"] or args["debug_train_only"]:
         return
-    for name, off, part in (("rollout_top_p", 1, "the nucleus"), ("rollout_top_k", -1, "the likeliest tokens")):
-        if args[name] != off:
+    kind = KINDS.get(args["rollout_engine"])
+    if args["rollout_external_engine_addrs"]:
+        refuse_nuclei(args["rollout_top_p"], args["rollout_top_k"], "engines that run already")
+    elif kind is not None and not kind.returns_nuclei:
+        refuse_nuclei(args["rollout_top_p"], args["rollout_top_k"], kind.title)
+
+
+def refuse_nuclei(top_p: float, top_k: int, engine: str) -> None:
+    """Raises NotAvailable where `engine` would sample from a part of the vocabulary and not tell which."""
+    for name, value, off in (("rollout_top_p", top_p, 1), ("rollout_top_k", top_k, -1)):
+        if value != off:
             raise NotAvailable.unavailable(
-                f"{flag_name(name)} {args[name]:g}",
-                f"tokens would come from {part} alone, but the trainer's log-probs are over the whole vocabulary, so "
-                "the gradient would be that of another policy",
-                f"{flag_name(name)} {off} ({flag_name(name.replace('rollout', 'eval'))} may have any value)",
+                f"{flag_name(name)} {value:g}",
+                f"{engine} cannot tell which tokens each one was sampled from, and the trainer's softmax over the "
+                "whole vocabulary would be that of another policy",
+                f"--rollout-engine embedded, or {flag_name(name)} {off} "
+                f"({flag_name(name.replace('rollout', 'eval'))} may have any value)",
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from slime.converters.megatron.args import model_args, read_model_config
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
+from slime.launcher.config.check_run import refuse_nuclei
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement
@@ -97,7 +98,11 @@ class Plan:
         rollout = self.config.rollout
         if self.config.launcher.debug_train_only or rollout.rollout_external_engine_addrs:
             return None
-        return choose_engine(rollout, self.hardware.gpus, assume_installed=self.hardware.assumed)
+        kind = choose_engine(rollout, self.hardware.gpus, assume_installed=self.hardware.assumed)
+        trains = self.config.launcher.num_rollout != 0 and not self.config.launcher.debug_rollout_only
+        if trains and not kind.returns_nuclei:
+            refuse_nuclei(rollout.rollout_top_p, rollout.rollout_top_k, kind.title)
+        return kind
 
     @property
     def engine_name(self) -> str:

@@ -81,6 +81,7 @@ class EngineKind(abc.ABC):
     server_flags: names of the `--sglang-NAME` flags that reach it, with underscores; None: all.
     image_models: values of model_type in config.json whose images it takes; None: all that the project knows.
     aborts_before_stop: whether it ends only once its requests have.
+    returns_nuclei: whether its answers can tell what top-p and top-k left to sample from, which training needs.
     fixes: for an ability that a running engine may lack, the flag of its server that turns it on.
     """
 
@@ -92,6 +93,7 @@ class EngineKind(abc.ABC):
     server_flags: ClassVar[frozenset[str] | None] = frozenset()
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False
+    returns_nuclei: ClassVar[bool] = False
     fixes: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod

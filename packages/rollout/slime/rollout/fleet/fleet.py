@@ -91,6 +91,8 @@ class Fleet(WatchedEngines):
                 async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
                     self._sent.update(dict.fromkeys(keys, chosen))
                     engine = chosen.engine
+                    if self.options.nuclei and chosen.kind.returns_nuclei:
+                        extra["return_top_p_token_ids"] = True
                     try:
                         if on_output is None:
                             outputs = await chosen.client.generate(

@@ -38,7 +38,8 @@ DEATH_SECONDS = 2.0
 @dataclass(frozen=True)
 class FleetOptions:
     """Options of a fleet. concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers
-    tell the experts. restarts: None: the fleet fails with an engine."""
+    tell the experts. nuclei: whether those of engines that can tell what top-p and top-k left to sample from do.
+    restarts: None: the fleet fails with an engine."""
 
     concurrency: int = 512
     request_timeout: float = 14400.0
@@ -46,6 +47,7 @@ class FleetOptions:
     health_timeout: float = 30.0
     health_first_wait: float = 0.0
     routed_experts: bool = False
+    nuclei: bool = False
     restarts: RestartLimits | None = None
 
 

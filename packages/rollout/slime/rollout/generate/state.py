@@ -247,6 +247,7 @@ def fleet_options(settings: RolloutSettings) -> FleetOptions:
         health_timeout=settings.rollout_health_check_timeout,
         health_first_wait=settings.rollout_health_check_first_wait,
         routed_experts=settings.use_rollout_routing_replay,
+        nuclei=settings.samples_from_nuclei,
         restarts=restart_limits(settings),
     )
 

@@ -91,17 +91,6 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_lease_seconds: float = setting(600.0, "Seconds that a lease lasts without renewal", minimum=1)
 
     # Sampling.
-    rollout_top_p: float = setting(
-        1.0,
-        "Top-p (nucleus) sampling; training requires 1, because the trainer's log-probs are over the whole vocabulary",
-        above=0,
-        maximum=1,
-    )
-    rollout_top_k: int = setting(
-        -1,
-        "Top-k sampling; training requires -1 (off), because the trainer's log-probs are over the whole vocabulary",
-        minimum=-1,
-    )
     rollout_max_response_len: int = setting(1024, "Most new tokens per sample", minimum=1)
     overlong_mask: bool = setting(False, "Train nothing of responses that were cut off (DAPO's overlong filtering)")
     overlong_buffer_len: int | None = setting(

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.trainer.algorithms.nucleus import Nuclei
+from slime.trainer.batching.nuclei import lay_nuclei
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import InvalidField, NotAvailable, counted
 from slime.types.sample import Sample
@@ -47,6 +49,7 @@ class PackedBatch:
     images: dict[str, Tensor] | None = None  # the model's arguments for the images of the row, in order; on the CPU
     image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
     experts: Tensor | None = None  # [T, layers, k] int16: experts that the engine chose; -1 where it chose none
+    nuclei: Nuclei | None = None  # of J tokens, where they were sampled from a part of the vocabulary
     grid_positions: Tensor | None = None  # [3, 1, T] what position_ids are to a model that counts images by their grid
 
     @property
@@ -154,6 +157,7 @@ def pack(
     multiple: int = 1,
     vision: Vision | None = None,
     experts: tuple[int, int] | None = None,
+    nuclei: bool = False,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Packs `samples` into a row (each passed `check_sample`). rewards, weights: one number a sample.
@@ -161,7 +165,8 @@ def pack(
     share_prompts: whether equal prompts are laid out once; they come first in the row, and their responses behind them.
     gather: the keys of such a prompt are copied for each response, which attention with a window needs.
     multiple: T is one of it, by a sequence of padding.
-    experts: (layers, k) to lay out the experts of the samples' tokens too.
+    experts: (layers, k) to lay out the experts of the samples' tokens too. nuclei: whether their nuclei are laid out,
+    which passed `check_nuclei`.
     """
     layout = _Layout(samples, vision, experts)
     families = _families(samples, share_prompts)
@@ -220,6 +225,7 @@ def pack(
         image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
         # All rows of a step are on the device at once.
         experts=to(np.concatenate(layout.routed), torch.int16) if experts is not None else None,
+        nuclei=lay_nuclei(samples, masks, targets[trained], device) if nuclei else None,
         grid_positions=to(
             _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), layout.counted), torch.int64
         )[:, None]

@@ -54,6 +54,7 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     _check_losses(s)
     _check_estimator(s)
     _check_old_policies(s)
+    _check_nuclei(s)
     if s.use_dynamic_batch_size and s.max_tokens_per_gpu is None:
         _requires(s, "use_dynamic_batch_size", "--max-tokens-per-gpu N")
     for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "balance_by_flops"):
@@ -207,6 +208,21 @@ def _check_losses(s: TrainerSettings) -> None:
             _requires(s, "tis_mode", "--use-tis or --get-mismatch-metrics")
         if s.custom_tis_function_path:
             _conflict(s, "tis_mode", "custom_tis_function_path", "both define the weight")
+
+
+def _check_nuclei(s: TrainerSettings) -> None:
+    if not s.samples_from_nuclei:
+        return
+    name = "rollout_top_p" if s.rollout_top_p < 1 else "rollout_top_k"
+    if s.rollout_top_k == 1:
+        raise InvalidSetting.must_be(
+            "--rollout-top-k", "-1 or more than 1", got=1,
+            reason="a nucleus of one token has probability 1, and no gradient",
+        )  # fmt: skip
+    if s.loss_type == "sft_loss":
+        _conflict(s, name, "loss_type", "nothing was sampled that it trains on")
+    if s.use_opd and not s.loads_teacher:
+        _conflict(s, name, "opd_type", "the teacher's log-probs are over the whole vocabulary")
 
 
 def compares_rewards(settings: TrainerSettings) -> bool:

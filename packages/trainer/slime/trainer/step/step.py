@@ -13,7 +13,16 @@ import torch
 
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.backends.learning_rate import learning_rate
-from slime.trainer.batching.packing import PackedBatch, check_experts, check_sample, check_teacher, pack, prompt_digest
+from slime.trainer.batching.nuclei import check_nuclei
+from slime.trainer.batching.packing import (
+    PackedBatch,
+    check_experts,
+    check_sample,
+    check_teacher,
+    loss_mask,
+    pack,
+    prompt_digest,
+)
 from slime.trainer.batching.plan import assign, lengths_of
 from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
 from slime.trainer.debug.profiler import Profiler
@@ -161,6 +170,8 @@ class TrainStep:
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             if s.use_opd and not s.loads_teacher:
                 check_teacher(sample)
+            if s.samples_from_nuclei:
+                check_nuclei(sample, loss_mask(sample), self.backend.vocab_size)
             if self.backend.replayed_experts is not None:
                 check_experts(sample, *self.backend.replayed_experts)
             expected = plan["lengths"][position]
@@ -191,6 +202,7 @@ class TrainStep:
             multiple=self.backend.row_multiple,
             vision=self.backend.vision,
             experts=self.backend.replayed_experts and self.backend.replayed_experts[:2],
+            nuclei=self.settings.samples_from_nuclei,
             device=self.backend.device,
         )
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.algorithms.logprobs import token_entropy, token_log_probs
+from slime.trainer.algorithms.nucleus import nucleus_log_probs
 from slime.trainer.backends.base import LossFunction, MaybeBatch, Outputs
 from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
@@ -72,7 +73,7 @@ class Passes:
                 if self._world_size > 1:
                     self._idle(model)
                 found.append(None)
-            elif self._compiles:
+            elif self._fuses(batch):
                 log_probs, entropies = self._fused_outputs(model, batch)
                 found.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
             else:
@@ -81,9 +82,9 @@ class Passes:
                 replay.end(batch)
         return found
 
-    @property
-    def _compiles(self) -> bool:
-        return self._compiler is not None and not self._compiler.failed
+    def _fuses(self, batch: PackedBatch) -> bool:
+        """Tells whether log-probs and entropies come from one reading of the logits: over the whole vocabulary."""
+        return self._compiler is not None and not self._compiler.failed and batch.nuclei is None
 
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns log-probs and entropies, [J]."""
@@ -95,7 +96,10 @@ class Passes:
     def outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
         """Returns log-probs of a row and, unless `entropy` is "none", its entropies, from logits [J, V]."""
         temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
-        log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
+        if batch.nuclei is None:
+            log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
+        else:
+            log_probs = batch.scatter(nucleus_log_probs(logits, batch.nuclei, temperature))
         if entropy == "none":
             return Outputs(log_probs, None)
         with torch.set_grad_enabled(entropy == "gradient"):
@@ -110,7 +114,7 @@ class Passes:
         if batch is None:
             if self._world_size > 1:
                 self._idle(model).backward()
-        elif not self._compiles or with_logits:
+        elif with_logits or not self._fuses(batch):
             logits = self._logits(model, batch)
             if self.settings.recompute_loss_function:
                 outputs = checkpoint(self.outputs, batch, logits, entropy, use_reentrant=False)

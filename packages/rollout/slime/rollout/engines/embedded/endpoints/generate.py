@@ -21,7 +21,7 @@ from slime.types.vision import images_id
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
          "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",
-         "return_routed_experts")  # fmt: skip
+         "return_routed_experts", "return_top_p_token_ids")  # fmt: skip
 NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
 
 MOST_PROMPTS = 1 << 16
@@ -43,7 +43,7 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
     if len(prompts) > 1 and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}-{i}" for i in range(len(prompts))]
     images = parse_image_data(body.get("image_data"), len(prompts), batched=batched)
-    return [
+    responses = [
         make_response(
             loaded,
             prompt,
@@ -53,7 +53,10 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             images[i],
         )
         for i, (prompt, p, rid) in enumerate(zip(prompts, params, rids, strict=True))
-    ], batched
+    ]
+    for response in responses:
+        response.records_nuclei = bool(body.get("return_top_p_token_ids"))
+    return responses, batched
 
 
 def make_response(
@@ -144,7 +147,11 @@ def response_text(loaded: Loaded, response: Response) -> str:
 
 
 def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False) -> dict[str, Any]:
-    """Returns SGLang's form of a response. experts: base64 of int32 [tokens - 1, layers, k], of prompt and response."""
+    """Returns SGLang's form of a response.
+
+    experts: base64 of int32 [tokens - 1, layers, k], of prompt and response. Nuclei, where they were recorded, are
+    base64 of int32: the ids of all of them, and where each begins and the last one ends.
+    """
     # For a response that still grows: only tokens whose log-prob is known.
     chosen = response.log_probs[:]
     ids = response.output_ids[: len(chosen)]
@@ -159,6 +166,10 @@ def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
+    if nuclei := response.nuclei[: len(ids)]:
+        bounds = np.cumsum([0, *map(len, nuclei)])
+        meta["top_p_token_ids"] = base64.b64encode(np.concatenate(nuclei).astype("<i4").tobytes()).decode()
+        meta["top_p_token_offsets"] = base64.b64encode(bounds.astype("<i4").tobytes()).decode()
     if experts and response.experts:
         # One that is ended before it runs was not routed.
         rows = np.concatenate(response.experts)[: len(response.prompt_ids) + len(ids) - 1]

@@ -60,10 +60,13 @@ class Batch(ABC):
         """Appends a token to each of `responses` that has not finished. Overwrites the logits, which are float32."""
         self._forbid_eos(responses, logits_BV)
         positions = [len(r.prompt_ids) + len(r.output_ids) for r in responses]
-        ids, log_probs = sample(logits_BV, [r.params for r in responses], positions, self._rng)
-        for response, token, log_prob in zip(responses, ids.tolist(), log_probs.tolist(), strict=True):
+        recorded = [i for i, response in enumerate(responses) if response.records_nuclei]
+        ids, log_probs, nuclei = sample(logits_BV, [r.params for r in responses], positions, self._rng, recorded)
+        for i, (response, token, log_prob) in enumerate(zip(responses, ids.tolist(), log_probs.tolist(), strict=True)):
             if response.finish_reason is None:
                 try:
+                    if i in nuclei:
+                        response.nuclei.append(nuclei[i])
                     self._check_and_append(response, token, log_prob)
                 except Exception as error:
                     log.exception("sequence %s failed", response.rid)

@@ -25,6 +25,10 @@ class Response:
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """Written after `output_ids`: another thread may read as many tokens as there are log-probs."""
+    records_nuclei: bool = False
+    nuclei: list[np.ndarray] = field(default_factory=list)
+    """int32 each: the ids that top-k and top-p left to draw a token from, where these are on and it is asked for.
+    Written before `output_ids`."""
     experts: list[np.ndarray] = field(default_factory=list)
     """[n, layers, k] each: of the tokens that the model was fed with, where it records them."""
     cached_tokens: int = 0
@@ -55,6 +59,7 @@ class Response:
         """Forgets what was generated."""
         self.output_ids.clear()
         self.log_probs.clear()
+        self.nuclei.clear()
         self.experts.clear()
 
     @property

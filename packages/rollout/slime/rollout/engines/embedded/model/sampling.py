@@ -6,7 +6,7 @@ float32 [B, V].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -35,13 +35,19 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def sample(
-    logits_BV: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], generator: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (token ids int64 [B], log-probs float32 [B]) by inverse transform sampling. Overwrites the logits.
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    generator: np.random.Generator,
+    recorded: Collection[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
+    """Returns (token ids int64 [B], log-probs float32 [B], nuclei) by inverse transform sampling.
 
-    The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is greedy), as SGLang gives
-    it: top-k and top-p restrict the choice and not the log-prob.
+    Overwrites the logits. The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is
+    greedy), as SGLang gives it: top-k and top-p restrict the choice and not the log-prob.
     positions: number of tokens that each sequence has, the counter of its keyed draws.
+    recorded: sequences whose nucleus is returned, the ids that top-k and top-p left (int32), where these are on. The
+    log-prob of such a sequence is that among its nucleus.
     """
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits_BV.div_(torch.tensor([[p.temperature or 1.0] for p in params], device=logits_BV.device))
@@ -49,6 +55,8 @@ def sample(
     likeliest = logits_BV[greedy].argmax(-1) if greedy else None
     weights_BV = logits_BV.sub_(logits_BV.amax(-1, keepdim=True)).exp_()
     sums_BS = _block_sums(weights_BV)
+    nuclei: dict[int, np.ndarray] = {}
+    log_probs_in_nucleus: list[torch.Tensor] = []
     if likeliest is not None and len(greedy) == len(params):
         ids = likeliest
     else:
@@ -56,11 +64,19 @@ def sample(
         ids = _draw(weights_BV, sums_BS, uniforms)
         if rows := [i for i, p in enumerate(params) if p.top_k != -1 or p.top_p < 1.0]:
             allowed_RV = _restrict(weights_BV[rows] / sums_BS[rows].sum(-1, keepdim=True), [params[i] for i in rows])
-            ids[rows] = _draw(allowed_RV, _block_sums(allowed_RV), uniforms[rows])
+            sums_RS = _block_sums(allowed_RV)
+            ids[rows] = _draw(allowed_RV, sums_RS, uniforms[rows])
+            for place, row in enumerate(rows):
+                if row in recorded and params[row].temperature != 0:
+                    nuclei[row] = allowed_RV[place].nonzero()[:, 0].cpu().numpy().astype(np.int32)
+                    of_token = allowed_RV[place, ids[row]].double().log()
+                    log_probs_in_nucleus.append(of_token - sums_RS[place].sum().log())
         if likeliest is not None:
             ids[greedy] = likeliest
     log_probs = weights_BV.gather(-1, ids[:, None])[:, 0].double().log() - sums_BS.sum(-1).log()
-    return ids, log_probs.float()
+    if nuclei:
+        log_probs[list(nuclei)] = torch.stack(log_probs_in_nucleus)
+    return ids, log_probs.float(), nuclei
 
 
 def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], generator: np.random.Generator) -> np.ndarray:

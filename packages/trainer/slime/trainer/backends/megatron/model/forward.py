@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.algorithms.logprobs import replicated_sum, token_entropy, token_log_probs
+from slime.trainer.algorithms.nucleus import Nuclei, nucleus_log_probs
 from slime.trainer.backends.base import MaybeBatch, Outputs
 from slime.trainer.backends.megatron.model.head import Head
 from slime.trainer.backends.megatron.model.routing import of_chunk
@@ -179,12 +180,19 @@ class Pipeline:
     def _outputs(self, batch: PackedBatch, row: RankRow, logits: Tensor, entropy: str) -> Outputs:
         targets = batch.targets[row.trained] if row.trained is not None else batch.targets[:1].new_zeros(1)
         columns, temperature, chunk, shard = self._scored(logits)
-        if self.fused is not None:
+        if self.fused is not None and batch.nuclei is None:
             log_probs, entropies = self.fused(columns, targets, temperature)
             seen = entropies if entropy == "gradient" else entropies.detach()
             whole = None if entropy == "none" else self._gather(batch, row, seen)
             return Outputs(self._gather(batch, row, log_probs), whole)
-        log_probs = self._gather(batch, row, token_log_probs(columns, targets, temperature, chunk, shard))
+        if batch.nuclei is None:
+            scored = token_log_probs(columns, targets, temperature, chunk, shard)
+        elif row.trained is not None:
+            scored = nucleus_log_probs(columns, batch.nuclei.take(row.trained), temperature, shard)
+        else:
+            only = torch.zeros_like(targets)
+            scored = nucleus_log_probs(columns, Nuclei(ids=targets, rows=only, targets=only), temperature, shard)
+        log_probs = self._gather(batch, row, scored)
         if entropy == "none":
             return Outputs(log_probs, None)
         with torch.set_grad_enabled(entropy == "gradient"):
