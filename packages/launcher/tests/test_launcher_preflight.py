@@ -58,6 +58,26 @@ def broken_tokenizer(directory: Path) -> str:
     return "its tokenizer does not load: tokenizer.json"
 
 
+def broken_settings_of_the_tokenizer(directory: Path) -> str:
+    (directory / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": ')
+    return "its tokenizer does not load: tokenizer_config.json is no JSON object"
+
+
+def tokenizer_without_its_words(directory: Path) -> str:
+    """As a download leaves it that took some files only."""
+    (directory / "model" / "tokenizer.json").unlink()
+    return "its tokenizer cannot be loaded"
+
+
+def broken_template(directory: Path) -> str:
+    (directory / "model" / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content ")
+    (directory / "p.jsonl").write_text('{"input": [{"role": "user", "content": "x"}], "label": "y"}\n')
+    return (
+        f"--prompt-data {directory}/p.jsonl, line 1: the chat template of --hf-checkpoint {directory}/model cannot be "
+        "read: chat_template.jinja, line 2"
+    )
+
+
 def truncated_weights(directory: Path) -> str:
     shard = max((directory / "model").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-8])
@@ -79,6 +99,9 @@ def missing_shard(directory: Path) -> str:
         chat_messages_without_a_template,
         empty_file,
         broken_tokenizer,
+        broken_settings_of_the_tokenizer,
+        tokenizer_without_its_words,
+        broken_template,
         truncated_weights,
         missing_shard,
     ],  # fmt: skip

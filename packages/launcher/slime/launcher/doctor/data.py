@@ -15,7 +15,7 @@ from slime.buffer.sources.readers import ENDINGS, reader_of
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
 from slime.rollout import sft_rollout
-from slime.rollout.generate.prompts import TOKENIZER_FILES, has_chat_template
+from slime.rollout.generate.prompts import TOKENIZER_FILES, chat_template_fault, has_chat_template
 from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, SlimeError, counted
 from slime.types.files import check_readable
@@ -105,6 +105,13 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
             "take a model that is tuned for chats, add its chat_template.jinja, or give prompts as text",
         )
         return
+    if first_rendered and (fault := _template_fault(args)):
+        yield fail(
+            f"{flag} {path}, {first_rendered}: the chat template of --hf-checkpoint {args['hf_checkpoint']} cannot be "
+            f"read: {fault}",
+            "correct it, or copy the model's own file again",
+        )
+        return
     if unlabelled:
         yield warn(
             f"{flag} {path}: {unlabelled} of {counted(count, 'label is', 'labels are')} null",
@@ -128,6 +135,13 @@ def _has_template(args: Mapping[str, Any]) -> bool:
         return True
     has_tokenizer = any((Path(directory) / name).is_file() for name in TOKENIZER_FILES)
     return not has_tokenizer or has_chat_template(directory)
+
+
+def _template_fault(args: Mapping[str, Any]) -> str | None:
+    directory = args.get("hf_checkpoint")
+    if "chat_template" in (args.get("apply_chat_template_kwargs") or {}) or not isinstance(directory, str):
+        return None
+    return chat_template_fault(directory)
 
 
 def _todo(field: str, columns: Columns) -> str:

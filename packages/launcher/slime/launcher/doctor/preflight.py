@@ -5,6 +5,7 @@ The checks are the doctor's; here the first that fails ends the run. They load n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,9 +18,12 @@ from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
 from slime.launcher.doctor.finding import FAIL, Finding, Subject
 from slime.launcher.doctor.model import check_weights
+from slime.rollout.generate.prompts import load_tokenizer
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
 from slime.types.errors import InvalidFile, InvalidSetting
 
+# Files beside tokenizer.json that transformers reads, each where it exists.
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 # A run with one of these plug-ins may score samples itself and needs no reward function.
 OWN_WAYS = ("rollout_function_path", "custom_generate_function_path", "custom_agent_path")
 
@@ -39,19 +43,38 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raises InvalidFile for a tokenizer.json that cannot be read; other kinds need transformers, which takes long."""
+    """Raises InvalidFile for a tokenizer that does not load, and NotAvailable where a package that reads it is missing.
+
+    A tokenizer.json is read without transformers, whose import takes seconds; other kinds take it.
+    """
+    for name in TOKENIZER_SETTINGS:
+        path = directory / name
+        if path.is_file() and not _is_object(path):
+            raise _no_tokenizer(directory, f"{name} is no JSON object")
     path = directory / "tokenizer.json"
     if not path.is_file():
+        load_tokenizer(str(directory))
         return
     from tokenizers import Tokenizer
 
     try:
         Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain exceptions
-        raise InvalidFile(
-            f"--hf-checkpoint {directory}: its tokenizer does not load: {path.name}: {error}",
-            field="--hf-checkpoint", value=str(directory), expected="a tokenizer",
-        ) from error  # fmt: skip
+        raise _no_tokenizer(directory, f"{path.name}: {error}") from error
+
+
+def _is_object(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _no_tokenizer(directory: Path, reason: str) -> InvalidFile:
+    return InvalidFile(
+        f"--hf-checkpoint {directory}: its tokenizer does not load: {reason}",
+        field="--hf-checkpoint", value=str(directory), expected="a tokenizer",
+    )  # fmt: skip
 
 
 def check_rewards(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
@@ -43,9 +43,22 @@ def template_arguments(tokenizer: Any) -> frozenset[str]:
     return frozenset().union(*map(_arguments, texts))
 
 
+def syntax_error(template: str) -> str | None:
+    """Returns the line of a chat template that cannot be read, and the reason; None for a template that can."""
+    try:
+        _environment().parse(template)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None
+
+
+def _environment() -> Environment:
+    return Environment(extensions=["jinja2.ext.loopcontrols", _Generation])  # noqa: S701 - parsed, never run
+
+
 @functools.lru_cache(maxsize=32)
 def _arguments(template: str) -> frozenset[str]:
-    environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])  # noqa: S701 - parsed, never run
+    environment = _environment()
     try:
         found = meta.find_undeclared_variables(environment.parse(template))
     except TemplateError:

@@ -65,7 +65,7 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(hf_checkpoint)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidFile(
             f"--hf-checkpoint {hf_checkpoint}: its tokenizer cannot be loaded: {error}",
             field="--hf-checkpoint",
@@ -88,15 +88,33 @@ def has_chat_template(hf_checkpoint: str) -> bool:
 
     Raises what `load_tokenizer` raises.
     """
-    directory = Path(hf_checkpoint)
-    if any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    if chat_template_texts(hf_checkpoint):
         return True
-    try:
-        if json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"):
-            return True
-    except (OSError, ValueError, AttributeError):
-        pass  # the tokenizer may do without the file, or says what is wrong with it
     return bool(getattr(load_tokenizer(hf_checkpoint), "chat_template", None))
+
+
+def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
+    """Returns the chat templates that the files of a tokenizer show, by file; transformers takes the first of them."""
+    directory, found = Path(hf_checkpoint), dict[str, str]()
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        try:
+            text: Any = (directory / name).read_text(encoding="utf-8")
+            text = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue  # the tokenizer may do without the file, or says what is wrong with it
+        if isinstance(text, list):  # several, by name
+            text = "".join(str(each.get("template", "")) for each in text if isinstance(each, dict))
+        if text:
+            found[name] = str(text)
+    return found
+
+
+def chat_template_fault(hf_checkpoint: str) -> str | None:
+    """Returns what keeps the chat template of these files from being read; None where nothing does."""
+    for name, text in chat_template_texts(hf_checkpoint).items():
+        fault = template.syntax_error(text)
+        return None if fault is None else f"{name}, {fault}"
+    return None
 
 
 def context_length(hf_checkpoint: str) -> int | None:
