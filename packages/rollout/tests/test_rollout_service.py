@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from rollout_fakes import CharTokenizer, FakeBuffer, FakeEngine, prompt_groups, reverse
 
 from slime.rollout import service as service_module
+from slime.rollout.calls.jobs import RolloutJob, RunningJobs
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import RolloutClient, Writer
 from slime.types.errors import (
+    Busy,
     DeadlineExceeded,
     InvalidField,
     InvalidSetting,
@@ -275,3 +278,23 @@ def test_a_cancelled_call_gives_the_groups_back(engine, serve):
         client.generate(0, 2, timeout=1)
     assert returned.wait(10), "the service noticed that nobody waits"
     assert not buffer.leased and not buffer.completed
+
+
+def test_calls_that_run_leave_threads_for_others():
+    fleet, call = SimpleNamespace(error=None, on_failure=lambda put: lambda: None), SimpleNamespace()
+    call.add_callback = lambda cancel: True
+    jobs, release = RunningJobs(most=1), threading.Event()
+
+    def work():
+        first.call.advance()
+        assert release.wait(60)
+        return "done"
+
+    first = RolloutJob(fleet, 0, 1, work)
+    events = jobs.run(first, call)
+    assert next(events).done == 1 and jobs.count == 1
+    with pytest.raises(Busy, match="1 rollout is running already"):
+        next(jobs.run(RolloutJob(fleet, 1, 1, lambda: None), call))
+    release.set()
+    assert [event.value for event in events] == ["done"] and jobs.count == 0
+    assert [event.value for event in jobs.run(RolloutJob(fleet, 1, 1, lambda: "next"), call)] == ["next"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ import grpc
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.calls.garbage import spare_long_lived
-from slime.rollout.calls.jobs import Progress, Result, RolloutJob
+from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member
@@ -68,7 +69,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._own_source = OwnSource.open(settings.data_source_path, state.args)
         self._names = WireNames(settings, state.tokenizer)
         self._continuous = ContinuousCall()
-        self._running = 0
+        self._jobs = RunningJobs()
         # Restarts of engines that an iteration has reported.
         self._restarts_told = 0
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.GetStatusResponse(
             engines=[self._engine_message(member) for member in self.fleet.members],
             weight_version=self.engine_weights.version,
-            running_rollouts=self._running,
+            running_rollouts=self._jobs.count,
             engine_restarts=self.fleet.num_restarts,
             restarts_engines=self.fleet.restarts is not None,
         )
@@ -108,7 +109,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 request.num_groups,
                 lambda: self._rollout(args, request.rollout_id, source),
             )
-            for event in self._run(job, context):
+            for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, num_groups=event.total)
                     continue
@@ -154,7 +155,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             )
             self._continuous.call = job.call
             before = self.fleet.num_restarts
-            for event in self._run(job, context):
+            for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
                     if restarts := self.fleet.num_restarts - before:
                         job.call.metrics[ENGINE_RESTARTS] = float(restarts)
@@ -174,7 +175,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 lambda: self._evaluation(args, request.rollout_id, source),
                 evaluation=True,
             )
-            for event in self._run(job, context):
+            for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
                     yield rollout_pb2.EvaluateResponse(completed_samples=event.done, num_samples=event.total)
                     continue
@@ -260,17 +261,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if self._own_source is None:
             return LeasedDataSource(buffer, **options)
         return OwnLeases(buffer, self._own_source, group_size=self.settings.n_samples_per_prompt, **options)
-
-    def _run(self, job: RolloutJob[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        if not context.add_callback(job.cancel):  # the call has ended already
-            job.cancel()
-        with self._lock:
-            self._running += 1
-        try:
-            yield from job.events()
-        finally:
-            with self._lock:
-                self._running -= 1
 
     def _rollout(
         self, args: Any, rollout_id: int, source: LeasedDataSource
@@ -385,6 +375,7 @@ def serve(
     worker_id: the name under which it leases groups (default: of the host and the process).
     """
     check_exposure(rpc)
+    rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + MOST_CALLS)
     state = open_state(settings, extra_args, engines)
     try:
         service = RolloutService(settings, state, buffer_address, rpc, worker_id)

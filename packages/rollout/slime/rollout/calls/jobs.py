@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import grpc
+
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.fleet.fleet import Fleet
-from slime.types.errors import SlimeError
+from slime.types.errors import Busy, SlimeError, counted
 
 T = TypeVar("T")
+
+# Generate and Evaluate calls at once. Each holds a thread for as long as it runs, and others must still be answered.
+MOST_CALLS = 16
 
 
 @dataclass
@@ -81,3 +86,29 @@ class RolloutJob(Generic[T]):
             self._events.put(self._fleet.error or error)
         else:
             self._events.put(Result(value, self.call, time.monotonic() - started))
+
+
+class RunningJobs:
+    """Runs the jobs of calls, a limited number at a time. Thread-safe."""
+
+    def __init__(self, most: int = MOST_CALLS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def run(self, job: RolloutJob[T], context: grpc.ServicerContext) -> Iterator[Progress | Result[T]]:
+        """Yields the events of a job, which ends with its call. Raises Busy where as many run already."""
+        with self._lock:
+            if self.count >= self._most:
+                raise Busy(
+                    f"{counted(self.count, 'rollout is', 'rollouts are')} running already: call again later",
+                    field="rollout_id", value=job.call.rollout_id, expected=f"fewer than {self._most} calls that run",
+                )  # fmt: skip
+            self.count += 1
+        try:
+            if not context.add_callback(job.cancel):  # the call has ended already
+                job.cancel()
+            yield from job.events()
+        finally:
+            with self._lock:
+                self.count -= 1
