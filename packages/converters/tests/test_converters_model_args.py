@@ -225,6 +225,15 @@ def test_the_command_makes_a_script_from_a_config_and_holds_others_against_it(
     assert "--num-layers 3: config.json says 28" in capsys.readouterr().err
     assert cli.main(["model-args", "--model-type", "qwen3-0.6b"]) == 0
     assert capsys.readouterr().out == (SCRIPTS / "qwen3-0.6B.sh").read_text()
+    assert cli.main(["model-args", "--model-type", "qwen3-0.6b", "--output", str(made)]) == 0
+    assert made.read_text() == (SCRIPTS / "qwen3-0.6B.sh").read_text()
+    link, notes = tmp_path / "link", tmp_path / "notes.txt"
+    notes.write_text("precious")
+    link.symlink_to(notes)
+    for path in (link, notes):
+        assert cli.main(["model-args", "--model-type", "qwen3-0.6b", "--output", str(path)]) == 2
+    assert notes.read_text() == "precious" and link.is_symlink()
+    assert "--output: " in (error := capsys.readouterr().err) and "notes.txt is no script of a model" in error
     for wrong in (
         [],
         ["--model-type", "none"],

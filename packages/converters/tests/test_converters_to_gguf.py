@@ -138,6 +138,10 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path, capsys: pytest.Ca
         convert(tmp_path, tmp_path / "none" / "m.gguf")
     with pytest.raises(InvalidSetting, match="no regular file"):
         convert(tmp_path, tmp_path)
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(InvalidSetting, match="notes.txt is no GGUF file, and is not replaced"):
+        convert(tmp_path, tmp_path / "notes.txt")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")  # of an earlier conversion
     with pytest.raises(MissingFile, match="config.json"):
         convert(tmp_path, tmp_path / "m.gguf")
     assert main(["hf-to-gguf", "--hf-checkpoint", str(tmp_path), "--output", str(tmp_path / "m.gguf")]) == 2

@@ -16,6 +16,8 @@ from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
 
 # Settings, tokens, keys and certificates are far smaller.
 MOST_BYTES = 16 << 20
+# Bytes at the beginning of a file in which the sign of its kind is looked for.
+SIGN_WITHIN = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -79,6 +81,25 @@ def check_file_place(path: Path, *, field: str = "path") -> None:
         raise InvalidSetting(
             f"{field}: {path} is no regular file; expected one, or nothing there",
             field=field, value=str(path), expected="a regular file, or nothing there",
+        )  # fmt: skip
+
+
+def check_own_file(path: Path, sign: bytes, kind: str, *, field: str = "path") -> None:
+    """Raises InvalidSetting if a file at `path` is not a `kind`, which has `sign` near its beginning: it is somebody's,
+    and must not be replaced."""
+    check_file_place(path, field=field)
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(SIGN_WITHIN)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _cannot_read(path, field, error) from None
+    if beginning and sign not in beginning:
+        expected = f"a new file, or a {kind} to replace"
+        raise InvalidSetting(
+            f"{field}: {path} is no {kind}, and is not replaced; expected {expected}",
+            field=field, value=str(path), expected=expected,
         )  # fmt: skip
 
 

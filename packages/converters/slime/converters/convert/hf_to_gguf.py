@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime.converters.families import read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted, errors_name
-from slime.types.files import check_file_place, no_directory
+from slime.types.files import check_own_file, no_directory
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,10 @@ def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress
     """Writes the file `output`, which appears complete or not at all; returns it. The weights are in memory meanwhile.
 
     Raises MissingFile, InvalidFile, NotAvailable for another architecture, tokenizer or scaling of positions,
-    InvalidSetting for an `output` that is no regular file, OutOfSpace.
+    InvalidSetting for an `output` that is something else than a GGUF file, OutOfSpace.
     """
     source, target = Path(hf_checkpoint), Path(output)
-    check_file_place(target, field="--output")
+    check_own_file(target, b"GGUF", "GGUF file", field="--output")
     if not target.parent.is_dir():
         raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(target))
     if not source.is_dir():

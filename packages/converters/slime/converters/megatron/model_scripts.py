@@ -16,11 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slime.converters.files.safetensors_dir import disk_errors
 from slime.converters.megatron.args import PRECISION, check_model_args, parse_model_args, render_flags
 from slime.converters.megatron.flags import table
 from slime.converters.settings import ModelArgsSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.files import check_own_file, write_whole
 
 Config = Mapping[str, Any]
 READ_ARRAY = 'source "$1" >/dev/null && printf "%s\\0" "${MODEL_ARGS[@]}"'
@@ -152,8 +152,8 @@ def run(settings: ModelArgsSettings) -> int:
     if settings.check is not None:
         return _report(settings.check, config, source)
     if settings.output is not None:
-        with disk_errors(Path(settings.output)):
-            Path(settings.output).write_text(text, encoding="utf-8")
+        check_own_file(Path(settings.output), b"MODEL_ARGS=(", "script of a model", field="--output")
+        write_whole(Path(settings.output), text, field="--output")
     else:
         print(text, end="")
     return 0

@@ -15,7 +15,7 @@ from slime.launcher.show.answers import Answers, ranges, spread
 from slime.launcher.show.run_files import RunFiles
 from slime.types.directories import path_errors
 from slime.types.errors import InvalidFile
-from slime.types.files import check_file_place, write_whole
+from slime.types.files import check_own_file, write_whole
 
 STYLES = ("style.css",)
 SCRIPTS = ("data.js", "elements.js", "charts.js", "curves.js", "samples.js", "app.js")
@@ -24,6 +24,8 @@ FILE_STEPS = 24
 FILE_EVALUATIONS = 8
 FILE_SAMPLES = 32
 FILE_TOKENS = 8
+# Near the beginning of every page.
+SIGN = b'<meta name="generator" content="slime show">'
 MOST_BYTES = 32 << 20
 CHECK_CALLS = 40
 
@@ -55,7 +57,7 @@ def write_html(path: Path, answers: Answers) -> int:
 
     Raises InvalidSetting where `path` is no place for a file.
     """
-    check_file_place(path, field="--html")
+    check_own_file(path, SIGN, "page of a run", field="--html")
     text = page(_title(answers.runs), embed(answers))
     with path_errors(path, "--html"):
         write_whole(path, text, field="--html")
