@@ -123,15 +123,53 @@ def test_a_reward_that_is_no_number_is_refused_where_the_trainer_needs_one(conne
         ({"rollout_log_probs": None}, "rollout_log_probs"),
         ({"rollout_log_probs": None, "remove_sample": True}, None),
         ({"multimodal_train_inputs": {"pixel_values": np.zeros((1, 2), np.float32)}}, "text alone"),
+        ({"rollout_top_p_token_ids": [4, 5, 1], "rollout_top_p_token_offsets": [0, 2, 3]}, "got 3 ids, expected none"),
+        (
+            {
+                "rollout_top_p_token_ids": [4, 5, 1],
+                "rollout_top_p_token_offsets": [0, 2, 3],
+                "remove_sample": True,
+            },
+            None,
+        ),
+        ({"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": [0, 0, 0]}, None),
     ],
 )
 def test_a_sample_that_the_model_of_the_run_cannot_read_is_refused(connected, change, message):
-    client = connected(max_token_id=12, log_probs_required=True, text_only=True)
+    client = connected(max_token_id=12, log_probs_required=True, text_only=True, nuclei="refused")
     client.add_prompts(["p"])
     (lease,) = client.lease_groups(1)
     (sample,) = finish(lease.group.samples)
     sample.tokens, sample.response_length = [3, 4, 1], 2
     sample.rollout_log_probs, sample.loss_mask = [-0.5, -0.5], None
+    for name, value in change.items():
+        setattr(sample, name, value)
+    if message is None:
+        client.complete_group(lease.token, [sample])
+    else:
+        with pytest.raises(InvalidField, match=message):
+            client.complete_group(lease.token, [sample])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"rollout_top_p_token_ids": None, "rollout_top_p_token_offsets": None}, "token_ids: got None, expected the"),
+        ({"rollout_top_p_token_offsets": [0, 3, 3]}, r"token_offsets\[1\]: got an empty nucleus"),
+        ({"rollout_top_p_token_offsets": [0, 3, 3], "loss_mask": [1, 0]}, None),
+        ({"rollout_top_p_token_ids": [4, 13, 1]}, r"token_ids\[1\]: got 13, expected ids in \[0, 13\)"),
+        ({"rollout_top_p_token_ids": None, "rollout_top_p_token_offsets": None, "loss_mask": [0, 0]}, None),
+        ({"rollout_top_p_token_ids": None, "rollout_top_p_token_offsets": None, "remove_sample": True}, None),
+    ],
+)
+def test_a_sample_whose_nuclei_are_lacking_is_refused_where_the_trainer_needs_them(connected, change, message):
+    client = connected(max_token_id=12, nuclei="required")
+    client.add_prompts(["p"])
+    (lease,) = client.lease_groups(1)
+    (sample,) = finish(lease.group.samples)
+    sample.tokens, sample.response_length, sample.rollout_log_probs, sample.loss_mask = [3, 4, 1], 2, [-0.5, -0.5], None
+    sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = [4, 5, 1], [0, 2, 3]
     for name, value in change.items():
         setattr(sample, name, value)
     if message is None:

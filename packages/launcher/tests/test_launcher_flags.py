@@ -68,8 +68,10 @@ def test_the_buffer_refuses_samples_that_the_model_could_not_read(base: list[str
     assert run_config.parse(base).buffer.max_token_id is None
     (files["model"] / "config.json").write_text('{"vocab_size": 13}')
     buffer = run_config.parse(base).buffer
-    assert (buffer.max_token_id, buffer.text_only) == (12, True)
+    assert (buffer.max_token_id, buffer.text_only, buffer.nuclei) == (12, True, "refused")
     assert not buffer.log_probs_required
+    assert run_config.parse([*base, "--rollout-top-p", "0.9"]).buffer.nuclei == "required"
+    assert run_config.parse([*base, "--rollout-top-p", "0.9", "--debug-rollout-only"]).buffer.nuclei == "any"
     assert run_config.parse([*base, "--use-tis"]).buffer.log_probs_required
 
 

@@ -87,6 +87,7 @@ class Buffer:
                     vocab_size=settings.max_token_id and settings.max_token_id + 1,
                     log_probs_required=settings.log_probs_required,
                     text_only=settings.text_only,
+                    nuclei=settings.nuclei,
                 ),
                 buffer_filter=buffer_filter,
                 clock=clock,

@@ -16,6 +16,7 @@ from slime.types.vision import IMAGE
 
 # Settings of columns that a single evaluation set may have.
 COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
+NUCLEI = ("any", "required", "refused")
 
 
 @dataclass(kw_only=True)
@@ -123,6 +124,12 @@ class BufferSettings(GroupSettings, PromptSettings):
     )
     text_only: bool = setting(
         False, "Refuse finished samples with images (on in `slime train` for models that read text alone)"
+    )
+    nuclei: str = setting(
+        "any",
+        "Whether finished samples tell from which tokens each token was sampled, in rollout_top_p_token_ids: required, "
+        "refused, or any (in `slime train`: required with --rollout-top-p and --rollout-top-k, else refused)",
+        choices=NUCLEI,
     )
     release_committed: bool = setting(
         False, "Delete the samples of a step once it is committed; without it they can be read back after the run"

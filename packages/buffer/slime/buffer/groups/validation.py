@@ -31,6 +31,7 @@ class CompletionRules:
 
     scalar_reward: the reward, or its entry `reward_key`, is a number. vocab_size: ids of tokens are below it.
     log_probs_required: those of the engine, of every sample that is trained on. text_only: there are no images.
+    nuclei: those of all tokens that are trained on are required, or refused, as the trainer scores tokens.
     """
 
     reward_required: bool = True
@@ -39,6 +40,7 @@ class CompletionRules:
     vocab_size: int | None = None
     log_probs_required: bool = False
     text_only: bool = False
+    nuclei: str = "any"
 
 
 ANY_TRAINER = CompletionRules()
@@ -103,8 +105,39 @@ def _check_for_the_model(sample: Sample, rules: CompletionRules) -> None:
         raise InvalidField(f"tokens[{position}]", int(tokens[position]), f"ids in [0, {rules.vocab_size})")
     if rules.text_only and (sample.multimodal_inputs or sample.multimodal_train_inputs):
         raise InvalidField("multimodal_train_inputs", "given", "text alone, which is what the model of this run reads")
+    if not is_untrainable(sample):
+        _check_nuclei(sample, rules)
     if rules.log_probs_required and sample.array("rollout_log_probs") is None and not is_untrainable(sample):
         raise InvalidField("rollout_log_probs", None, "log-probs of the engine, which this run corrects or compares by")
+
+
+def _check_nuclei(sample: Sample, rules: CompletionRules) -> None:
+    ids, offsets = sample.array("rollout_top_p_token_ids"), sample.array("rollout_top_p_token_offsets")
+    if rules.nuclei == "refused" and ids is not None and ids.size:
+        raise InvalidField(
+            "rollout_top_p_token_ids", counted(ids.size, "id"),
+            "none: without --rollout-top-p the trainer scores tokens over the whole vocabulary",
+        )  # fmt: skip
+    mask = sample.array("loss_mask")
+    trained = np.ones(sample.response_length) if mask is None else mask
+    if rules.nuclei != "required" or not trained.any():
+        return
+    if ids is None or offsets is None:
+        raise InvalidField(
+            "rollout_top_p_token_ids", None,
+            "the tokens that each was sampled from, which this run scores it among: an answer of the engine has them "
+            "in its meta_info, for append_response_tokens",
+        )  # fmt: skip
+    if (empty := np.flatnonzero((np.diff(offsets) == 0) & (trained > 0))).size:
+        raise InvalidField(
+            f"rollout_top_p_token_offsets[{int(empty[0])}]", "an empty nucleus",
+            "the tokens that a trained one was sampled from",
+        )  # fmt: skip
+    if rules.vocab_size is not None and ids.size and ids.max() >= rules.vocab_size:
+        position = int(np.argmax(ids >= rules.vocab_size))
+        raise InvalidField(
+            f"rollout_top_p_token_ids[{position}]", int(ids[position]), f"ids in [0, {rules.vocab_size})"
+        )
 
 
 def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:

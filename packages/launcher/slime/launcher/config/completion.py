@@ -16,11 +16,11 @@ from slime.types.vision import vision_of
 
 
 def with_needs_of_training(
-    buffer: BufferSettings, trainer: TrainerSettings, *, vocab_size: int | None
+    buffer: BufferSettings, trainer: TrainerSettings, *, vocab_size: int | None, trains: bool = True
 ) -> BufferSettings:
     """Returns `buffer` with the rules for finished samples that follow from the trainer and the model.
 
-    vocab_size: --vocab-size, where it was given.
+    vocab_size: --vocab-size, where it was given. trains: whether the run has a trainer.
     """
     makes_rewards = trainer.custom_reward_post_process_path or trainer.custom_convert_samples_to_train_data_path
     rules: dict[str, Any] = {}
@@ -30,6 +30,8 @@ def with_needs_of_training(
         rules["scalar_rewards"] = True
     if not trainer.custom_convert_samples_to_train_data_path:
         rules["log_probs_required"] = buffer.log_probs_required or trainer.reads_rollout_log_probs
+        if trains:
+            rules["nuclei"] = "required" if trainer.samples_from_nuclei else "refused"
     config = _config(trainer.hf_checkpoint)
     rules["text_only"] = buffer.text_only or (config is not None and vision_of(config) is None)
     size = vocab_size or _vocab_size(config or {})

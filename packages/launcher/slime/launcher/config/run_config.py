@@ -226,7 +226,10 @@ def _assemble(
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # With a data source of the user's the buffer neither reads prompts nor chooses among them.
         parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
-    parts["buffer"] = with_needs_of_training(parts["buffer"], parts["trainer"], vocab_size=values.get("vocab_size"))
+    parts["buffer"] = with_needs_of_training(
+        parts["buffer"], parts["trainer"], vocab_size=values.get("vocab_size"),
+        trains=not parts["launcher"].debug_rollout_only,
+    )  # fmt: skip
     flat = dict(extra)
     for part in parts.values():
         flat.update({name: getattr(part, name) for name in flags if hasattr(part, name)})
