@@ -64,7 +64,7 @@ def broken_settings_of_the_tokenizer(directory: Path) -> str:
 
 
 def tokenizer_without_its_words(directory: Path) -> str:
-    """As a download leaves it that took some files only."""
+    """A download of some files leaves such a directory."""
     (directory / "model" / "tokenizer.json").unlink()
     return "its tokenizer cannot be loaded"
 
