@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.sglang.launch import SGLangOptions, server_command
 from slime.rollout.engines.sglang.local_checkpoint import pull
+from slime.types.directories import whole_directory
 from slime.types.errors import DataLoss, InvalidField, MissingFile, WrongState
 from slime.types.weight_deltas import PULL
-from slime.types.weight_deltas.buckets import VersionDelta, encode_tensor, write_buckets
+from slime.types.weight_deltas.buckets import VersionDelta, encode_tensor, write_buckets, write_index
 
 
 def weights(dtype: torch.dtype = torch.float32) -> ModelWeights:
@@ -106,3 +109,36 @@ def test_a_checkpoint_is_not_made_of_a_directory_that_is_gone(tmp_path: Path) ->
     with pytest.raises(MissingFile, match="no whole directory"):
         pull(str(tmp_path / "weight_v000001"), str(local), 1, "a")
     assert not list(local.glob("weight_v*"))
+
+
+def test_a_version_gets_its_name_once_its_bytes_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, local = weights(), tmp_path / "local"
+    with whole_directory(tmp_path / "whole", "slime-trainer") as partial:
+        save_file({name: tensor.detach() for name, tensor in held.tensors.items()}, partial / "model.safetensors")
+    pull(str(tmp_path / "whole"), str(local), 3, "a")
+    changed = {"0.weight": held.tensors["0.weight"].detach() + 1}
+    (bucket,) = delta(held, changed)
+    with whole_directory(tmp_path / "delta", "slime-trainer") as partial:
+        (partial / "0.bin").write_bytes(bucket)
+        write_index(partial, VersionDelta(4, 3, "a", "xor", "xxh3-128"), ["0.bin"])
+    events: list[tuple[str, str]] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        events.append(("rename", target.name))
+        return rename(path, target)
+
+    def recorded_fsync(handle: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        fsync(handle)
+
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    target = pull(str(tmp_path / "delta"), str(local), 4, "a")
+    assert events == [
+        ("rename", ".weight_v000003-a.updating"), ("fsync", "local"),
+        ("fsync", "model.safetensors"), ("rename", "weight_v000004-a"), ("fsync", "local"),
+    ]  # fmt: skip
+    assert torch.equal(load_file(target / "model.safetensors")["0.weight"], changed["0.weight"])

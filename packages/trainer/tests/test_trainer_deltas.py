@@ -103,4 +103,4 @@ def test_a_directory_that_no_engine_could_read_is_removed(tmp_path: Path, keep: 
     gone = Engine("e", "http://127.0.0.1:0", "embedded", True, 0, weight_transports=("disk",))
     with pytest.raises(EngineError, match="rank 0 to engine e"):
         DiskTransport(str(tmp_path), write, 5, keep_files=keep).send([gone], 2, weights(1.0))
-    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000002"] * keep
+    assert [path.name for path in tmp_path.rglob("weight_v*")] == ["weight_v000002"] * keep

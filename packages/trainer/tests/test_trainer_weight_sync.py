@@ -133,12 +133,15 @@ def test_a_directory_is_written_read_and_removed(model: str, engines: list[Stand
 
     rollout = StandInRollout([engines[0].describe("engine-0", kind="sglang")])
     for keep in (False, True):
-        push(rollout, DiskTransport(str(tmp_path), write, 10, keep_files=keep), 12, backend.named_weights(), 10)
-        assert (tmp_path / "weight_v000012").is_dir() is keep
-    path, _, content_type, body = engines[0].requests[0]
+        transport = DiskTransport(str(tmp_path), write, 10, keep_files=keep)
+        push(rollout, transport, 12, backend.named_weights(), 10)
+        kept = list(tmp_path.rglob("weight_v000012"))
+        assert len(kept) == keep
+        transport.close()
+    path, _, content_type, body = engines[0].requests[-1]
     assert (path, content_type) == ("/update_weights_from_disk", "application/json")
     assert json.loads(body) == {
-        "model_path": str(tmp_path / "weight_v000012"),
+        "model_path": str(kept[0]),
         "weight_version": "12",
         "flush_cache": False,
     }

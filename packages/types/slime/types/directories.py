@@ -42,8 +42,7 @@ EXPECTED = "a new or empty directory, or one that slime wrote"
 SHOWN = 3
 # Names that `_leftover_prefix` makes.
 _LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")
-# errno of failures that are not the fault of the path.
-_OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)
+_OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)  # no path's fault
 
 
 class WholeDirectory:
@@ -82,10 +81,10 @@ class WholeDirectory:
             mark = self.partial / MARK
             mark.write_text(json.dumps({"writer": writer, **about, "files": sorted(names)}, indent=1) + "\n")
             for file in (*self.partial.rglob("*"), self.partial):
-                _sync(file)
+                sync(file)
             os.fchmod(self._handle, 0o755)
             self._take_place()
-            _sync(self.path.parent)
+            sync(self.path.parent)
         self._release()
 
     def discard(self) -> None:
@@ -365,7 +364,8 @@ def _check_space(path: Path, needed: int, field: str) -> None:
         )  # fmt: skip
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Brings a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(handle)

@@ -7,6 +7,7 @@ turn out to be others when it verifies a delta: it refuses that delta, and gets 
 from __future__ import annotations
 
 import abc
+import itertools
 import logging
 import time
 import uuid
@@ -55,7 +56,9 @@ class DeltaTransport(WeightTransport):
         self._checksum = checksum
         self._bucket_bytes = bucket_bytes
         self._snapshot = Snapshot()
-        self._lineage = uuid.uuid4().hex
+        process = uuid.uuid4().hex
+        self._lineages = (f"{process}.{number}" for number in itertools.count())
+        self._lineage = next(self._lineages)
         self._metrics: dict[str, float] = {}
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
@@ -74,7 +77,7 @@ class DeltaTransport(WeightTransport):
             self._metrics.pop("perf/update_weights_changed", None)
             if not self._snapshot.take(version, weights):
                 # A version of a lineage has one content, whatever failed before.
-                self._lineage = uuid.uuid4().hex
+                self._lineage = next(self._lineages)
         for error in refused.values():
             log.warning("all weights are sent in place of a delta: %s", error)
         others = [engine for engine in engines if engine not in holders or engine.name in refused]

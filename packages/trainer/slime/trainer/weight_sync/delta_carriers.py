@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,15 @@ from slime.trainer.checkpoints.hf_directory import WRITER
 from slime.trainer.weight_sync.base import Weights
 from slime.trainer.weight_sync.delta import Buckets, DeltaCarrier
 from slime.trainer.weight_sync.ipc import encoded
+from slime.trainer.weight_sync.published import FIELD, PublishedVersions
 from slime.trainer.weight_sync.requests import EngineRequests, wait_for
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
-from slime.types.directories import clear_leftovers, path_errors, remove_directory, whole_directory
+from slime.types.directories import whole_directory
 from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas import PULL, checkpoint_name
 from slime.types.weight_deltas.buckets import VersionDelta, write_index
 
-FIELD = "--update-weight-disk-dir"
 # Status of the answer of an engine whose weights are not the base of a delta, by kind of engine.
 REFUSALS = {"embedded": "409", "sglang": "400"}
 
@@ -70,7 +68,7 @@ class TensorCarrier(DeltaCarrier):
 
 
 class DiskCarrier(DeltaCarrier):
-    """Directories `weight_vNNNNNN`, which are removed when the engines have read them, unless `keep_files`.
+    """Directories of versions, which are removed when the engines have read them, unless `keep_files`.
 
     An embedded engine reads a directory itself. SGLang loads whole Hugging Face directories only: on its host, one
     below `local_directory` is brought to each version first, by a function of ours that SGLang runs as a weight loader.
@@ -87,11 +85,9 @@ class DiskCarrier(DeltaCarrier):
         *,
         keep_files: bool = False,
     ) -> None:
-        self._directory = Path(os.path.realpath(directory))
-        clear_leftovers(self._directory)
+        self._versions = PublishedVersions(directory, keep=keep_files)
         self._local = local_directory
         self._write = write_directory
-        self._keep = keep_files
         self._requests = EngineRequests(timeout_seconds)
 
     def check(self, engines: Sequence[Engine]) -> None:
@@ -107,7 +103,7 @@ class DiskCarrier(DeltaCarrier):
     def send_delta(
         self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
     ) -> tuple[int, dict[str, EngineError]]:
-        with self._published(about.version) as path:
+        with self._versions.version(about.version) as path:
             sent, names = 0, []
             with whole_directory(path, WRITER, field=FIELD) as partial:
                 for number, (bucket, _) in enumerate(buckets):
@@ -118,21 +114,11 @@ class DiskCarrier(DeltaCarrier):
             return sent, self._load(engines, path, about.version, about.lineage, _describe(about))
 
     def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
-        with self._published(version) as path:
+        with self._versions.version(version) as path:
             sent = self._write(path, weights)
             for error in self._load(engines, path, version, lineage, path.name).values():
                 raise error
             return sent
-
-    @contextmanager
-    def _published(self, version: int) -> Iterator[Path]:
-        path = self._directory / f"weight_v{version:06d}"
-        try:
-            yield path
-        finally:
-            if not self._keep and path.is_dir():
-                with path_errors(path, FIELD):
-                    remove_directory(path, field=FIELD)
 
     def _load(
         self, engines: Sequence[Engine], path: Path, version: int, lineage: str, what: str
@@ -159,6 +145,7 @@ class DiskCarrier(DeltaCarrier):
 
     def close(self) -> None:
         self._requests.close()
+        self._versions.close()
 
 
 def refusals(engines: Sequence[Engine], answers: Sequence[Any]) -> dict[str, EngineError]:

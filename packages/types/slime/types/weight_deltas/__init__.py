@@ -10,3 +10,8 @@ PULL = "slime.rollout.engines.sglang.local_checkpoint.pull_weights"
 def checkpoint_name(version: int, lineage: str) -> str:
     """Returns the name of a version's directory on the host of SGLang engines, which no other run's version has."""
     return f"weight_v{version:06d}-{lineage}"
+
+
+def process_of(lineage: str) -> str:
+    """Returns the part of a lineage that all lineages of a trainer process share."""
+    return lineage.partition(".")[0]

@@ -39,7 +39,8 @@ _TENSOR_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class VersionDelta:
-    """One version as changes of another. lineage: names the trainer process whose versions these are."""
+    """One version as changes of another. lineage: names the trainer process whose versions these are, and
+    their sequence in it."""
 
     version: int
     base_version: int

@@ -5,7 +5,8 @@
         .weight_v000006-LINEAGE.updating   while a delta is written into it; nothing loads it, the next whole update
                                            removes it
 
-LINEAGE is in the name, too, so that no engine loads what another run left or writes there.
+LINEAGE is in the name, too, so that no engine loads what another run left or writes there. Each process of an engine
+locks the directory that it loaded last, and only what no process locks is removed of another trainer process.
 
 SGLang loads whole directories. Its processes run `pull_weights` first, which copies a published directory, or writes a
 published delta into the files that are here and gives their directory the new name.
@@ -26,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_directory, whole_directory
+from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_directory, sync, whole_directory
 from slime.types.errors import DataLoss, InvalidFile, MissingFile, WrongState
-from slime.types.weight_deltas import checkpoint_name
+from slime.types.weight_deltas import checkpoint_name, process_of
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, read_index
 
 FIELD = "--update-weight-local-checkpoint-dir"
@@ -39,6 +40,8 @@ SAFETENSORS_TYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
+# Descriptors that lock the directories which this process loaded last, by the directory that they are in.
+_locked: dict[Path, int] = {}
 log = logging.getLogger(__name__)
 
 
@@ -64,13 +67,16 @@ def pull(source: str, directory: str, version: int, lineage: str) -> Path:
     root = Path(directory)
     target = root / checkpoint_name(version, lineage)
     with _alone(root):
-        if _lineage(target) == lineage:
-            return target
-        found = read_index(Path(source))
-        if found is None:
-            _copy(Path(source), target, lineage)
-        else:
-            _update(root, target, *found)
+        if _lineage(target) != lineage:
+            found = read_index(Path(source))
+            if found is None:
+                _unlock(root)
+                _remove_unused(root, lineage)
+                _copy(Path(source), target, lineage)
+            else:
+                _update(root, target, *found)
+        _lock(root, target)
+        _remove_unused(root, lineage, but=target)
     return target
 
 
@@ -88,7 +94,39 @@ def _alone(root: Path) -> Iterator[None]:
 
 def _lineage(path: Path) -> str | None:
     mark = read_mark(path)
-    return None if mark is None else str(mark.get("lineage"))
+    return None if mark is None or "lineage" not in mark else str(mark["lineage"])
+
+
+def _lock(root: Path, target: Path) -> None:
+    handle = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    _unlock(root)
+    _locked[root] = handle
+
+
+def _unlock(root: Path) -> None:
+    if root in _locked:
+        os.close(_locked.pop(root))
+
+
+def _remove_unused(root: Path, lineage: str, but: Path | None = None) -> None:
+    """Removes the versions of this trainer process, and those of others that no engine has loaded."""
+    clear_leftovers(root)
+    for old in [*root.glob("weight_v*"), *root.glob(".weight_v*.updating")]:
+        theirs = _lineage(old) if old.is_dir() and old != but else None
+        if theirs is not None and (process_of(theirs) == process_of(lineage) or _is_unlocked(old)):
+            remove_directory(old, field=FIELD)
+
+
+def _is_unlocked(path: Path) -> bool:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def _copy(source: Path, target: Path, lineage: str) -> None:
@@ -96,10 +134,6 @@ def _copy(source: Path, target: Path, lineage: str) -> None:
     if mark is None:
         # Removed, for the trainer waits no longer.
         raise MissingFile(f"{source} is no whole directory that slime wrote", field="source", value=str(source))
-    clear_leftovers(target.parent)
-    for old in [*target.parent.glob("weight_v*"), *target.parent.glob(".weight_v*.updating")]:
-        if old.is_dir() and read_mark(old) is not None:
-            remove_directory(old, field=FIELD)
     with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
         for name in mark["files"]:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +150,7 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
     updating = base.with_name(f".{base.name}.updating")
     with path_errors(root, FIELD):
         base.rename(updating)
+        sync(root)
         tensors = dict(_tensors(updating))
         for file in files:
             for delta in read_bucket(file.read_bytes())[1]:
@@ -130,7 +165,11 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
                     held[2][:] = new
         if tensors:
             raise DataLoss(f"the delta of weight version {about.version} lacks {min(tensors)}", field=min(tensors))
+        # A host that goes down must not come back with this name and bytes of the version before.
+        for file in updating.glob("*.safetensors"):
+            sync(file)
         updating.rename(target)
+        sync(root)
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Any]]]:
