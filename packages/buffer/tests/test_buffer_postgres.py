@@ -81,7 +81,7 @@ def test_samples_of_another_buffer_are_an_error(settings, postgres):
     with pytest.raises(InvalidFile, match="not those of"):
         serve(BufferSettings(**other))
     # Neither can a buffer without a database take them for its own.
-    with pytest.raises(InvalidFile, match="restore the database"):
+    with pytest.raises(InvalidSetting, match="keeps the samples of a --buffer-store: name that database"):
         serve(BufferSettings(buffer_dir=settings["buffer_dir"]))
 
 

@@ -47,7 +47,7 @@ class Buffer:
 
     clock: wall-clock seconds, for leases. blobs: where large tensors of a step go, for readers that know the store.
     standby: waits for as long as another server uses --buffer-store, by calls of this; raises StandbyEnded where one
-    returns true.
+    returns true. existing: creates no buffer; MissingFile where there is none.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Buffer:
         clock: Callable[[], float] = time.time,
         blobs: BlobWriter | None = None,
         standby: Wait | None = None,
+        existing: bool = False,
     ) -> None:
         self.settings = settings
         self.waits = Waits(WAITING_CALLS)
@@ -65,7 +66,7 @@ class Buffer:
         buffer_filter = None
         if settings.buffer_filter_path:
             buffer_filter = BufferFilter(settings.buffer_filter_path, SimpleNamespace(**dataclasses.asdict(settings)))
-        self._storage = open_storage(settings, standby=standby)
+        self._storage = open_storage(settings, standby=standby, existing=existing)
         self.store, self.payloads = self._storage.store, self._storage.payloads
         try:
             set_strays_aside(self.store, self.payloads)

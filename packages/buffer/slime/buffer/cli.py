@@ -1,4 +1,4 @@
-"""`slime-buffer`: serves a buffer, shows and drops groups, checks and repairs its directory, prints tokens."""
+"""`slime-buffer`: serves a buffer, shows and drops groups, checks, repairs and copies what it stores, prints tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Self
 
 from slime.buffer.maintenance import groups_command
 from slime.buffer.settings import BufferSettings
+from slime.buffer.store.urls import STORE
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError, counted
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
@@ -22,22 +23,24 @@ from slime.types.settings import REQUIRED, Parser, command_list, parse, setting,
 PROG = "slime-buffer"
 # Between two looks whether this server may still serve.
 CHECK_SECONDS = 1.0
-DIRECTORY_COMMANDS = {
+DIR = "Directory of the buffer (its --buffer-dir)"
+DEST = "Directory to create; it must not exist"
+STORAGE_COMMANDS = {
     "check": "Read the database and every payload of a buffer that is not served; exit code 1 if there is a problem",
-    "repair": "Move payloads that no group names to DIR/lost+found, and take unreadable groups out of the run",
-    "backup": "Copy a buffer, even while it is served, to the new directory DEST",
+    "repair": "Move payloads that no group names to lost+found beside them, and take unreadable groups out of the run",
+    "backup": "Copy a buffer with a --buffer-dir, even while it is served, to the new directory DEST",
 }
 COMMANDS = {
     "serve": "Serve a data buffer over gRPC",
     "groups": "List groups, show their samples, or take groups out of a run",
-    **DIRECTORY_COMMANDS,
+    **STORAGE_COMMANDS,
     "token": "Print the token of a role, derived from the token of the service in FILE",
 }
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
-       {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR) ...
-       {PROG} check DIR
-       {PROG} repair DIR
-       {PROG} backup DIR DEST
+       {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR | {STORE} URL) ...
+       {PROG} check [DIR] [--buffer-store URL] [--buffer-payloads URL]
+       {PROG} repair [DIR] [--buffer-store URL] [--buffer-payloads URL]
+       {PROG} backup DIR DEST [--buffer-payloads URL]
        {PROG} token {{{",".join(Role)}}} --token-file FILE
 
 {command_list(COMMANDS)}
@@ -74,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_token(words[1:])
         if words[:1] == ["groups"]:
             return groups_command.main(words[1:], f"{PROG} groups")
-        if words and words[0] in DIRECTORY_COMMANDS:
-            return look_after_directory(words[0], words[1:])
+        if words and words[0] in STORAGE_COMMANDS:
+            return look_after_storage(words[0], words[1:])
         if words[:1] != ["serve"]:
             raise wrong_command(words, COMMANDS)
         settings, rpc, own = parse(
@@ -129,29 +132,42 @@ def serve_until_signal(settings: BufferSettings, rpc: RpcSettings, *, standby: b
     return 0
 
 
-def look_after_directory(command: str, words: Sequence[str]) -> int:
-    from slime.buffer.maintenance import directory
+def look_after_storage(command: str, words: Sequence[str]) -> int:
+    from slime.buffer.maintenance import storage_commands
 
-    parser = Parser(prog=f"{PROG} {command}", description=f"{DIRECTORY_COMMANDS[command]}.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="Directory of the buffer (its --buffer-dir)")
+    parser = Parser(prog=f"{PROG} {command}", description=f"{STORAGE_COMMANDS[command]}.")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help=DIR)
     if command == "backup":
-        parser.add_argument("target", metavar="DEST", type=Path, help="Directory to create; it must not exist")
+        parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help=DEST)
+    parser.add_argument("--buffer-dir", metavar="DIR", help="The same as DIR")
+    groups_command.add_store_flags(parser)
     options = parser.parse_strict(words)
+    if options.buffer_dir is not None:
+        if command == "backup" and options.target is None:
+            options.directory, options.target = None, options.directory and Path(options.directory)
+        if options.directory is not None:
+            raise InvalidSetting.conflict(f"DIR {options.directory}", "--buffer-dir", "both name the directory")
+        options.directory = options.buffer_dir
+    if options.directory is None and options.buffer_store is None:
+        raise InvalidSetting.required("DIR", f"{DIR}, or {STORE} URL")
+    settings = BufferSettings(
+        buffer_dir=options.directory, buffer_store=options.buffer_store, buffer_payloads=options.buffer_payloads
+    )
     if command == "backup":
-        groups, payloads = directory.backup(options.directory, options.target)
+        if options.target is None and options.buffer_store is None:
+            raise InvalidSetting.required("DEST", DEST)
+        groups, payloads = storage_commands.backup(settings, options.target)
         print(f"{options.target}: {counted(groups, 'group')}, samples of {payloads}")
         return 0
     if command == "repair":
-        aside, damaged = directory.repair(options.directory)
-        print(
-            f"{counted(aside, 'file')} moved to {options.directory / 'lost+found'}, "
-            f"{counted(damaged, 'damaged group')} taken out of the run"
-        )
+        aside, damaged, target = storage_commands.repair(settings)
+        print(f"{counted(aside, 'file')} moved to {target}, {counted(damaged, 'damaged group')} taken out of the run")
         return 0
-    problems = directory.check(options.directory)
+    problems = storage_commands.check(settings)
     for problem in problems:
         print(problem)
-    print(f"{options.directory}: {counted(len(problems), 'problem') if problems else 'whole'}")
+    place = options.directory if options.buffer_store is None else options.buffer_store.partition("?")[0]
+    print(f"{place}: {counted(len(problems), 'problem') if problems else 'whole'}")
     return 1 if problems else 0
 
 

@@ -1,1 +1,1 @@
-"""Commands that inspect and repair a buffer's directory."""
+"""Commands that inspect, repair and copy what a buffer stores."""

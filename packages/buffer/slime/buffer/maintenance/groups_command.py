@@ -1,4 +1,4 @@
-"""`slime-buffer groups`: shows groups and takes them out of a run, through a server or in a directory."""
+"""`slime-buffer groups`: shows groups and takes them out of a run, through a server or where it lies."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.base import State
+from slime.buffer.store.urls import PAYLOADS, STORE
 from slime.types import Sample
 from slime.types.addresses import check_address
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidField, MissingFile, Unauthenticated, counted
+from slime.types.errors import InvalidField, InvalidSetting, Unauthenticated, counted
 from slime.types.rpc import RpcSettings
 from slime.types.sample.validate import validate_finished
+from slime.types.setting_values import flag_name
 from slime.types.settings import Parser, command_list, wrong_command
 
 SHOWN_TEXT = 500
@@ -57,7 +58,7 @@ def main(words: Sequence[str], prog: str) -> int:
 
 
 def usage(prog: str) -> str:
-    synopsis = f"usage: {prog} {{{','.join(ACTIONS)}}} (--address HOST:PORT | --buffer-dir DIR) ..."
+    synopsis = f"usage: {prog} {{{','.join(ACTIONS)}}} (--address HOST:PORT | --buffer-dir DIR | {STORE} URL) ..."
     return f"{synopsis}\n\n{command_list(ACTIONS)}\n\n`{prog} COMMAND --help` describes a command."
 
 
@@ -70,9 +71,9 @@ def _parser(action: str, prog: str) -> Parser:
         parser.add_argument(
             "index", type=int, nargs="+", metavar="INDEX", help="Index of a group, as `groups list` shows it"
         )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--address", metavar="HOST:PORT", help="Address of a buffer that is served")
-    where.add_argument("--buffer-dir", metavar="DIR", help="Directory of a buffer that is not served")
+    parser.add_argument("--address", metavar="HOST:PORT", help="Address of a buffer that is served")
+    parser.add_argument("--buffer-dir", metavar="DIR", help="Directory of a buffer that is not served")
+    add_store_flags(parser)
     parser.add_argument(
         "--token-file",
         metavar="FILE",
@@ -96,11 +97,20 @@ def _parser(action: str, prog: str) -> Parser:
     return parser
 
 
+def add_store_flags(parser: Parser) -> None:
+    """Adds the flags of a run that say where its state and samples are, other than in a directory."""
+    parser.add_argument(STORE, metavar="URL", help=f"PostgreSQL database with the state, as in the {STORE} of the run")
+    parser.add_argument(PAYLOADS, metavar="URL", help=f"Object store with the samples, as in the {PAYLOADS} of the run")
+
+
 @contextmanager
 def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
     rpc = RpcSettings(token_file=options["token_file"], tls_ca=options["tls_ca"])
-    directory = options["buffer_dir"]
-    if directory is None:
+    places = {name: options[name] for name in ("buffer_dir", "buffer_store", "buffer_payloads")}
+    stopped = [flag_name(name) for name, value in places.items() if value is not None]
+    if options["address"] is not None:
+        if stopped:
+            raise InvalidSetting.conflict(stopped[0], "--address", "a buffer is served, or it is not")
         with BufferClient(check_address(options["address"], "--address"), settings=rpc) as client:
             try:
                 yield client
@@ -110,11 +120,15 @@ def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
                     field="--token-file", value=rpc.token_file or "", expected="the token of the service",
                 ) from None  # fmt: skip
         return
-    if not (Path(directory) / "state.sqlite").is_file():
-        raise MissingFile(f"--buffer-dir {directory} holds no buffer", field="--buffer-dir", value=directory)
-    from slime.buffer.service import serve
+    if not stopped:
+        raise InvalidSetting.required("--address or --buffer-dir")
+    from slime.buffer.buffer import Buffer
+    from slime.buffer.service import serve_buffer
 
-    with serve(BufferSettings(buffer_dir=directory)) as service, BufferClient(service.address) as client:
+    with (
+        serve_buffer(Buffer(BufferSettings(**places), existing=True)) as service,
+        BufferClient(service.address) as client,
+    ):
         yield client
 
 

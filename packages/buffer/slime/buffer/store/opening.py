@@ -16,7 +16,7 @@ from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres import PostgresStore
 from slime.buffer.store.sqlite import SqliteStore
 from slime.types.directories import ScratchDirectory, path_errors
-from slime.types.errors import InvalidFile, InvalidSetting
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
 
 DATABASE, PAYLOADS = "state.sqlite", "payloads"
 STORE_ID = "store_id"
@@ -32,11 +32,14 @@ class Storage:
         self._held.close()
 
 
-def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> Storage:
+def open_storage(settings: BufferSettings, *, standby: Wait | None = None, existing: bool = False) -> Storage:
     """Raises ConfigError for what cannot be used, or is used by another server.
 
     standby: see `Buffer`.
+    existing: creates nothing; MissingFile where there is no buffer.
     """
+    if existing:
+        check_existing(settings)
     power = settings.buffer_durability == "power"
     with ExitStack() as held:
         path = None if settings.buffer_dir is None else Path(settings.buffer_dir)
@@ -56,16 +59,11 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> St
             has_state = (path / DATABASE).exists()
             if settings.buffer_store is not None and has_state:
                 raise _used(path, f"has the {DATABASE} of a buffer without --buffer-store: name")
-            if (
-                settings.buffer_store is None
-                and not has_state
-                and payloads.owner() is not None
-                and not payloads.exist()
-            ):
+            if settings.buffer_store is None and not has_state and payloads.owner() is not None:
                 raise _used(path, "keeps the samples of a --buffer-store: name that database, too, or")
         if settings.buffer_store is not None:
             store: Store = PostgresStore(
-                settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby
+                settings.buffer_store, power=power, has_payloads=payloads.exist, standby=standby, existing=existing
             )
         else:
             assert path is not None
@@ -74,8 +72,24 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None) -> St
             )
         held.callback(store.close)
         if settings.buffer_store is not None or settings.buffer_payloads is not None or store.get(STORE_ID) is not None:
-            _check_owner(store, payloads)
+            _check_owner(store, payloads, existing=existing)
         return Storage(store, payloads, held.pop_all())
+
+
+def check_existing(settings: BufferSettings) -> None:
+    """Raises MissingFile where --buffer-dir holds no part of a buffer; what a database holds is seen in it."""
+    if settings.buffer_dir is None:
+        return
+    path = Path(settings.buffer_dir)
+    in_files = settings.buffer_payloads is None
+    if settings.buffer_store is None:
+        found = (path / DATABASE).is_file() or in_files and any((path / PAYLOADS).glob("*/*"))
+    else:
+        found = not in_files or (path / PAYLOADS).is_dir()
+    if not found:
+        raise MissingFile(
+            f"no buffer in {path}", field="--buffer-dir", value=str(path), expected="the --buffer-dir of a run"
+        )
 
 
 def _used(directory: Path, why: str) -> InvalidSetting:
@@ -86,12 +100,12 @@ def _used(directory: Path, why: str) -> InvalidSetting:
     )  # fmt: skip
 
 
-def _check_owner(store: Store, payloads: Payloads) -> None:
-    """Raises InvalidFile where the payloads are those of another store."""
+def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
+    """Raises InvalidFile where the payloads are those of another store; new ones become its own, unless `existing`."""
     known, owner = store.get(STORE_ID), payloads.owner()
     if known is not None and owner == known:
         return
-    if payloads.exist() or store.payload_names():
+    if existing or payloads.exist() or store.payload_names():
         raise InvalidFile(
             f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
             "or name another place for the samples, which is theirs or new as the database is",

@@ -16,6 +16,7 @@ from slime.types.errors import (
     InvalidField,
     InvalidFile,
     InvalidSetting,
+    MissingFile,
     OutOfSpace,
     SlimeError,
     Unavailable,
@@ -33,6 +34,7 @@ class PostgresStore(SqlStore):
 
     has_payloads: whether there are samples that only another database can know: then no state is created.
     standby: see `PostgresSession.start`.
+    existing: creates no state; MissingFile where there is none.
     """
 
     in_list = "group_index = ANY(?)"
@@ -45,6 +47,7 @@ class PostgresStore(SqlStore):
         power: bool = False,
         has_payloads: Callable[[], bool] = lambda: False,
         standby: Wait | None = None,
+        existing: bool = False,
     ) -> None:
         super().__init__()
         self._in_transaction = False
@@ -53,7 +56,7 @@ class PostgresStore(SqlStore):
         self._psycopg = self._session.psycopg
         self.name = self._session.name
         try:
-            self._open(power, has_payloads)
+            self._open(power, has_payloads, existing)
         except self._psycopg.Error as error:
             self._session.connection.close()
             raise self._session.unusable(error) from error
@@ -75,7 +78,7 @@ class PostgresStore(SqlStore):
 
     # Opening.
 
-    def _open(self, power: bool, has_payloads: Callable[[], bool]) -> None:
+    def _open(self, power: bool, has_payloads: Callable[[], bool], existing: bool) -> None:
         connection = self._session.connection
         if power and connection.execute("SHOW fsync").fetchone()[0] == "off":
             raise InvalidSetting.conflict(
@@ -88,6 +91,10 @@ class PostgresStore(SqlStore):
             if not found:
                 if has_payloads():
                     raise self._lost("it is empty")
+                if existing:
+                    raise MissingFile(
+                        f"no buffer in {self.name}", field=STORE, value=self.name, expected="the database of a run"
+                    )
                 for statement in [META, *SCHEMA.split(";"), ADDED]:
                     connection.execute(_translated_types(statement))
                 connection.execute("INSERT INTO buffer_meta VALUES (%s, 0, NULL)", [VERSION])

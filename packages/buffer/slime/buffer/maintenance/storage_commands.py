@@ -1,0 +1,169 @@
+"""`slime-buffer check`, `repair` and `backup`: work on the state and the samples of a buffer that is not served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from slime.buffer.groups.quarantine import Quarantine
+from slime.buffer.groups.steps import Steps
+from slime.buffer.maintenance.strays import find_strays, set_strays_aside
+from slime.buffer.settings import BufferSettings
+from slime.buffer.store import urls
+from slime.buffer.store.base import Payloads, State
+from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.objects import ObjectPayloads
+from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
+from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile, NotAvailable
+
+# A server that goes on may delete a payload between the copy of the database and that of the payload.
+ATTEMPTS = 5
+
+
+def check(settings: BufferSettings) -> list[str]:
+    """Lists problems of a buffer that does not serve; changes nothing of it. Raises ConfigError for a database that is
+    gone, damaged or in use, and for samples that are not its own."""
+    with _opened(settings) as (storage, quarantine):
+        problems = []
+        after: int | None = None
+        while page := storage.store.groups(after=after, limit=64):
+            after = page[-1].group_index
+            for group in page:
+                error = quarantine.problem(group)
+                if error is not None:
+                    problems.append(f"group {group.group_index} ({group.state}): {error.message}")
+        strays, newer = find_strays(storage.store, storage.payloads)
+        problems += [f"no group names {storage.payloads.name}/{name}: of a crash" for name in sorted(strays)]
+        problems += [f"the database is older than {storage.payloads.name}/{name}" for name in sorted(newer)]
+        return problems
+
+
+def repair(settings: BufferSettings) -> tuple[int, int, str]:
+    """Returns (payloads set aside, damaged groups, where the payloads went): moves payloads that no group names, and
+    takes groups that cannot be read out of the run. Raises ConfigError as `check` does."""
+    with _opened(settings) as (storage, quarantine):
+        aside = set_strays_aside(storage.store, storage.payloads, also_newer=True)
+        damaged = quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
+        return aside, damaged, storage.payloads.lost_and_found
+
+
+def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
+    """Copies a buffer to the directory `target`, also while a server uses it, samples in an object store as files;
+    returns (groups, payloads). Raises InvalidSetting where `target` exists, NotAvailable for state in PostgreSQL."""
+    if settings.buffer_store is not None:
+        raise NotAvailable.unavailable(
+            f"backup with {urls.STORE}", "PostgreSQL makes backups itself",
+            "pg_dump, and copy the samples after it has ended",
+        )  # fmt: skip
+    check_existing(settings)
+    assert settings.buffer_dir is not None
+    directory = Path(settings.buffer_dir)
+    if not (directory / DATABASE).is_file():
+        raise MissingFile(
+            f"no {DATABASE} in {directory}: it is lost, or the run has a {urls.STORE}",
+            field="DIR", value=str(directory), expected=f"a directory with {DATABASE}",
+        )  # fmt: skip
+    if target.exists():
+        raise InvalidSetting(f"{target} exists: a backup is a new directory", field="DEST", value=str(target))
+    objects = None if settings.buffer_payloads is None else ObjectPayloads(settings.buffer_payloads)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise InvalidSetting(
+            f"{partial} exists: another backup is running or was interrupted; remove it", field="DEST",
+            value=str(partial),
+        ) from None  # fmt: skip
+    try:
+        _copy_database(directory / DATABASE, partial / DATABASE)
+        _copy_owner(objects or FilePayloads(directory / PAYLOADS), partial, settings)
+        fetch = _from_files(directory / PAYLOADS) if objects is None else _from_objects(objects)
+        for attempt in range(ATTEMPTS):
+            try:
+                groups, names = _copy_payloads(fetch, partial)
+                break
+            except DataLoss as error:
+                if attempt == ATTEMPTS - 1:
+                    raise DataLoss(f"{error.message}: see slime-buffer check") from None
+                _copy_database(directory / DATABASE, partial / DATABASE)
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial)
+        if isinstance(error, sqlite3.DatabaseError):
+            raise InvalidFile(
+                f"{directory / DATABASE}: {error}: see slime-buffer check", field="DIR", value=str(directory),
+                expected="the state of a buffer",
+            ) from None  # fmt: skip
+        raise
+    return groups, names
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as reading:
+        with closing(sqlite3.connect(target)) as writing:
+            reading.backup(writing)
+
+
+def _copy_owner(payloads: Payloads, partial: Path, settings: BufferSettings) -> None:
+    """Makes the copied samples those of the copied database. Raises InvalidSetting where the samples are another's."""
+    with closing(sqlite3.connect(partial / DATABASE)) as connection:
+        row = connection.execute("SELECT value FROM state WHERE name = ?", [STORE_ID]).fetchone()
+    known = None if row is None else json.loads(row[0])
+    if payloads.owner() != known:
+        raise InvalidSetting.requires(
+            f"backup {settings.buffer_dir}", f"the {urls.PAYLOADS} of its run",
+            f"the samples in {payloads.name} are not its own",
+        )  # fmt: skip
+    if known is not None:
+        FilePayloads(partial / PAYLOADS).claim(known)
+
+
+# Copies the payload (name, bytes) to a file; raises DataLoss where there is none.
+Fetch = Callable[[str, int, Path], None]
+
+
+def _from_files(source: Path) -> Fetch:
+    def fetch(name: str, size: int, target: Path) -> None:
+        try:
+            shutil.copy2(source / name, target)
+        except FileNotFoundError:
+            raise DataLoss(f"payload {source / name} is gone") from None
+
+    return fetch
+
+
+def _from_objects(payloads: ObjectPayloads) -> Fetch:
+    def fetch(name: str, size: int, target: Path) -> None:
+        (data,) = payloads.read(name, [(0, size)])
+        target.write_bytes(data)
+
+    return fetch
+
+
+def _copy_payloads(fetch: Fetch, partial: Path) -> tuple[int, int]:
+    with closing(sqlite3.connect(partial / DATABASE)) as connection:
+        (groups,) = connection.execute("SELECT count(*) FROM groups").fetchone()
+        query = "SELECT payload, payload_bytes FROM groups WHERE payload IS NOT NULL"
+        payloads = dict(connection.execute(query).fetchall())
+    target = partial / PAYLOADS
+    target.mkdir(exist_ok=True)
+    wanted = {target / name for name in payloads}
+    for path in target.glob("*/*"):
+        if path not in wanted:
+            path.unlink()
+    for name, size in payloads.items():
+        if not (target / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
+            fetch(name, size, target / name)
+    return groups, len(payloads)
+
+
+@contextmanager
+def _opened(settings: BufferSettings) -> Iterator[tuple[Storage, Quarantine]]:
+    with closing(open_storage(settings, existing=True)) as storage:
+        steps = Steps(storage.store, storage.payloads, release_committed=False)
+        yield storage, Quarantine(storage.store, storage.payloads, steps, on_unsealed=lambda steps: None)
