@@ -56,7 +56,10 @@ def main() -> None:
         engine_options = EmbeddedOptions(model_path=directory, dtype=options.dtype, threads=options.threads)
         with start_embedded(engine_options) as process:
             process.wait_ready(600)
-            engine = Engine(process.name, process.url, process.kind, True, 0, weight_transports=("tensor", "disk"))
+            engine = Engine(
+                process.name, process.url, process.kind, True, 0,
+                weight_transports=("tensor", "disk"), delta_carriers=("tensor", "disk"),
+            )  # fmt: skip
             for name in ("tensor", "disk"):
                 both = transports(name, options, model, directory, temporary)
                 report(name, measure(both, engine, model, optimizer, options))

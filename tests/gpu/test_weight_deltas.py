@@ -72,8 +72,9 @@ class OneEngine:
         self.call("/pause_generation", {"mode": "abort"})
         self.call("/flush_cache", {})
         held = int(self.call("/model_info")["weight_version"])
-        transports = KINDS["sglang"].weight_transports
-        return [Engine(self.process.name, self.process.url, "sglang", True, held, weight_transports=transports)]
+        kind = KINDS["sglang"]
+        takes = {"weight_transports": kind.weight_transports, "delta_carriers": kind.delta_carriers}
+        return [Engine(self.process.name, self.process.url, kind.name, True, held, **takes)]
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None: ...
 

@@ -155,6 +155,8 @@ def test_a_new_kind_of_engine_is_a_class_and_a_row(
         engines = rollout.begin_weight_update(1)
         assert [(engine.name, engine.kind) for engine in engines] == [("echo-0", "echo"), ("echo-1", "echo")]
         assert transport_for(engines, TrainerSettings(hf_checkpoint="m")) == "tensor"
+        with pytest.raises(NotAvailable, match=r"the engines \(echo\)"):
+            transport_for(engines, TrainerSettings(hf_checkpoint="m", update_weight_mode="delta"))
         weights = {"model.norm.weight": torch.arange(8.0)}
         transport = TensorTransport(1 << 20, 10)
         sent = transport.send(engines, 1, iter(weights.items()))

@@ -121,8 +121,9 @@ class OneEngine:
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
         e = self.engine
         held = int(version_of(e))
-        transports = KINDS[e.kind].weight_transports
-        return [Engine(e.name, e.url, e.kind, True, held, tp_size=2, weight_transports=transports)]
+        kind, tp_size = KINDS[e.kind], 2
+        takes = {"weight_transports": kind.weight_transports, "delta_carriers": kind.delta_carriers}
+        return [Engine(e.name, e.url, e.kind, True, held, tp_size, **takes)]
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None: ...
 

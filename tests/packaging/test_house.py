@@ -1,74 +1,26 @@
-"""Holds the order of the source tree: folder sizes, import circles and the first words of docstrings."""
+"""Holds the order of the source tree: sizes of folders and files, first words of docstrings, words of errors."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
-from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from house_tree import MODULES, OTHER_CODE, ROOT, parsed, scripts
+
 NUM_GPUS = 0
-ROOT = Path(__file__).resolve().parents[2]
 MAX_MODULES = 15
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 99
 DATA = {"packages/converters/tests/converters_published.py"}
-# A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
-SLIP_LINES = 45
-# Kinds of such modules that stand alone all the same.
-SLIPS = {
-    "slime.converters.families.*": "one for each model family, a row in the table of the folder",
-    "slime.rollout.rewards.*": "one for each reward, a row in registry.py",
-    "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
-    "slime.launcher.metrics.sinks.*": "one for each tracker, a row in registry.py",
-    "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
-    "slime.launcher.cli.template.*": "files of the project that `slime init` writes",
-    # Paths by which code written for slime imports.
-    "slime.data": "compatibility",
-    "slime.utils.*": "compatibility",
-    "slime.rollout.filter_hub.*": "compatibility",
-    "slime.rollout.rm_hub.*": "compatibility",
-    "slime.rollout.*_rollout": "compatibility",
-}
 # A docstring names the thing or says what it does; these words begin half a sentence.
 BANNED = (
     *("What", "Who", "Whom", "Whose", "How", "Of", "Those", "Where", "Which", "Whether", "The same", "As"),
     *("Under which", "On which"),
 )
-
-
-def modules() -> dict[str, Path]:
-    """Maps the dotted names of hand-written modules of all packages to their files."""
-    return {
-        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in sorted((ROOT / "packages").iterdir())
-        for path in sorted(package.glob("slime/**/*.py"))
-        if "v1" not in path.parts
-    }
-
-
-def scripts() -> list[Path]:
-    folders = ("benchmarks", "examples", "scripts", "tools")
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-MODULES = modules()
-OTHER_CODE = [
-    path
-    for pattern in ("packages/*/tests/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py", "scripts/*.py")
-    for path in sorted(ROOT.glob(pattern))
-]
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def first_words(path: Path) -> Iterator[tuple[int, str]]:
@@ -83,27 +35,6 @@ def first_words(path: Path) -> Iterator[tuple[int, str]]:
             for part in node.body[1:]:
                 if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
                     yield part.lineno, str(part.value.value)
-
-
-def imported(name: str) -> set[str]:
-    """Modules of ours that module `name` imports when it runs, at its top or inside a function."""
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if isinstance(node, ast.ImportFrom) and node.module:
-            whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
-            found.update(whole)
-            if len(whole) < len(node.names) and node.module in MODULES:
-                found.add(node.module)
-        elif isinstance(node, ast.Import):
-            found.update({alias.name for alias in node.names} & MODULES.keys())
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(parsed(MODULES[name]))
-    return found - {name}
 
 
 def test_the_tree_is_there() -> None:
@@ -135,53 +66,6 @@ def test_no_function_has_more_than_ninety_nine_lines() -> None:
         if (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
     }
     assert long == {}
-
-
-def importers() -> Counter[str]:
-    """Counts the files that import each module, be it by a name that its package takes over from it."""
-    taken_over = {
-        f"{package}.{alias.asname or alias.name}": node.module
-        for package, path in MODULES.items()
-        if path.stem == "__init__"
-        for node in parsed(path).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    count: Counter[str] = Counter()
-    for path in [*MODULES.values(), *scripts()]:
-        found = set()
-        for node in ast.walk(parsed(path)) if path.stem != "__init__" else ():
-            if isinstance(node, ast.ImportFrom):
-                names = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {node.module} | names | {taken_over.get(name) for name in names}
-            elif isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-        count.update(found & MODULES.keys())
-    return count
-
-
-def test_a_small_module_has_more_than_one_importer() -> None:
-    used = importers()
-    slips = {
-        name
-        for name, path in MODULES.items()
-        if path.stem not in ("__init__", "__main__")
-        and used[name] < 2
-        and len(path.read_text(encoding="utf-8").splitlines()) <= SLIP_LINES
-    }
-    alone = {name for name in slips for kind in SLIPS if fnmatchcase(name, kind)}
-    assert slips == alone, "merge it into its importer or a sibling, or name its kind in SLIPS, with the reason"
-    for kind in SLIPS:
-        assert any(fnmatchcase(name, kind) for name in slips), f"no module needs {kind} in SLIPS any more"
-
-
-def test_no_imports_run_in_a_circle() -> None:
-    """A package's `__init__` is left out: what it offers lazily under a short name imports the package itself."""
-    graph = {name: imported(name) for name, path in MODULES.items() if path.stem != "__init__"}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
 
 
 # A field, `path: of the model`, before the sentence that says what the thing is.

@@ -1,11 +1,12 @@
-"""Deltas of weights reach SGLang engines of the run, and no others."""
+"""Deltas of weights go to engines of kinds that take them, and to SGLang engines of the run only."""
 
 from pathlib import Path
 
 import pytest
 
 from slime.launcher.config import run_config
-from slime.types.errors import InvalidSetting
+from slime.rollout.engines.registry import KINDS
+from slime.types.errors import InvalidSetting, NotAvailable
 
 
 def test_external_engines_get_no_pickle_of_what_to_load(tmp_path: Path) -> None:
@@ -18,3 +19,31 @@ def test_external_engines_get_no_pickle_of_what_to_load(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="--rollout-external-engine-addrs cannot be used together") as caught:
         run_config.parse([*words, *external], check=False)
     assert caught.value.field == "--update-weight-local-checkpoint-dir"
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ([], "--update-weight-transport disk"),
+        (
+            ["--update-weight-transport", "disk", "--update-weight-disk-dir", "shared"],
+            "--update-weight-local-checkpoint-dir DIR",
+        ),
+    ],
+)
+def test_a_kind_with_a_checkpoint_of_its_own_needs_two_directories(
+    tmp_path: Path, words: list[str], needed: str
+) -> None:
+    run = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", "--num-rollout", "1"]
+    run += ["--update-weight-mode", "delta", *words]
+    with pytest.raises(InvalidSetting, match=f"requires {needed}: SGLang loads a checkpoint on its own host"):
+        run_config.parse([*run, "--rollout-engine", "sglang"], check=False)
+
+
+def test_a_kind_that_takes_no_deltas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", "--num-rollout", "1"]
+    words += ["--update-weight-mode", "delta", "--rollout-engine", "embedded"]
+    assert run_config.parse(words, check=False).trainer.update_weight_mode == "delta"
+    monkeypatch.setattr(type(KINDS["embedded"]), "delta_carriers", ())
+    with pytest.raises(NotAvailable, match="--update-weight-mode delta and --rollout-engine embedded cannot be used"):
+        run_config.parse(words, check=False)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from slime.trainer.weight_sync.base import Weights
-from slime.trainer.weight_sync.delta_carriers import TensorCarrier
+from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.snapshot import Snapshot
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas.buckets import VersionDelta
 
 
@@ -76,7 +76,7 @@ def slow() -> Iterator[SlowEngine]:
 
 @pytest.mark.parametrize("deltas", [True, False])
 def test_an_update_that_fails_ends_with_its_requests(slow: SlowEngine, deltas: bool) -> None:
-    engine = Engine("e", slow.url, "embedded", True, 0, weight_transports=("tensor",))
+    engine = Engine("e", slow.url, "embedded", True, 0, weight_transports=("tensor",), delta_carriers=("tensor",))
 
     def fails(items: list[Any]) -> Iterator[Any]:
         yield from items
@@ -104,3 +104,20 @@ def test_a_directory_that_no_engine_could_read_is_removed(tmp_path: Path, keep: 
     with pytest.raises(EngineError, match="rank 0 to engine e"):
         DiskTransport(str(tmp_path), write, 5, keep_files=keep).send([gone], 2, weights(1.0))
     assert [path.name for path in tmp_path.rglob("weight_v*")] == ["weight_v000002"] * keep
+
+
+def test_engines_say_which_carriers_of_deltas_they_take(tmp_path: Path) -> None:
+    def engine(*carriers: str) -> Engine:
+        return Engine("e", "http://h:1", "of-tomorrow", True, 0, weight_transports=("tensor",), delta_carriers=carriers)
+
+    def on_disk(local: str | None) -> DiskCarrier:
+        return DiskCarrier(str(tmp_path), local, lambda path, weights: 0, 5)
+
+    TensorCarrier(1, 5).check([engine("tensor", "disk")])
+    on_disk(None).check([engine("tensor", "disk")])
+    on_disk("/local").check([engine("checkpoint")])
+    with pytest.raises(NotAvailable, match="--update-weight-local-checkpoint-dir DIR: engine e loads"):
+        on_disk(None).check([engine("disk"), engine("checkpoint")])
+    for carrier in (TensorCarrier(1, 5), on_disk("/local")):
+        with pytest.raises(NotAvailable, match=rf"engine e \(of-tomorrow\) takes no deltas by {carrier.name}"):
+            carrier.check([engine()])

@@ -133,7 +133,16 @@ class Rollout(Recorder, rollout_pb2_grpc.RolloutServiceServicer):
     def BeginWeightUpdate(self, request: Any, context: Any) -> Any:
         self.record(request)
         return rollout_pb2.BeginWeightUpdateResponse(
-            engines=[rollout_pb2.Engine(name="e0", url="http://h:1", kind="embedded", healthy=True, weight_version=1)]
+            engines=[
+                rollout_pb2.Engine(
+                    name="e0",
+                    url="http://h:1",
+                    kind="embedded",
+                    healthy=True,
+                    weight_version=1,
+                    delta_carriers=["disk"],
+                )
+            ]
         )
 
     def CommitWeightUpdate(self, request: Any, context: Any) -> Any:
@@ -296,7 +305,9 @@ def test_the_rollout_client() -> None:
             assert (result.metrics, [s.index for s in result.examples], seen) == ({"m": 1.5}, [1], [(1, 2), (2, 2)])
             assert client.evaluate(5, names=("gsm",), timeout=60).metrics == {"eval/gsm": 0.5}
             assert list(servicer.requests[-1].names) == ["gsm"]
-            assert client.begin_weight_update(1) == [Engine("e0", "http://h:1", "embedded", True, 1)]
+            assert client.begin_weight_update(1) == [
+                Engine("e0", "http://h:1", "embedded", True, 1, delta_carriers=("disk",))
+            ]
             client.commit_weight_update(1)
             client.abort_weight_update(1, "why")
             assert servicer.requests[-1].reason == "why" and servicer.requests[-1].writer.run_id == "run"

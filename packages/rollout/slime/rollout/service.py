@@ -336,8 +336,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.Engine(
             name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
             healthy=member.healthy and self.engine_weights.stopped is None, tp_size=member.abilities.tp_size,
-            weight_transports=member.kind.weight_transports, awaits_weights=member.awaits_weights,
-            in_flight=self.fleet.router.load_of(member),
+            weight_transports=member.kind.weight_transports, delta_carriers=member.kind.delta_carriers,
+            awaits_weights=member.awaits_weights, in_flight=self.fleet.router.load_of(member),
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from slime.v1 import sample_pb2 as slime_dot_v1_dot_sample__pb2
 from slime.v1 import buffer_pb2 as slime_dot_v1_dot_buffer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/rollout.proto\x12\x08slime.v1\x1a\x15slime/v1/sample.proto\x1a\x15slime/v1/buffer.proto\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x16\n\x0eweight_version\x18\x05 \x01(\x03\x12\x0f\n\x07tp_size\x18\x06 \x01(\x05\x12\x0f\n\x07\x61pi_key\x18\x07 \x01(\t\x12\x19\n\x11weight_transports\x18\x08 \x03(\t\x12\x16\n\x0e\x61waits_weights\x18\t \x01(\x08\x12\x11\n\tin_flight\x18\n \x01(\x03\"\x9b\x01\n\x11GetStatusResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x03\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\x03\x12\x18\n\x10restarts_engines\x18\x05 \x01(\x08\"y\n\x0fGenerateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\x12\x1c\n\x04pace\x18\x04 \x01(\x0b\x32\x0e.slime.v1.Pace\"\xdc\x01\n\x10GenerateResponse\x12\x18\n\x10\x63ompleted_groups\x18\x01 \x01(\x05\x12\x12\n\nnum_groups\x18\x02 \x01(\x05\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.GenerateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0f\x45valuateRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\r\n\x05names\x18\x02 \x03(\t\"\xde\x01\n\x10\x45valuateResponse\x12\x19\n\x11\x63ompleted_samples\x18\x01 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x03\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.EvaluateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"e\n\x18\x42\x65ginWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0f\n\x07joining\x18\x03 \x01(\x08\">\n\x19\x42\x65ginWeightUpdateResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\"U\n\x19\x43ommitWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\"\x1c\n\x1a\x43ommitWeightUpdateResponse\"d\n\x18\x41\x62ortWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\x19\x41\x62ortWeightUpdateResponse\"A\n\x0eOffloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x11\n\x0fOffloadResponse\"@\n\rOnloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x10\n\x0eOnloadResponse2\xfa\x04\n\x0eRolloutService\x12\x44\n\tGetStatus\x12\x1a.slime.v1.GetStatusRequest\x1a\x1b.slime.v1.GetStatusResponse\x12\x43\n\x08Generate\x12\x19.slime.v1.GenerateRequest\x1a\x1a.slime.v1.GenerateResponse0\x01\x12\x43\n\x08\x45valuate\x12\x19.slime.v1.EvaluateRequest\x1a\x1a.slime.v1.EvaluateResponse0\x01\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".slime.v1.BeginWeightUpdateRequest\x1a#.slime.v1.BeginWeightUpdateResponse\x12_\n\x12\x43ommitWeightUpdate\x12#.slime.v1.CommitWeightUpdateRequest\x1a$.slime.v1.CommitWeightUpdateResponse\x12\\\n\x11\x41\x62ortWeightUpdate\x12\".slime.v1.AbortWeightUpdateRequest\x1a#.slime.v1.AbortWeightUpdateResponse\x12>\n\x07Offload\x12\x18.slime.v1.OffloadRequest\x1a\x19.slime.v1.OffloadResponse\x12;\n\x06Onload\x12\x17.slime.v1.OnloadRequest\x1a\x18.slime.v1.OnloadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slime/v1/rollout.proto\x12\x08slime.v1\x1a\x15slime/v1/sample.proto\x1a\x15slime/v1/buffer.proto\"\x12\n\x10GetStatusRequest\"\xda\x01\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x16\n\x0eweight_version\x18\x05 \x01(\x03\x12\x0f\n\x07tp_size\x18\x06 \x01(\x05\x12\x0f\n\x07\x61pi_key\x18\x07 \x01(\t\x12\x19\n\x11weight_transports\x18\x08 \x03(\t\x12\x16\n\x0e\x61waits_weights\x18\t \x01(\x08\x12\x11\n\tin_flight\x18\n \x01(\x03\x12\x16\n\x0e\x64\x65lta_carriers\x18\x0b \x03(\t\"\x9b\x01\n\x11GetStatusResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x03\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\x03\x12\x18\n\x10restarts_engines\x18\x05 \x01(\x08\"y\n\x0fGenerateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x12\n\nnum_groups\x18\x03 \x01(\x05\x12\x1c\n\x04pace\x18\x04 \x01(\x0b\x32\x0e.slime.v1.Pace\"\xdc\x01\n\x10GenerateResponse\x12\x18\n\x10\x63ompleted_groups\x18\x01 \x01(\x05\x12\x12\n\nnum_groups\x18\x02 \x01(\x05\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.GenerateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0f\x45valuateRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\r\n\x05names\x18\x02 \x03(\t\"\xde\x01\n\x10\x45valuateResponse\x12\x19\n\x11\x63ompleted_samples\x18\x01 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x03\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.slime.v1.EvaluateResponse.MetricsEntry\x12\"\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x10.slime.v1.Sample\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"e\n\x18\x42\x65ginWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0f\n\x07joining\x18\x03 \x01(\x08\">\n\x19\x42\x65ginWeightUpdateResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.slime.v1.Engine\"U\n\x19\x43ommitWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\"\x1c\n\x1a\x43ommitWeightUpdateResponse\"d\n\x18\x41\x62ortWeightUpdateRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\x19\x41\x62ortWeightUpdateResponse\"A\n\x0eOffloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x11\n\x0fOffloadResponse\"@\n\rOnloadRequest\x12 \n\x06writer\x18\x01 \x01(\x0b\x32\x10.slime.v1.Writer\x12\r\n\x05parts\x18\x02 \x03(\t\"\x10\n\x0eOnloadResponse2\xfa\x04\n\x0eRolloutService\x12\x44\n\tGetStatus\x12\x1a.slime.v1.GetStatusRequest\x1a\x1b.slime.v1.GetStatusResponse\x12\x43\n\x08Generate\x12\x19.slime.v1.GenerateRequest\x1a\x1a.slime.v1.GenerateResponse0\x01\x12\x43\n\x08\x45valuate\x12\x19.slime.v1.EvaluateRequest\x1a\x1a.slime.v1.EvaluateResponse0\x01\x12\\\n\x11\x42\x65ginWeightUpdate\x12\".slime.v1.BeginWeightUpdateRequest\x1a#.slime.v1.BeginWeightUpdateResponse\x12_\n\x12\x43ommitWeightUpdate\x12#.slime.v1.CommitWeightUpdateRequest\x1a$.slime.v1.CommitWeightUpdateResponse\x12\\\n\x11\x41\x62ortWeightUpdate\x12\".slime.v1.AbortWeightUpdateRequest\x1a#.slime.v1.AbortWeightUpdateResponse\x12>\n\x07Offload\x12\x18.slime.v1.OffloadRequest\x1a\x19.slime.v1.OffloadResponse\x12;\n\x06Onload\x12\x17.slime.v1.OnloadRequest\x1a\x18.slime.v1.OnloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,41 +40,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=82
   _globals['_GETSTATUSREQUEST']._serialized_end=100
   _globals['_ENGINE']._serialized_start=103
-  _globals['_ENGINE']._serialized_end=297
-  _globals['_GETSTATUSRESPONSE']._serialized_start=300
-  _globals['_GETSTATUSRESPONSE']._serialized_end=455
-  _globals['_GENERATEREQUEST']._serialized_start=457
-  _globals['_GENERATEREQUEST']._serialized_end=578
-  _globals['_GENERATERESPONSE']._serialized_start=581
-  _globals['_GENERATERESPONSE']._serialized_end=801
-  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_start=755
-  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_end=801
-  _globals['_EVALUATEREQUEST']._serialized_start=803
-  _globals['_EVALUATEREQUEST']._serialized_end=855
-  _globals['_EVALUATERESPONSE']._serialized_start=858
-  _globals['_EVALUATERESPONSE']._serialized_end=1080
-  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_start=755
-  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_end=801
-  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=1082
-  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=1183
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=1185
-  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1247
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=1249
-  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=1334
-  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_start=1336
-  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_end=1364
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=1366
-  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=1466
-  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_start=1468
-  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_end=1495
-  _globals['_OFFLOADREQUEST']._serialized_start=1497
-  _globals['_OFFLOADREQUEST']._serialized_end=1562
-  _globals['_OFFLOADRESPONSE']._serialized_start=1564
-  _globals['_OFFLOADRESPONSE']._serialized_end=1581
-  _globals['_ONLOADREQUEST']._serialized_start=1583
-  _globals['_ONLOADREQUEST']._serialized_end=1647
-  _globals['_ONLOADRESPONSE']._serialized_start=1649
-  _globals['_ONLOADRESPONSE']._serialized_end=1665
-  _globals['_ROLLOUTSERVICE']._serialized_start=1668
-  _globals['_ROLLOUTSERVICE']._serialized_end=2302
+  _globals['_ENGINE']._serialized_end=321
+  _globals['_GETSTATUSRESPONSE']._serialized_start=324
+  _globals['_GETSTATUSRESPONSE']._serialized_end=479
+  _globals['_GENERATEREQUEST']._serialized_start=481
+  _globals['_GENERATEREQUEST']._serialized_end=602
+  _globals['_GENERATERESPONSE']._serialized_start=605
+  _globals['_GENERATERESPONSE']._serialized_end=825
+  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_start=779
+  _globals['_GENERATERESPONSE_METRICSENTRY']._serialized_end=825
+  _globals['_EVALUATEREQUEST']._serialized_start=827
+  _globals['_EVALUATEREQUEST']._serialized_end=879
+  _globals['_EVALUATERESPONSE']._serialized_start=882
+  _globals['_EVALUATERESPONSE']._serialized_end=1104
+  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_start=779
+  _globals['_EVALUATERESPONSE_METRICSENTRY']._serialized_end=825
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=1106
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=1207
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=1209
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=1271
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_start=1273
+  _globals['_COMMITWEIGHTUPDATEREQUEST']._serialized_end=1358
+  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_start=1360
+  _globals['_COMMITWEIGHTUPDATERESPONSE']._serialized_end=1388
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_start=1390
+  _globals['_ABORTWEIGHTUPDATEREQUEST']._serialized_end=1490
+  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_start=1492
+  _globals['_ABORTWEIGHTUPDATERESPONSE']._serialized_end=1519
+  _globals['_OFFLOADREQUEST']._serialized_start=1521
+  _globals['_OFFLOADREQUEST']._serialized_end=1586
+  _globals['_OFFLOADRESPONSE']._serialized_start=1588
+  _globals['_OFFLOADRESPONSE']._serialized_end=1605
+  _globals['_ONLOADREQUEST']._serialized_start=1607
+  _globals['_ONLOADREQUEST']._serialized_end=1671
+  _globals['_ONLOADRESPONSE']._serialized_start=1673
+  _globals['_ONLOADRESPONSE']._serialized_end=1689
+  _globals['_ROLLOUTSERVICE']._serialized_start=1692
+  _globals['_ROLLOUTSERVICE']._serialized_end=2326
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Engine(_message.Message):
     WEIGHT_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     AWAITS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    DELTA_CARRIERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
@@ -34,7 +35,8 @@ class Engine(_message.Message):
     weight_transports: _containers.RepeatedScalarFieldContainer[str]
     awaits_weights: bool
     in_flight: int
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ...) -> None: ...
+    delta_carriers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines")

@@ -209,19 +209,27 @@ def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
 
 
 def _check_deltas(args: Mapping[str, Any]) -> None:
-    """Refuses deltas that SGLang engines cannot take; for engines that are chosen later the trainer does."""
+    """Refuses deltas that the engines cannot take; for engines that are chosen later the trainer does."""
     if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
         raise InvalidSetting.conflict(
             "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
             "SGLang is told by a pickle what to load, and only engines that the run has started get one",
         )  # fmt: skip
-    if args["update_weight_mode"] == "delta" and args["rollout_engine"] == "sglang":
-        for name, needed in (
-            ("update_weight_transport", "--update-weight-transport disk"),
-            ("update_weight_local_checkpoint_dir", "--update-weight-local-checkpoint-dir DIR"),
-        ):
-            if args[name] in ("auto", "tensor", None):
-                raise _requires(args, "update_weight_mode", needed, "SGLang loads a checkpoint on its own host")
+    kind = KINDS.get(args["rollout_engine"])
+    if args["update_weight_mode"] != "delta" or kind is None:
+        return
+    if not kind.delta_carriers:
+        raise NotAvailable.conflict(
+            "--update-weight-mode delta", f"--rollout-engine {kind.name}", f"{kind.title} takes whole weights only"
+        )
+    needed = {}
+    if "tensor" not in kind.delta_carriers:
+        needed["update_weight_transport"] = "--update-weight-transport disk"
+    if "checkpoint" in kind.delta_carriers:
+        needed["update_weight_local_checkpoint_dir"] = "--update-weight-local-checkpoint-dir DIR"
+    for name, flag in needed.items():
+        if args[name] in ("auto", "tensor", None):
+            raise _requires(args, "update_weight_mode", flag, f"{kind.title} loads a checkpoint on its own host")
 
 
 def _check_batch(args: Mapping[str, Any]) -> None:

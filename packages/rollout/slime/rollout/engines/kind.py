@@ -76,6 +76,7 @@ class EngineKind(abc.ABC):
 
     name: its spelling in `--rollout-engine` and on the wire. title: its name in a sentence.
     weight_transports: the transports of `--update-weight-transport` that it takes, the best one first.
+    delta_carriers: how it takes deltas of weights, see `slime.types.weight_deltas.CARRIERS`; empty: not at all.
     needs_gpu: whether it runs on GPUs only; the number of others is `--rollout-num-engines`.
     spans_nodes: whether one engine can be on several nodes.
     server_flags: names of the `--sglang-NAME` flags that reach it, with underscores; None: all.
@@ -88,6 +89,7 @@ class EngineKind(abc.ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     weight_transports: ClassVar[tuple[str, ...]]
+    delta_carriers: ClassVar[tuple[str, ...]] = ()
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
     server_flags: ClassVar[frozenset[str] | None] = frozenset()

@@ -1,4 +1,4 @@
-"""Carriers of deltas: HTTP to embedded engines, and directories on a disk that is shared with the engines."""
+"""Carriers of deltas: HTTP to engines that apply them, and directories on a disk that is shared with the engines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas import PULL, checkpoint_name
 from slime.types.weight_deltas.buckets import VersionDelta, write_index
 
-# Status of the answer of an engine whose weights are not the base of a delta, by kind of engine.
-REFUSALS = {"embedded": "409", "sglang": "400"}
+# Status of the answer of an engine whose weights are not the base of a delta: it has compared the two, or it finds no
+# checkpoint to load, which is made from a delta of the version before only.
+NOT_THE_BASE, NO_CHECKPOINT = "409", "400"
 
 
 class TensorCarrier(DeltaCarrier):
@@ -39,6 +40,9 @@ class TensorCarrier(DeltaCarrier):
 
     def check(self, engines: Sequence[Engine]) -> None:
         self._whole.check_engines(engines)
+        for engine in engines:
+            if self.name not in engine.delta_carriers:
+                raise _takes_none(engine, self.name)
 
     def send_delta(
         self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
@@ -70,8 +74,9 @@ class TensorCarrier(DeltaCarrier):
 class DiskCarrier(DeltaCarrier):
     """Directories of versions, which are removed when the engines have read them, unless `keep_files`.
 
-    An embedded engine reads a directory itself. SGLang loads whole Hugging Face directories only: on its host, one
-    below `local_directory` is brought to each version first, by a function of ours that SGLang runs as a weight loader.
+    An engine reads a directory itself, or, by the carrier `checkpoint`, loads whole Hugging Face directories only: on
+    its host, one below `local_directory` is brought to each version first, by a function of ours that it runs as a
+    weight loader.
     """
 
     name = "disk"
@@ -92,9 +97,9 @@ class DiskCarrier(DeltaCarrier):
 
     def check(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
-            if engine.kind not in REFUSALS:
-                raise NotAvailable.unavailable("--update-weight-mode delta", f"engine {engine.name} is {engine.kind}")
-            if engine.kind == "sglang" and self._local is None:
+            if not _loads_checkpoint(engine) and self.name not in engine.delta_carriers:
+                raise _takes_none(engine, self.name)
+            if _loads_checkpoint(engine) and self._local is None:
                 raise NotAvailable.requires(
                     "--update-weight-mode delta", "--update-weight-local-checkpoint-dir DIR",
                     f"engine {engine.name} loads weights from a checkpoint on its own host",
@@ -124,7 +129,7 @@ class DiskCarrier(DeltaCarrier):
         self, engines: Sequence[Engine], path: Path, version: int, lineage: str, what: str
     ) -> dict[str, EngineError]:
         """Has the engines read the published directory; returns the errors of those that refused it."""
-        with_checkpoint = [engine for engine in engines if engine.kind == "sglang"]
+        with_checkpoint = [engine for engine in engines if _loads_checkpoint(engine)]
         places = {engine.name: str(path) for engine in engines}
         if with_checkpoint:
             assert self._local is not None
@@ -156,10 +161,20 @@ def refusals(engines: Sequence[Engine], answers: Sequence[Any]) -> dict[str, Eng
         try:
             answer.result()
         except EngineError as error:
-            if error.value != REFUSALS.get(engine.kind):
+            if error.value != (NO_CHECKPOINT if _loads_checkpoint(engine) else NOT_THE_BASE):
                 raise
             refused[engine.name] = error
     return refused
+
+
+def _loads_checkpoint(engine: Engine) -> bool:
+    return "checkpoint" in engine.delta_carriers
+
+
+def _takes_none(engine: Engine, carrier: str) -> NotAvailable:
+    return NotAvailable.unavailable(
+        "--update-weight-mode delta", f"engine {engine.name} ({engine.kind}) takes no deltas by {carrier}"
+    )
 
 
 def _disk_body(path: str, version: int) -> dict[str, Any]:

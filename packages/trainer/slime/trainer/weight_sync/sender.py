@@ -118,10 +118,11 @@ def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
     shares_gpus = settings.colocate and not settings.rollout_external_engine_addrs
     # Not `disk`: nothing says which directory all of them share.
     possible: tuple[str, ...] = ("tensor", "ipc", "nccl") if shares_gpus else ("tensor", "nccl")
+    taken = [engine.weight_transports for engine in engines]
     if settings.update_weight_mode == "delta":
-        possible = ("tensor",)
-    for name in engines[0].weight_transports if engines else ("tensor",):
-        if name in possible and all(name in engine.weight_transports for engine in engines):
+        possible, taken = ("tensor",), [engine.delta_carriers for engine in engines]
+    for name in taken[0] if taken else possible:
+        if name in possible and all(name in each for each in taken):
             return name
     kinds = ", ".join(sorted({engine.kind for engine in engines}))
     if settings.update_weight_mode == "delta":

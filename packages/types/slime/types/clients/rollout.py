@@ -26,7 +26,8 @@ class Engine:
     tp_size: its tensor-parallel ranks, each of which takes part in weight updates. api_key: the key that its callers
     send, empty for none; only `begin_weight_update` returns it. weight_transports: the values of
     --update-weight-transport that it supports, the best one first. awaits_weights: it was started again, and serves
-    once it has been sent weights. in_flight: samples that it generates or has queued.
+    once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
+    `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Engine:
     weight_transports: tuple[str, ...] = ()
     awaits_weights: bool = False
     in_flight: int = 0
+    delta_carriers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def _engines(messages: Any) -> list[Engine]:
             tuple(m.weight_transports),
             m.awaits_weights,
             m.in_flight,
+            tuple(m.delta_carriers),
         )  # fmt: skip
         for m in messages
     ]

@@ -3,6 +3,10 @@
 The trainer encodes, engines apply; needs the extra `slime-types[deltas]`.
 """
 
+# Ways in which engines take deltas: from the bytes of requests, from a directory on a disk, or as a whole checkpoint on
+# their own host, which is brought up to date from that directory.
+CARRIERS = ("tensor", "disk", "checkpoint")
+
 # The function that SGLang's processes run, as a weight loader, to bring the checkpoint on their host up to date.
 PULL = "slime.rollout.engines.sglang.local_checkpoint.pull_weights"
 

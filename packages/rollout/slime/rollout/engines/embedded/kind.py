@@ -34,6 +34,7 @@ class Embedded(EngineKind):
     title = "the embedded engine"
     fixes = {"returns_experts": "--enable-return-routed-experts"}
     weight_transports = ("tensor", "disk")
+    delta_carriers = ("tensor", "disk")
     returns_nuclei = True
     server_flags = frozenset({"tool_call_parser", "reasoning_parser"})
 

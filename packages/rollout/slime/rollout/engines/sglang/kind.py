@@ -26,6 +26,7 @@ class SGLang(EngineKind):
     name = "sglang"
     title = "SGLang"
     weight_transports = ("ipc", "nccl", "disk")
+    delta_carriers = ("checkpoint",)
     needs_gpu = True
     spans_nodes = True
     server_flags = None

@@ -1,0 +1,58 @@
+"""The source tree as its tests read it: modules by name, other code, and what imports what."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def modules() -> dict[str, Path]:
+    """Maps the dotted names of hand-written modules of all packages to their files."""
+    return {
+        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in sorted((ROOT / "packages").iterdir())
+        for path in sorted(package.glob("slime/**/*.py"))
+        if "v1" not in path.parts
+    }
+
+
+def scripts() -> list[Path]:
+    folders = ("benchmarks", "examples", "scripts", "tools")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+MODULES = modules()
+OTHER_CODE = [
+    path
+    for pattern in ("packages/*/tests/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py", "scripts/*.py")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(name: str) -> set[str]:
+    """Modules of ours that module `name` imports when it runs, at its top or inside a function."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found.update(whole)
+            if len(whole) < len(node.names) and node.module in MODULES:
+                found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update({alias.name for alias in node.names} & MODULES.keys())
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(parsed(MODULES[name]))
+    return found - {name}

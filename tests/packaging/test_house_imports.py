@@ -1,0 +1,124 @@
+"""Holds what modules import: no circles, no small modules for one importer, no engines that are known by their name."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from house_tree import MODULES, ROOT, imported, parsed, scripts
+
+NUM_GPUS = 0
+# A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
+SLIP_LINES = 45
+# Kinds of such modules that stand alone all the same.
+SLIPS = {
+    "slime.converters.families.*": "one for each model family, a row in the table of the folder",
+    "slime.rollout.rewards.*": "one for each reward, a row in registry.py",
+    "slime.launcher.doctor.*": "one for each check, a row in the table of command.py",
+    "slime.launcher.metrics.sinks.*": "one for each tracker, a row in registry.py",
+    "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
+    "slime.launcher.cli.template.*": "files of the project that `slime init` writes",
+    # Paths by which code written for slime imports.
+    "slime.data": "compatibility",
+    "slime.utils.*": "compatibility",
+    "slime.rollout.filter_hub.*": "compatibility",
+    "slime.rollout.rm_hub.*": "compatibility",
+    "slime.rollout.*_rollout": "compatibility",
+}
+
+
+def importers() -> Counter[str]:
+    """Counts the files that import each module, be it by a name that its package takes over from it."""
+    taken_over = {
+        f"{package}.{alias.asname or alias.name}": node.module
+        for package, path in MODULES.items()
+        if path.stem == "__init__"
+        for node in parsed(path).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    count: Counter[str] = Counter()
+    for path in [*MODULES.values(), *scripts()]:
+        found = set()
+        for node in ast.walk(parsed(path)) if path.stem != "__init__" else ():
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {node.module} | names | {taken_over.get(name) for name in names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        count.update(found & MODULES.keys())
+    return count
+
+
+def test_a_small_module_has_more_than_one_importer() -> None:
+    used = importers()
+    slips = {
+        name
+        for name, path in MODULES.items()
+        if path.stem not in ("__init__", "__main__")
+        and used[name] < 2
+        and len(path.read_text(encoding="utf-8").splitlines()) <= SLIP_LINES
+    }
+    alone = {name for name in slips for kind in SLIPS if fnmatchcase(name, kind)}
+    assert slips == alone, "merge it into its importer or a sibling, or name its kind in SLIPS, with the reason"
+    for kind in SLIPS:
+        assert any(fnmatchcase(name, kind) for name in slips), f"no module needs {kind} in SLIPS any more"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """A package's `__init__` is left out: what it offers lazily under a short name imports the package itself."""
+    graph = {name: imported(name) for name, path in MODULES.items() if path.stem != "__init__"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+# Words of other tables that an engine is named in, too: a package, and who teaches.
+OTHER_NAMES = ("wanted", "installed", "args['opd_type']", "self.opd_type")
+
+
+def told_by_name(tree: ast.Module, kinds: set[str]) -> Iterator[tuple[int, str]]:
+    """Yields (line, code) where behaviour depends on the name of a kind of engine: ==, in, match, keys of a table."""
+    for node in ast.walk(tree):
+        parts: list[ast.expr | None] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        elif isinstance(node, ast.Dict):
+            parts = list(node.keys)
+        if any(part is not None and ast.unparse(part) in OTHER_NAMES for part in parts):
+            continue
+        words = [word for part in parts if part is not None for word in [part, *getattr(part, "elts", [])]]
+        if any(isinstance(word, ast.Constant) and word.value in kinds for word in words):
+            yield getattr(node, "lineno", 1), ast.unparse(node)
+
+
+def test_behaviour_depends_on_what_an_engine_can_do_and_not_on_its_name() -> None:
+    """The abilities of a kind are in its `kind.py`, and on the wire; its own folder and the registry may name it."""
+    own = "slime.rollout.engines."
+    kinds = {
+        str(node.value.value)
+        for name, path in MODULES.items()
+        if name.startswith(own) and path.stem == "kind"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "name"
+        if isinstance(node.value, ast.Constant)
+    }
+    assert kinds == {"sglang", "embedded"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {code}"
+        for name, path in MODULES.items()
+        if not name.startswith(own)
+        for line, code in told_by_name(parsed(path), kinds)
+    ]
+    assert wrong == []
+    asked = "e.kind == 'sglang'; e.kind in ('a', 'embedded'); {'sglang': 400}[e.kind]"
+    asked += "\nmatch e.kind:\n    case 'sglang': pass"
+    assert len(list(told_by_name(ast.parse(asked), kinds))) == 4
