@@ -135,6 +135,15 @@ def test_wrong_words_exit_with_2(words, capsys):
     command(capsys, *words, expect=2)
 
 
+@pytest.mark.parametrize("words", [["check"], ["groups", "list", "--buffer-dir"]])
+def test_a_reader_that_has_had_enough_ends_the_command_without_a_traceback(words, stopped, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main([*words, str(stopped)]) == 141
+
+
 def test_check_names_what_is_wrong_and_changes_nothing(stopped, capsys):
     assert command(capsys, "check", stopped).endswith(": whole\n")
     (stopped / "payloads" / "000000" / "0000000002-01234567").write_bytes(b"stray")

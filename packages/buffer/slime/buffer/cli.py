@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Self
 from slime.buffer.maintenance import groups_command
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.urls import STORE
-from slime.types.errors import ConfigError, InvalidSetting, SlimeError, counted
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, counted
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
@@ -30,12 +31,14 @@ STORAGE_COMMANDS = {
     "repair": "Move payloads that no group names to lost+found beside them, and take unreadable groups out of the run",
     "backup": "Copy a buffer with a --buffer-dir, even while it is served, to the new directory DEST",
 }
-COMMANDS = {
-    "serve": "Serve a data buffer over gRPC",
+PRINTING_COMMANDS = {
     "groups": "List groups, show their samples, or take groups out of a run",
     **STORAGE_COMMANDS,
     "token": "Print the token of a role, derived from the token of the service in FILE",
 }
+COMMANDS = {"serve": "Serve a data buffer over gRPC", **PRINTING_COMMANDS}
+# The exit code that shells give a command that SIGPIPE ended.
+PIPE_CLOSED = 141
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
        {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR | {STORE} URL) ...
        {PROG} check [DIR] [--buffer-store URL] [--buffer-payloads URL]
@@ -73,12 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        if words[:1] == ["token"]:
-            return print_token(words[1:])
-        if words[:1] == ["groups"]:
-            return groups_command.main(words[1:], f"{PROG} groups")
-        if words and words[0] in STORAGE_COMMANDS:
-            return look_after_storage(words[0], words[1:])
+        if words and words[0] in PRINTING_COMMANDS:
+            return print_answer(words[0], words[1:])
         if words[:1] != ["serve"]:
             raise wrong_command(words, COMMANDS)
         settings, rpc, own = parse(
@@ -132,6 +131,23 @@ def serve_until_signal(settings: BufferSettings, rpc: RpcSettings, *, standby: b
     return 0
 
 
+def print_answer(command: str, words: Sequence[str]) -> int:
+    """Runs a command that prints and ends; returns its exit code."""
+    try:
+        if command == "token":
+            code = print_token(words)
+        elif command == "groups":
+            code = groups_command.main(words, f"{PROG} groups")
+        else:
+            code = look_after_storage(command, words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, `head` for one, has had enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return code
+
+
 def look_after_storage(command: str, words: Sequence[str]) -> int:
     from slime.buffer.maintenance import storage_commands
 
@@ -150,11 +166,17 @@ def look_after_storage(command: str, words: Sequence[str]) -> int:
         options.directory = options.buffer_dir
     if options.directory is None and options.buffer_store is None:
         raise InvalidSetting.required("DIR", f"{DIR}, or {STORE} URL")
+    if command == "backup" and options.buffer_store is not None:
+        raise NotAvailable.unavailable(
+            f"backup with {STORE}",
+            "PostgreSQL makes backups itself",
+            "pg_dump, and copy the samples after it has ended",
+        )
     settings = BufferSettings(
         buffer_dir=options.directory, buffer_store=options.buffer_store, buffer_payloads=options.buffer_payloads
     )
     if command == "backup":
-        if options.target is None and options.buffer_store is None:
+        if options.target is None:
             raise InvalidSetting.required("DEST", DEST)
         groups, payloads = storage_commands.backup(settings, options.target)
         print(f"{options.target}: {counted(groups, 'group')}, samples of {payloads}")

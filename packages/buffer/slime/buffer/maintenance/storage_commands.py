@@ -18,7 +18,7 @@ from slime.buffer.store.base import Payloads, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
-from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile, NotAvailable
+from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
 # A server that goes on may delete a payload between the copy of the database and that of the payload.
 ATTEMPTS = 5
@@ -52,13 +52,8 @@ def repair(settings: BufferSettings) -> tuple[int, int, str]:
 
 
 def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
-    """Copies a buffer to the directory `target`, also while a server uses it, samples in an object store as files;
-    returns (groups, payloads). Raises InvalidSetting where `target` exists, NotAvailable for state in PostgreSQL."""
-    if settings.buffer_store is not None:
-        raise NotAvailable.unavailable(
-            f"backup with {urls.STORE}", "PostgreSQL makes backups itself",
-            "pg_dump, and copy the samples after it has ended",
-        )  # fmt: skip
+    """Copies a buffer with its state in SQLite to the directory `target`, also while a server uses it, and objects as
+    files; returns (groups, payloads). Raises InvalidSetting where `target` exists."""
     check_existing(settings)
     assert settings.buffer_dir is not None
     directory = Path(settings.buffer_dir)
