@@ -171,6 +171,31 @@ def test_the_doctor_warns_of_it(words: list[str], used: Path) -> None:
     assert [finding.status for finding in findings] == ["warn"] and "an earlier run left" in findings[0].what
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--save-hf", "HERE/mine"], "--save-hf: HERE/mine holds what slime did not write"),
+        (["--save-hf", "HERE/mine", "--hf-checkpoint", "HERE/none"], "--save-hf: HERE/mine holds what slime did not"),
+        (
+            ["--load-debug-rollout-data", "HERE/{rollout_id}.none"],
+            "--load-debug-rollout-data: no such file HERE",
+        ),
+        (["--ref-load", "HERE/mine"], "--ref-load: HERE/mine has no config.json"),
+        (
+            ["--use-opd", "--opd-type", "trainer", "--opd-teacher-load", "HERE/none"],
+            "--opd-teacher-load: no such directory HERE/none",
+        ),
+    ],
+)
+def test_the_doctor_finds_what_a_run_refuses(words: list[str], tmp_path: Path, more: list[str], message: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    here = [*words, *(word.replace("HERE", str(tmp_path)) for word in more)]
+    config = run_config.parse(here, check=False)
+    found = [finding.what for finding in doctor_run._files(Subject(config.flat, frozenset(), config))]
+    assert len(found) == 1 and found[0].startswith(message.replace("HERE", str(tmp_path))), found
+
+
 @pytest.mark.parametrize("flag", ["--save-hf", "--output-dir", "--save"])
 def test_what_somebody_else_has_there_is_refused_by_name(words: list[str], tmp_path: Path, flag: str) -> None:
     paths = {

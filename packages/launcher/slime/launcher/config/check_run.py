@@ -245,11 +245,27 @@ def _check_batch(args: Mapping[str, Any]) -> None:
 
 def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Raises MissingFile or InvalidFile naming the flag, without reading the files as a whole."""
+    check_inputs(args, evaluation_sets)
+    check_other_files(args)
+
+
+def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
+    """Checks that models, prompts and --load are there."""
     for name in ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"):
         # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
         may_be_megatron = name in ("ref_load", "opd_teacher_load") and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
             _check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
+    if args["load"] is not None and not Path(args["load"]).is_dir():
+        raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
+    if args["prompt_data"] is not None and args["rollout_global_dataset"]:
+        _check_prompts("--prompt-data", args["prompt_data"])
+    for name, path in evaluation_sets.items():
+        _check_prompts(f"--eval-prompt-data {name}", path)
+
+
+def check_other_files(args: Mapping[str, Any]) -> None:
+    """Checks what the model has to be for other flags, recordings, and the places to write to; the model is there."""
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if args[name]:
             _check_experts(flag_name(name), args["hf_checkpoint"])
@@ -259,12 +275,6 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
             # They see the policy's samples.
             if args[name] is not None and (Path(args[name]) / "config.json").is_file():
                 require_vision(args[name], f"{as_typed(name, args[name])} with --multimodal-keys")
-    if args["load"] is not None and not Path(args["load"]).is_dir():
-        raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
-    if args["prompt_data"] is not None and args["rollout_global_dataset"]:
-        _check_prompts("--prompt-data", args["prompt_data"])
-    for name, path in evaluation_sets.items():
-        _check_prompts(f"--eval-prompt-data {name}", path)
     check_recordings(args)
     if args["load_forge_rollout_data"] is not None and args["load"] is None:
         _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))

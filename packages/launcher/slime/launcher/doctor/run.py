@@ -8,14 +8,12 @@ from pathlib import Path
 from slime.converters.megatron.flags import given
 from slime.launcher.config.advice import advice
 from slime.launcher.config.check_megatron import check_model
-from slime.launcher.config.check_run import check_files, check_learning
+from slime.launcher.config.check_run import check_inputs, check_learning, check_other_files
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.run_directory.earlier_run import check_unused
+from slime.launcher.run_directory.writable import check_places
 from slime.types.errors import ConfigError
-
-# The checks of the model and of the data report these flags.
-SAID = ("--hf-checkpoint", "--ref-load", "--load", "--prompt-data", "--eval-prompt-data")
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
@@ -48,11 +46,17 @@ def _checkpoint(subject: Subject) -> Iterator[Finding]:
 
 
 def _files(subject: Subject) -> Iterator[Finding]:
-    config = subject.config
-    try:
-        check_files(config.flat, config.buffer.evaluation_sets())
-    except ConfigError as error:
-        if not error.field.startswith(SAID):
+    args = subject.config.flat
+    # The checks of the model and of the data report these.
+    reported = dict.fromkeys(("hf_checkpoint", "load", "prompt_data"))
+    if args["ref_load"] is not None and not Path(args["ref_load"]).is_dir():
+        reported["ref_load"] = None
+    has_model = (Path(str(args["hf_checkpoint"])) / "config.json").is_file()
+    others = check_other_files if has_model else check_places
+    for check in (lambda: check_inputs(args | reported, {}), lambda: others(args)):
+        try:
+            check()
+        except ConfigError as error:
             yield fail(str(error), "correct what the message names")
 
 
