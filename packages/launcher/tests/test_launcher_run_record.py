@@ -76,3 +76,17 @@ def test_a_run_that_compares_nothing_is_not_told_of_equal_rewards_but_of_no_toke
     empty = EQUAL | {"rollout/trained_tokens": 0.0}
     said = [watch.look(step, empty, [], tmp_path) for step in range(3)]
     assert [text is not None for text in said] == [False, True, False] and "trained 0 tokens" in str(said[1])
+
+
+def test_steps_without_a_gradient_are_told_whatever_the_reason(tmp_path: Path) -> None:
+    # One sample of each group is left, so no group has two rewards to compare.
+    silent = EQUAL | {"rollout/zero_std_ratio": 0.0, "train/grad_norm": 0.0, "rollout/failed_ratio": 0.5}
+    watch = SilenceWatch()
+    rows = [silent, silent | {"train/grad_norm": 1e-9}, silent, silent, silent]
+    said = [watch.look(step, metrics, [sample("2", 1.0)], tmp_path) for step, metrics in enumerate(rows)]
+    assert [text is not None for text in said] == [False, False, False, True, False]
+    assert "steps 2 to 3 have no gradient: every advantage is 0" in str(said[3]) and "50% failed" in str(said[3])
+    # Equal rewards are the better word for it.
+    watch = SilenceWatch()
+    told = [watch.look(step, EQUAL | {"train/grad_norm": 0.0}, [], tmp_path) for step in range(4)]
+    assert [text is not None for text in told] == [False, True, False, False] and "the same reward" in str(told[1])

@@ -1,4 +1,4 @@
-"""Warns where nothing can be learned: equal rewards in every group, or no token that counts."""
+"""Warns where nothing can be learned: equal rewards in every group, no token that counts, or a gradient of 0."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def _short(text: Any) -> Any:
 
 
 class SilenceWatch:
-    """Says once that nothing is learned: after steps in which no group had two different rewards, or no token counted.
+    """Says once that nothing is learned: after steps in which no group had two different rewards, no token counted, or
+    the policy had no gradient for another reason.
 
     compares: whether the advantages come from comparing the rewards of a group.
     """
 
     def __init__(self, *, compares: bool = True) -> None:
         self._compares = compares
-        self._silent = {"rewards": 0, "tokens": 0}
+        self._silent = {"rewards": 0, "tokens": 0, "gradient": 0}
         self._said: set[str] = set()
 
     def look(self, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str | None:
@@ -39,12 +40,14 @@ class SilenceWatch:
         found = {
             "rewards": self._compares and metrics.get("rollout/zero_std_ratio") == 1,
             "tokens": metrics.get("rollout/trained_tokens") == 0,
+            # Groups of one sample that is left, say, or masks where rewards differ.
+            "gradient": metrics.get("train/grad_norm") == 0,
         }
         for kind, silent in found.items():
             self._silent[kind] = self._silent[kind] + 1 if silent else 0
-        for kind in ("tokens", "rewards"):
+        for kind in ("tokens", "rewards", "gradient"):
             if self._silent[kind] >= SILENT_STEPS and kind not in self._said:
-                self._said |= {kind, "rewards"}
+                self._said |= {kind, "rewards", "gradient"}
                 return _message(kind, step, metrics, samples, where)
         return None
 
@@ -52,6 +55,11 @@ class SilenceWatch:
 def _message(kind: str, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str:
     if kind == "tokens":
         what = "trained 0 tokens: every loss mask is 0, or every sample is removed"
+    elif kind == "gradient":
+        what = (
+            "have no gradient: every advantage is 0, or belongs to tokens that are masked or removed "
+            f"(of the samples, {metrics.get('rollout/failed_ratio', 0.0):.0%} failed)"
+        )
     else:
         mean = metrics.get("rollout/raw_reward", 0.0)
         what = (
