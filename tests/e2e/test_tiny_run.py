@@ -21,6 +21,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
     yield output_dir, run(output_dir)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of four steps, which others repeat, continue or vary."""
+    output_dir = tmp_path_factory.mktemp("whole")
+    run(output_dir, "--num-rollout", "4")
+    return output_dir
+
+
 def test_the_tiny_model_learns_to_reverse_digits(trained: tuple[Path, str]) -> None:
     output_dir, output = trained
     rewards = [row["rollout/raw_reward"] for row in metrics(output_dir)]
@@ -65,44 +73,36 @@ def test_a_run_keeps_samples_whose_log_probs_agree_and_in_which_no_check_finds_a
         assert run_checks(read_rows(file.path), Rules()) == []
 
 
-def test_two_deterministic_runs_have_the_same_metrics(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for output_dir in (first, second):
-        run(output_dir, "--num-rollout", "3")
-    rows = timeless(metrics(first))
-    assert len(rows) == 3
-    assert rows == timeless(metrics(second))
-    assert timeless(evaluations(first)) == timeless(evaluations(second))
-    assert [row["step"] for row in evaluations(first)] == [0, 3]
+def test_two_deterministic_runs_have_the_same_metrics(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, "--num-rollout", "4")
+    rows = timeless(metrics(tmp_path))
+    assert len(rows) == 4
+    assert rows == timeless(metrics(whole))
+    assert timeless(evaluations(tmp_path)) == timeless(evaluations(whole))
+    assert [row["step"] for row in evaluations(tmp_path)] == [0, 4]
 
 
-def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(one, "--num-rollout", "2")
-    run(two, "--num-rollout", "2", "--actor-num-gpus-per-node", "2")
-    for a, b in zip(metrics(one), metrics(two), strict=True):
+def test_two_trainer_ranks_train_like_one(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, "--num-rollout", "2", "--actor-num-gpus-per-node", "2")
+    for a, b in zip(metrics(whole)[:2], metrics(tmp_path), strict=True):
         assert a["rollout/raw_reward"] == pytest.approx(b["rollout/raw_reward"], abs=0.02)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, "--num-rollout", "4")
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: Path, tmp_path: Path) -> None:
     keep = ("--save-interval", "2")
-    run(parts, "--num-rollout", "2", *keep)
-    run(parts, "--num-rollout", "4", *keep, "--load", str(parts / "checkpoints"))
-    assert timeless(metrics(whole)) == timeless(metrics(parts))
-    assert (parts / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
-    assert [row["step"] for row in evaluations(parts)] == [0, 2, 4]
-    assert timeless(evaluations(parts))[::2] == timeless(evaluations(whole))
+    run(tmp_path, "--num-rollout", "2", *keep)
+    run(tmp_path, "--num-rollout", "4", *keep, "--load", str(tmp_path / "checkpoints"))
+    assert timeless(metrics(whole)) == timeless(metrics(tmp_path))
+    assert (tmp_path / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    assert [row["step"] for row in evaluations(tmp_path)] == [0, 2, 4]
+    assert timeless(evaluations(tmp_path))[::2] == timeless(evaluations(whole))
 
 
-def test_engines_that_release_their_memory_serve_again_with_the_next_weights(tmp_path: Path) -> None:
-    plain, released = tmp_path / "plain", tmp_path / "released"
-    run(plain, "--num-rollout", "2")
-    run(released, "--num-rollout", "2", "--offload")
-    assert timeless(metrics(plain)) == timeless(metrics(released))
-    for row in metrics(released):
+def test_engines_that_release_their_memory_serve_again_with_the_next_weights(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, "--num-rollout", "2", "--offload")
+    assert timeless(metrics(whole))[:2] == timeless(metrics(tmp_path))
+    for row in metrics(tmp_path):
         assert row["perf/offload_time"] > 0 and row["perf/onload_time"] > 0
 
 
