@@ -125,7 +125,7 @@ def run_words(tmp_path: Path, **config: int) -> list[str]:
     if not model.exists():
         write_model(model, CONFIG | config)
     return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "4",
-            "--rm-type", "math"]  # fmt: skip
+            "--rm-type", "math", "--label-key", "label"]  # fmt: skip
 
 
 def test_gpus_are_held_against_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (model / "config.json").write_text(json.dumps(CONFIG))
     write_tokenizer(model)
     return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "5",
-            "--rm-type", "math", "--output-dir", str(tmp_path / "out"), "--disable-rewards-normalization",
-            "--dry-run"]  # fmt: skip
+            "--rm-type", "math", "--label-key", "label", "--output-dir", str(tmp_path / "out"),
+            "--disable-rewards-normalization", "--dry-run"]  # fmt: skip
 
 
 def plan(words: list[str], *more: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[str]:

@@ -48,6 +48,17 @@ def chat_messages_without_a_template(directory: Path) -> str:
     )
 
 
+def unknown_reward_of_a_row(directory: Path) -> str:
+    rows = [{"input": "x", "label": "y", "metadata": {"rm_type": name}} for name in ("math", "boxed_f1", "mth")]
+    (directory / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "line 3: metadata.rm_type: "
+
+
+def row_without_a_label(directory: Path) -> str:
+    (directory / "p.jsonl").write_text('{"input": "x", "label": "y"}\n{"input": "x", "label": null}\n')
+    return "line 2: no label, and the reward math compares with it; fix or remove that row"
+
+
 def empty_file(directory: Path) -> str:
     (directory / "p.jsonl").write_text("")
     return "no rows"
@@ -97,6 +108,8 @@ def missing_shard(directory: Path) -> str:
         bad_row,
         wrong_column,
         chat_messages_without_a_template,
+        unknown_reward_of_a_row,
+        row_without_a_label,
         empty_file,
         broken_tokenizer,
         broken_settings_of_the_tokenizer,
@@ -158,3 +171,15 @@ def test_an_evaluation_set_is_checked_by_its_own_columns(
     sets.write_text(text.replace("LABEL", "solution"))
     assert main(["train", *check]) == 2
     assert "no column 'solution'; it has 'question', 'answer'" in capsys.readouterr().err
+
+
+def test_a_reward_that_compares_with_labels_needs_their_column(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del words[words.index("--label-key") : words.index("--label-key") + 2]
+    (tmp_path / "own.py").write_text("def score(args, sample, **kwargs):\n    return 1.0\n")
+    for scorer, code in ((["--rm-type", "math"], 2), (["--rm-type", "boxed_f1"], 2), (["--rm-type", "random"], 0),
+                         (["--custom-rm-path", f"{tmp_path}/own.py"], 0)):  # fmt: skip
+        assert main(["train", *words, *scorer, "--dry-run"]) == code, scorer
+        error = capsys.readouterr().err
+        assert code == 0 or "line 1: no label, and the reward" in error and "--label-key names the column" in error

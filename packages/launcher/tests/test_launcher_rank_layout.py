@@ -31,6 +31,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_tokenizer(directory)
     rows = write_rows(directory / "prompts.jsonl")
     return ["--hf-checkpoint", str(directory), "--prompt-data", str(rows), "--num-rollout", "1", "--rm-type", "math",
+            "--label-key", "label",
             "--n-samples-per-prompt", "2", "--train-backend", "megatron",
             "--output-dir", str(directory / "out")]  # fmt: skip
 

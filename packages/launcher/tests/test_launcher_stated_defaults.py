@@ -55,7 +55,7 @@ def words(tmp_path: Path) -> list[str]:
     (model / "config.json").write_text(json.dumps(CONFIG))
     write_tokenizer(model)
     return ["--hf-checkpoint", str(model), "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--num-rollout", "5",
-            "--rm-type", "math", "--n-samples-per-prompt", "2"]  # fmt: skip
+            "--rm-type", "math", "--label-key", "label", "--n-samples-per-prompt", "2"]  # fmt: skip
 
 
 def plug_in_view(config: Any) -> Namespace:

@@ -16,22 +16,28 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
 from slime.rollout import sft_rollout
 from slime.rollout.generate.prompts import TOKENIZER_FILES, chat_template_fault, has_chat_template
-from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.types.errors import ConfigError, SlimeError, counted
+from slime.rollout.rewards.registry import check_name, needs_label
+from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted
 from slime.types.files import check_readable
 from slime.types.vision import IMAGE
 
 # The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all.
 ROWS = 2000
 SECONDS = 5.0
+# Functions of the user's that may score samples, or label them.
+OWN_SCORERS = (
+    "custom_rm_path", "custom_generate_function_path", "custom_agent_path", "rollout_sample_hook_path",
+)  # fmt: skip
+NO_LABEL = "label of a row"
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
     args = subject.args
     if args.get("prompt_data") and args.get("rollout_global_dataset", True):
-        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args), args)
+        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args), args, _scorer(args))
     for name, path in _evaluation_sets(subject):
-        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, name), args)
+        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, name), args, _scorer(args, name))
 
 
 def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
@@ -57,7 +63,20 @@ def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
     return list(BufferSettings(eval_prompt_data=subject.flag("eval_prompt_data")).evaluation_sets().items())
 
 
-def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> Iterator[Finding]:
+def _scorer(args: Mapping[str, Any], evaluation_set: str | None = None) -> str | None:
+    """Returns the built-in reward of rows that name none; None where code of the user's may score them."""
+    of_set = (args.get("eval_overrides") or {}).get(evaluation_set) or {}
+    if args.get("use_opd"):
+        return None  # a teacher may be all that is learned from
+    own_source = args.get("data_source_path") not in (None, DEFAULT_DATA_SOURCE)
+    if own_source or any(of_set.get(name) or args.get(name) for name in OWN_SCORERS):
+        return None
+    if args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION):
+        return None
+    return of_set.get("rm_type") or args.get("rm_type") or ""
+
+
+def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any], scorer: str | None) -> Iterator[Finding]:
     try:
         path, rows = split_slice(source, flag)
     except SlimeError as error:
@@ -80,7 +99,7 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
     count = unlabelled = 0
-    first_rendered = ""
+    first_rendered, rewards = "", list[Any]()
     whole, deadline = True, time.monotonic() + SECONDS
     try:
         for where, row in islice(read(path), first, last):
@@ -89,8 +108,16 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
                 break
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
+            if (reward := prompt.metadata.get("rm_type")) and reward not in rewards:
+                _check_reward(str(reward), args, f"{path}, {where}: {columns.metadata}.rm_type")
+                rewards.append(reward)
             first_rendered = first_rendered or (where if _is_rendered(prompt.prompt, args) else "")
             unlabelled += columns.label is not None and prompt.label is None
+            reward = str(prompt.metadata.get("rm_type") or scorer)
+            if prompt.label is None and scorer is not None and needs_label(reward):
+                raise InvalidFile(
+                    f"{path}, {where}: no label, and the reward {reward} compares with it", field=NO_LABEL
+                )
     except ConfigError as error:
         yield fail(f"{flag}: {error}", _todo(error.field, columns))
         return
@@ -122,6 +149,16 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any]) -> 
     yield ok(f"{flag} {path}: {more}{counted(count, 'row')} read, each with {columns.input!r}{label}")
 
 
+def _check_reward(name: str, args: Mapping[str, Any], where: str) -> None:
+    """Raises InvalidSetting for the reward that a row names, whose group would be left out."""
+    try:
+        known = check_name(name.strip())
+    except ConfigError as error:
+        raise InvalidSetting(f"{where}: {error}", field="rm_type", value=name) from None
+    if known == "remote_rm" and not args.get("rm_url"):
+        raise InvalidSetting.requires(f"{where} {name}", "--rm-url URL")
+
+
 def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:
     """Tells whether the chat template makes the text of a prompt; a rollout function of the user's may do without."""
     own_rollout = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, sft_rollout.FUNCTION)
@@ -145,6 +182,8 @@ def _template_fault(args: Mapping[str, Any]) -> str | None:
 
 
 def _todo(field: str, columns: Columns) -> str:
+    if field == NO_LABEL and columns.label is None:
+        return "--label-key names the column of the label"
     if field == columns.input:
         return "--input-key names the column of the prompt"
     if field == columns.label:

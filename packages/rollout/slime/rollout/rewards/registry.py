@@ -70,6 +70,11 @@ def may_return_dict(rm_type: str) -> bool:
     return check_name(rm_type) in DICTS
 
 
+def needs_label(rm_type: str) -> bool:
+    """Returns whether a name is that of a built-in reward that compares with the label; imports nothing."""
+    return rm_type.strip().replace("-", "_").removeprefix(BOXED) in LABELLED
+
+
 def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:
     @functools.wraps(function)
     async def score(args: Any, sample: Sample) -> Any:
