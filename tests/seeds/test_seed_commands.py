@@ -18,7 +18,7 @@ import pytest
 from clean_environment import ROOT, CleanEnvironment, clean_environment, run
 
 PLUGINS = Path(__file__).parent / "plugins"
-# Of the tiny tokenizer.
+# Token id in the tiny tokenizer.
 EOS = 1
 
 
@@ -112,7 +112,7 @@ PRINTED_FLAGS = """
 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --calculate-per-token-loss
 --use-tis --tis-threshold 0.9 --true-on-policy-mode
 """.split()
-# Its config.json alone: a plan reads no weights.
+# A plan reads the config.json alone.
 LARGE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
     "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
