@@ -53,16 +53,34 @@ def slime_code(*packages):
     return [f"//packages/{name}:{part}" for name in packages for part in ("lib", "data")]
 
 
-def slime_tests(package, siblings=(), dependencies=(), timeout=300):
+def slime_tests(package, siblings=(), dependencies=(), requirements=(), alone=(), timeout=300):
     """The tests of a package. They may import what the package may, `siblings`, and Ray only in the launcher.
 
+    Files share processes, a dozen in each, which saves them most of the imports.
+
     dependencies: targets that the tests use and do not import.
+    requirements: what some of them import beside hypothesis, psutil and pytest. All get all of it, so that Pants makes
+        one environment for the package.
+    alone: names of files that have a process each, as they take long.
     """
     __dependencies_rules__(("*", *_layer(package, siblings, [] if package == "launcher" else ["ray"])))
+    dependencies = [
+        *slime_code(package, *siblings),
+        *dependencies,
+        *[f"//3rdparty/python:reqs#{name}" for name in ("hypothesis", "psutil", "pytest", *requirements)],
+    ]
     python_tests(
         name="tests",
-        sources=["test_*.py", "**/test_*.py"],
-        dependencies=[*slime_code(package, *siblings), *dependencies],
+        sources=["test_*.py", "**/test_*.py", *[f"!**/{name}" for name in alone]],
+        dependencies=dependencies,
         timeout=timeout,
+        batch_compatibility_tag=package,
     )
+    if alone:
+        python_tests(
+            name="alone",
+            sources=[f"**/{name}" for name in alone],
+            dependencies=dependencies,
+            timeout=timeout,
+        )
     python_test_utils(name="fixtures", sources=["*.py", "**/*.py", "!test_*.py", "!**/test_*.py"])
