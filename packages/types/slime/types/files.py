@@ -91,7 +91,8 @@ def check_own_file(path: Path, sign: bytes, kind: str, *, field: str = "path") -
     try:
         with path.open("rb") as file:
             beginning = file.read(SIGN_WITHIN)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        # Writing it tells if no file can lie there.
         return
     except OSError as error:
         raise _cannot_read(path, field, error) from None
