@@ -24,8 +24,8 @@ GLOBS = (
     "tests/test_*.py",
     "tests/plugin_contracts/test_*.py",
     "tests/gpu/test_*.py",
-    "tests/e2e/test_*.py",
-    "packages/*/tests/test_*.py",
+    "tests/e2e/**/test_*.py",
+    "packages/*/tests/**/test_*.py",
 )
 GIT_SECONDS = 120
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import PurePosixPath
+from fnmatch import fnmatchcase
 
 DEFAULT = 8
+# Here * also matches "/": the folders below count.
 ON_A_CPU = ("packages/*/tests/*", "tests/e2e/*")
 
 
@@ -40,7 +41,7 @@ def num_gpus(path: str, source: str | bytes) -> int:
 
 
 def default(path: str) -> int:
-    return 0 if any(PurePosixPath(path).match(pattern) for pattern in ON_A_CPU) else DEFAULT
+    return 0 if any(fnmatchcase(path, pattern) for pattern in ON_A_CPU) else DEFAULT
 
 
 def _assigned(statement: ast.stmt) -> ast.expr | None:

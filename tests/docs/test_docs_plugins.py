@@ -37,7 +37,7 @@ CONTRACT_TESTS = {
         "--custom-eval-rollout-log-function-path", "--custom-reward-post-process-path",
     },
 }  # fmt: skip
-# packages/rollout/tests/test_rollout_agents_in_process.py plays such agents.
+# packages/rollout/tests/agents/test_rollout_agents_in_process.py plays such agents.
 PLAYED = {"--custom-agent-path"}
 # Settings that a function is used with, in a training step on a tiny model.
 TRAINED: dict[str, dict[str, Any]] = {

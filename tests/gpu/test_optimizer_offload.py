@@ -2,7 +2,8 @@
 
     pytest tests/gpu/test_optimizer_offload.py
 
-Checkpoints and flags: packages/trainer/tests/test_trainer_optimizer_offload.py, which runs on a GPU too.
+Checkpoints and flags: packages/trainer/tests/backends/megatron/test_trainer_optimizer_offload.py, which runs on a GPU
+too.
 """
 
 from __future__ import annotations

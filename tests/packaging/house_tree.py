@@ -27,8 +27,8 @@ def scripts() -> list[Path]:
 MODULES = modules()
 OTHER_CODE = [
     path
-    for pattern in ("packages/*/tests/*.py", "tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py", "scripts/*.py")
-    for path in sorted(ROOT.glob(pattern))
+    for folder in ("packages/*/tests", "tests", "benchmarks", "examples", "scripts")
+    for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
 ]
 
 

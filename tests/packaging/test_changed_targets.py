@@ -89,21 +89,21 @@ def of_packages(tests: list[str]) -> dict[str, int]:
 
 
 def all_tests(clone: Path) -> dict[str, int]:
-    return {name: len(list((clone / "packages" / name / "tests").glob("test_*.py"))) for name in PACKAGES}
+    return {name: len(list((clone / "packages" / name / "tests").rglob("test_*.py"))) for name in PACKAGES}
 
 
 def test_a_package_runs_its_own_tests_and_those_of_its_dependents(tests_after, clone: Path) -> None:
     tests = tests_after("packages/buffer/slime/buffer/groups/leases.py")
     every = all_tests(clone)
     assert of_packages(tests) == {"buffer": every["buffer"], "launcher": every["launcher"]}
-    assert "tests/e2e/test_tiny_run.py" in tests and "tests/packaging/test_wheels.py" in tests
+    assert "tests/e2e/training/test_tiny_run.py" in tests and "tests/packaging/test_wheels.py" in tests
     assert "tests/families/test_family_tables.py" not in tests
 
 
 def test_the_messages_run_every_package(tests_after, clone: Path) -> None:
     tests = tests_after("proto/slime/v1/sample.proto")
     assert of_packages(tests) == all_tests(clone)
-    assert "tests/packaging/test_generated_code.py" in tests and "tests/e2e/test_tiny_run.py" in tests
+    assert "tests/packaging/test_generated_code.py" in tests and "tests/e2e/training/test_tiny_run.py" in tests
 
 
 def test_docs_run_the_tests_of_docs_alone(tests_after, clone: Path) -> None:

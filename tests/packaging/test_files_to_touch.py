@@ -20,7 +20,8 @@ HERE = "tests/packaging/test_files_to_touch.py"
 SHOWN = {
     "a flag": f"{HERE}::test_a_flag_is_a_line_of_settings",
     "a reward": f"{HERE}::test_a_reward_is_a_module_and_a_row",
-    "an estimator": "packages/trainer/tests/test_trainer_estimators.py::test_a_new_entry_of_the_table_trains",
+    "an estimator": "packages/trainer/tests/algorithms/test_trainer_estimators.py::"
+    "test_a_new_entry_of_the_table_trains",
     "a model family": f"{HERE}::test_a_model_family_is_a_module_an_entry_and_a_config",
     "a kind of engine": "tests/integration/test_new_engine_kind.py::test_a_new_kind_of_engine_is_a_class_and_a_row",
     "a field of `Sample`": "tests/packaging/test_new_sample_field.py::"
@@ -81,10 +82,12 @@ def test_every_row_of_the_table_is_shown() -> None:
 
 def test_the_tests_that_show_a_stated_default_are_there() -> None:
     """Defaults that only a trainer or a rollout service shows have their test by name in the table of the others."""
-    tree = ast.parse((ROOT / "packages/launcher/tests/test_launcher_stated_defaults.py").read_text(encoding="utf-8"))
+    defaults = ROOT / "packages/launcher/tests/config/test_launcher_stated_defaults.py"
+    tree = ast.parse(defaults.read_text(encoding="utf-8"))
     (table,) = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == "SHOWN_BY"]
     for place in ast.literal_eval(table).values():
-        assert_there(place)
+        (file,) = ROOT.glob(f"packages/*/tests/**/{place.partition('::')[0]}")
+        assert_there(f"{file.parent}/{place}")
 
 
 def test_a_flag_is_a_line_of_settings(tree: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ NUM_GPUS = 0
 MAX_MODULES = 15
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 99
-DATA = {"packages/converters/tests/converters_published.py"}
+DATA = {"packages/converters/tests/support/converters_published.py"}
 # A docstring names the thing or says what it does; these words begin half a sentence.
 BANNED = (
     *("What", "Who", "Whom", "Whose", "How", "Of", "Those", "Where", "Which", "Whether", "The same", "As"),
@@ -42,10 +43,9 @@ def test_the_tree_is_there() -> None:
 
 
 def test_no_folder_holds_more_than_fifteen_modules() -> None:
-    sizes: dict[Path, int] = {}
-    for path in MODULES.values():
-        if path.stem not in ("__init__", "__main__"):
-            sizes[path.parent] = sizes.get(path.parent, 0) + 1
+    """Nor of tests and what these share."""
+    paths = {*MODULES.values(), *OTHER_CODE}
+    sizes = Counter(path.parent for path in paths if path.stem not in ("__init__", "__main__"))
     assert {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > MAX_MODULES} == {}
 
 
@@ -113,15 +113,20 @@ def test_the_help_of_an_option_begins_with_a_capital() -> None:
     assert wrong == []
 
 
-def test_tests_of_a_package_are_named_after_it() -> None:
-    """Their folders are flat: the names sort them, as CONTRIBUTING.md says."""
+def test_tests_of_a_package_lie_in_its_folders_and_have_its_name() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for package in sorted((ROOT / "packages").iterdir())
         for path in sorted((package / "tests").rglob("test_*.py"))
-        if path.parent != package / "tests" or not path.name.startswith(f"test_{package.name}_")
+        if not path.name.startswith(f"test_{package.name}_")
+        or not (package / "slime" / package.name / path.parent.relative_to(package / "tests")).is_dir()
     ]
-    assert wrong == []
+    assert wrong == [], "packages/NAME/tests has the folders of packages/NAME/slime/NAME"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    names = Counter(path.name for path in OTHER_CODE if path.name.startswith("test_"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 @pytest.mark.parametrize("where", ["packages", "benchmarks", "scripts", "tests", "examples", "tools"])

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 # Where pytest does not say where the tests' own modules are: this is a program as well.
-sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "rollout" / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "rollout" / "tests" / "support"))
 from rollout_fakes import VOCABULARY, FakeEngine
 
 from slime.buffer.service import serve as serve_buffer

@@ -43,7 +43,7 @@ print([name for name in {ABSENT!r} if present(name)])
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The contract files where no pytest configuration of the checkout adds to the path."""
     root = tmp_path_factory.mktemp("elsewhere")
-    for pattern in ("tests/plugin_contracts/*.py", "packages/rollout/tests/rollout_*.py"):
+    for pattern in ("tests/plugin_contracts/*.py", "packages/rollout/tests/support/rollout_*.py"):
         for file in ROOT.glob(pattern):
             copy = root / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from slime.types.clients.rollout import Engine, RolloutStatus
 from slime.types.errors import InvalidSetting, PortInUse
 from slime.types.rpc import RpcSettings
 
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
+DASHBOARD = Path(__file__).parents[4] / "docs" / "grafana.json"
 TOKEN = "of-the-read-role"
 
 

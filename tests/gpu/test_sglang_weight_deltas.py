@@ -1,6 +1,6 @@
 """Deltas of a trainer's weights in a real SGLang engine, through a shared disk and a checkpoint on the engine's host.
 
-    SLIME_TEST_MODEL=DIR pytest tests/gpu/test_weight_deltas.py
+    SLIME_TEST_MODEL=DIR pytest tests/gpu/test_sglang_weight_deltas.py
 
 DIR: a Hugging Face directory of a small model. Trainer and engine share a GPU.
 """

@@ -25,7 +25,7 @@ from slime.launcher.run_directory.state import read_state, recorded
 from slime.types import Sample
 from slime.types.sample import TokenSpan
 
-PAGE = Path(__file__).parents[3] / "docs" / "runs.md"
+PAGE = Path(__file__).parents[4] / "docs" / "runs.md"
 
 
 def sample(index: int = 7, response: str = "43", reward: object = 0.5) -> Sample:

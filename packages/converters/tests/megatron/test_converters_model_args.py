@@ -25,7 +25,7 @@ from slime.converters.megatron.flags import by_dest
 from slime.converters.megatron.model_scripts import known_script, model_config, model_flags, model_names, read_script
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "models"
+SCRIPTS = Path(__file__).parents[4] / "scripts" / "models"
 # As the seed prints it for a Qwen3-4B; four of its values are not that model's.
 SEED = """
 export MODEL_ARGS=(

@@ -21,7 +21,7 @@ import pytest
 
 from tiny_runs import DEADLINE, quickstart, trained_a_step, wait_for
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 # The doors of a process, by words of its command line.
 PROCESSES = {
     "Ray: GCS": "gcs_server",

@@ -25,7 +25,7 @@ from slime.types.errors import (
 )
 from slime.types.settings import flag_help, flag_names
 
-DOCS = Path(__file__).parents[3] / "docs" / "flags.md"
+DOCS = Path(__file__).parents[4] / "docs" / "flags.md"
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+import tiny_colours
 from tiny_colours import write_inputs
 from tiny_runs import evaluations, finish, metrics
 
-REWARD = Path(__file__).with_name("tiny_colours.py")
+REWARD = tiny_colours.__file__
 
 
 def train(inputs: Path, output_dir: Path, *flags: str) -> tuple[int, str]:

@@ -127,23 +127,18 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
 # Flag -> the test that shows its default, where it takes a trainer or a rollout service; test_files_to_touch.py of
 # tests/packaging, which has all tests at hand, looks for them.
 SHOWN_BY: dict[str, str] = {
-    "use_fault_tolerance": "packages/rollout/tests/test_rollout_restart_limits.py::"
-    "test_engines_are_started_again_where_that_is_possible",
-    "async_buffer_size": "packages/launcher/tests/test_launcher_async.py::"
+    "use_fault_tolerance": "test_rollout_restart_limits.py::test_engines_are_started_again_where_that_is_possible",
+    "async_buffer_size": "test_launcher_async.py::"
     "test_by_default_each_rollout_is_made_with_the_weights_of_one_step_before",
-    "load_debug_rollout_data_subsample": "packages/launcher/tests/test_launcher_replay.py::"
+    "load_debug_rollout_data_subsample": "test_launcher_replay.py::"
     "test_groups_keep_their_order_and_samples_get_a_place_in_the_buffer",
-    "lr_decay_iters": "packages/launcher/tests/test_launcher_learning_rate.py::"
-    "test_the_learning_rate_falls_over_the_updates_of_the_run",
-    "eval_function_path": "packages/rollout/tests/test_rollout_service.py::"
-    "test_evaluation_repeats_itself_and_stores_nothing",
-    "eval_max_context_len": "packages/rollout/tests/test_rollout_default.py::test_the_context_caps_the_response",
-    "ref_load": "packages/trainer/tests/test_trainer_step.py::test_a_reference_equal_to_the_policy_has_no_divergence",
-    "ref_update_interval": "packages/trainer/tests/test_trainer_old_policies.py::"
-    "test_the_policy_becomes_the_reference_model",
-    "log_probs_max_tokens_per_gpu": "packages/trainer/tests/test_trainer_schedules.py::"
-    "test_how_passes_are_made_changes_nothing",
-    "rollout_engine_max_total_tokens": "packages/rollout/tests/test_rollout_engine_memory.py::"
+    "lr_decay_iters": "test_launcher_learning_rate.py::test_the_learning_rate_falls_over_the_updates_of_the_run",
+    "eval_function_path": "test_rollout_service.py::test_evaluation_repeats_itself_and_stores_nothing",
+    "eval_max_context_len": "test_rollout_default.py::test_the_context_caps_the_response",
+    "ref_load": "test_trainer_step.py::test_a_reference_equal_to_the_policy_has_no_divergence",
+    "ref_update_interval": "test_trainer_old_policies.py::test_the_policy_becomes_the_reference_model",
+    "log_probs_max_tokens_per_gpu": "test_trainer_schedules.py::test_how_passes_are_made_changes_nothing",
+    "rollout_engine_max_total_tokens": "test_rollout_engine_memory.py::"
     "test_engines_on_one_machine_share_half_of_its_memory",
 }
 # Flag -> the words of its help, for defaults that the tests below show. The names are those of the tests' `states`.

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_ranks
 from safetensors.torch import load_file
 from trainer_ranks import CASES, drive
 from trainer_tiny import Runner, make_settings
 
 from slime.trainer.checkpoints import checkpoint
 
-SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+SCRIPT = trainer_ranks.__file__
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: str, reference_mo
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, SCRIPT, str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment
         )
         for rank in range(2)
     ]

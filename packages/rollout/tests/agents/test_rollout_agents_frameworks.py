@@ -1,7 +1,7 @@
 """Frameworks of agents at the gateway. The packages are large and no requirement of the tests. To run these:
 
 pip install litellm langchain-openai langgraph strands-agents
-pytest packages/rollout/tests/test_rollout_agents_frameworks.py
+pytest packages/rollout/tests/agents/test_rollout_agents_frameworks.py
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_fake_sglang
 from trainer_fake_sglang import digest
 from trainer_processes import results_of
 from trainer_tiny import Runner, alone, make_settings, write_model
@@ -20,7 +21,7 @@ from slime.trainer.weight_sync.sender import WeightSender, transport_for
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidSetting, NotAvailable, SlimeError
 
-SCRIPT = Path(__file__).with_name("trainer_fake_sglang.py")
+SCRIPT = trainer_fake_sglang.__file__
 BUCKET = 6_000
 
 TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("ipc", "nccl", "disk")}
@@ -31,7 +32,7 @@ class FakeEngine:
 
     def __init__(self, fault: str = "") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, SCRIPT, fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"

@@ -22,7 +22,7 @@ from slime.types.rpc import RpcSettings
 from tiny_runs import DEADLINE, command_line, gone, metrics, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COLOCATED = ["--colocate", "--actor-num-nodes", "2", "--rollout-num-engines", "2"]
 
 # A hook on samples, loaded where rollouts are made, from where it can note what each engine answers.
