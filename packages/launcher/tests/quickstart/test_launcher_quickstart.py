@@ -17,6 +17,16 @@ from slime.launcher.quickstart.tiny_model import SPECIAL
 from slime.types import Sample
 
 
+def test_the_expressions_are_those_of_reasoning_gym() -> None:
+    import reasoning_gym
+
+    # It draws with replacement: so many draws contain each of them.
+    drawn = reasoning_gym.create_dataset(
+        "chain_sum", size=6000, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    assert arithmetic.answers() == {entry["metadata"]["expression"]: int(entry["answer"]) for entry in drawn}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_held_out_expressions_are_disjoint_from_the_training_set(seed: int) -> None:
     train, held_out = arithmetic.split(seed)

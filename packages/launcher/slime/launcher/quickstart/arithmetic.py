@@ -1,4 +1,4 @@
-"""One-digit sums from reasoning-gym, split by expression into a training and a held-out set."""
+"""One-digit sums and differences, split by expression into a training and a held-out set."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from pathlib import Path
 from slime.launcher.quickstart.rows import write_rows
 
 HELD_OUT = 64
-DRAWS = 6000  # reasoning-gym draws with replacement: this many draws contain each of the 200 expressions
 
 
-def expressions() -> dict[str, dict]:
-    """Returns every two-term expression over one-digit numbers ("7 + 6", "3 - 8"), with its reasoning-gym entry."""
-    import reasoning_gym
+def answers() -> dict[str, int]:
+    """Returns the answer of every two-term expression over one-digit numbers ("7 + 6", "3 - 8").
 
-    drawn = reasoning_gym.create_dataset(
-        "chain_sum", size=DRAWS, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1
-    )
-    return {entry["metadata"]["expression"]: entry for entry in drawn}
+    They are those of reasoning-gym's chain_sum, which is not asked for them: it takes seconds to import.
+    """
+    digits = range(10)
+    return {f"{a} + {b}": a + b for a in digits for b in digits} | {f"{a} - {b}": a - b for a in digits for b in digits}
 
 
 def split(seed: int) -> tuple[list[dict], list[dict]]:
     """Returns (training rows, held-out rows), disjoint in expressions and shuffled by `seed`."""
-    rows = [_row(expression, entry) for expression, entry in sorted(expressions().items())]
+    rows = [_row(expression, answer) for expression, answer in sorted(answers().items())]
     random.Random(seed).shuffle(rows)
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
@@ -36,10 +34,10 @@ def write(directory: Path, seed: int) -> tuple[Path, Path]:
     return paths
 
 
-def _row(expression: str, entry: dict) -> dict:
+def _row(expression: str, answer: int) -> dict:
     question = f"What is {expression}? Answer with just the number."
     return {
         "prompt": [{"role": "user", "content": question}],
-        "label": entry["answer"],
+        "label": str(answer),
         "metadata": {"source": "chain_sum", "expression": expression},
     }
