@@ -26,14 +26,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 PROCESSES = {
     "Ray: GCS": "gcs_server",
     "Ray: raylet": "raylet/raylet",
-    "Ray: dashboard agent": "DashboardAgent|dashboard/agent.py",
     "Ray: runtime environment agent": "RuntimeEnvAgent|runtime_env/agent",
-    "Ray: dashboard metrics": "dashboard/dashboard.py",
-    "Ray: autoscaler metrics": "autoscaler/_private/monitor.py",
     "engine: HTTP": "slime.rollout.engines.embedded",
 }
-# On ports of their own: where another Ray has them, these are left out.
-OPTIONAL = {"Ray: dashboard metrics", "Ray: autoscaler metrics"}
 WORKER = "ray::"
 SERVED = {"buffer": "buffer", "rollout": "rollout", "trainer-0": "trainer", "trainer-1": "trainer"}
 # As any program could: imports come first, for the interpreter's own files may be closed to another user.
@@ -145,7 +140,7 @@ def test_every_socket_of_a_run_is_on_the_page_and_no_wider(running: tuple[subpro
     while time.monotonic() < deadline:
         look(process, output_dir, seen)
     assert not seen.strangers, f"name these in {PAGE.name}, and say who gets in: {seen.strangers}"
-    assert set(seen.doors) | OPTIONAL == set(doors)
+    assert set(seen.doors) == set(doors)
     for door, bound in seen.doors.items():
         assert all(is_within(address, doors[door]) for address in bound), (door, bound)
 

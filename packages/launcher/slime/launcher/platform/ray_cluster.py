@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from slime.launcher.platform.ray_access import check_that_ray_asks_for_its_token, own_cluster, private_directory
+from slime.launcher.platform.ray_processes import few_processes
 from slime.launcher.platform.signals import deferred, farewell, uninterrupted
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.addresses import split_address
@@ -48,6 +49,8 @@ def ray_cluster(
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
     others = set(psutil.Process().children())
+    # Later children of this process are not Ray's: a tracker may have one.
+    servers: set[psutil.Process] | None = None
 
     def abandon(signum: int) -> None:
         _kill(_descendants(set(psutil.Process().children()) - others))
@@ -62,15 +65,17 @@ def ray_cluster(
             else:
                 options |= dict(num_cpus=num_cpus, object_store_memory=object_store_bytes)
                 _start(stack, options)
+            servers = set(psutil.Process().children()) - others
         check_that_ray_asks_for_its_token()
         yield
     finally:
         with uninterrupted():
-            started = _descendants(set(psutil.Process().children()) - others)
+            started = _descendants(set(psutil.Process().children()) - others if servers is None else servers)
             if not ray.is_initialized():
                 _kill(started)
             ray.shutdown()
-            _end(started)
+            # The services have been stopped, and Ray's own agents would outlive it by a minute.
+            _kill(started)
             stack.close()
 
 
@@ -80,7 +85,7 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
 
     directory = stack.enter_context(private_directory())
     try:
-        with own_cluster(), _patient():
+        with own_cluster(), few_processes(), _patient():
             ray.init(
                 _temp_dir=str(directory),
                 address="local",
@@ -155,12 +160,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(found, timeout=RAY_STOP_SECONDS)
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """Waits for processes of a Ray that has been stopped; its agents would outlive it by a minute."""
-    _, left = psutil.wait_procs(processes, timeout=RAY_STOP_SECONDS)
-    _kill(left)
 
 
 def _leave(signum: int) -> None:
