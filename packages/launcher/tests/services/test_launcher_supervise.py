@@ -34,6 +34,10 @@ SERVICE = """
         def stop(self, grace_seconds):
             print("stopped", flush=True)
 
+    def preload(*words):
+        print("preloads", *words, flush=True)
+        raise RuntimeError("serve tells")
+
     def serve(settings, rpc, **options):
         if settings == "bad":
             raise InvalidField("settings", settings, "good")
@@ -70,11 +74,14 @@ def pid(address: str) -> int:
 
 
 def test_a_stopped_service_was_asked_first_and_leaves_no_process(supervisor: Supervisor, service: str) -> None:
-    address = supervisor.start(supervisor.spawn("one", {"num_cpus": 0}), service, "good", RpcSettings())
+    one = supervisor.spawn("one", {"num_cpus": 0})
+    supervisor.get(one, one.actor.preload.remote(service, "a backend"))
+    address = supervisor.start(one, service, "good", RpcSettings())
     process = psutil.Process(pid(address))
     supervisor.stop()
     assert psutil.wait_procs([process], timeout=60)[1] == []
-    assert (supervisor.log_dir / "one.log").read_text().splitlines() == ["ready to serve", "stopped"]
+    lines = (supervisor.log_dir / "one.log").read_text().splitlines()
+    assert lines == ["preloads a backend", "ready to serve", "stopped"]
 
 
 def test_what_a_service_raises_is_raised_here(supervisor: Supervisor, service: str) -> None:

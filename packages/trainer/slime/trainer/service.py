@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -177,6 +178,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
 def _writer(message: buffer_pb2.Writer) -> Writer | None:
     return Writer(message.run_id, message.incarnation) if message.run_id else None
+
+
+def preload(train_backend: str) -> None:
+    """Imports what `serve` uses, which takes seconds, in a process that cannot serve yet. Sets nothing up."""
+    importlib.import_module("slime.trainer.trainer")
+    if train_backend == "fsdp":
+        importlib.import_module("slime.trainer.backends.fsdp.backend")
+        from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def serve(

@@ -36,6 +36,8 @@ class ServiceActor:
         self._identity = Identity()
         self._service: Any = None
         self._blobs: KeptWriter | None = None
+        # Two threads that import the same modules may see half of one.
+        self._importing = threading.Lock()
         if os.path.isdir(directory):
             # Ray starts processes in the directory where the node was started.
             os.chdir(directory)
@@ -72,13 +74,20 @@ class ServiceActor:
         """Returns the public key for which the launcher seals the run's token."""
         return self._identity.public_key
 
+    def preload(self, module: str, *arguments: Any) -> None:
+        """Calls `module.preload`. What fails there fails again in `start`, whose caller expects it."""
+        with self._importing, contextlib.suppress(Exception):
+            import_module(module).preload(*arguments)
+
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:
         """Calls `module.serve(settings, rpc, **options)`, to listen on this service's host; returns "host:port"."""
         rpc = self._identity.accept(grant, dataclasses.replace(rpc, host=self.host))
         blobs = options.get("blobs")
         if isinstance(blobs, KeptWriter):
             self._blobs = blobs
-        self._service = import_module(module).serve(settings, rpc, **options)
+        with self._importing:
+            serve = import_module(module).serve
+        self._service = serve(settings, rpc, **options)
         return self._service.address
 
     def find_blobs(self, wanted: list[bytes]) -> Any:

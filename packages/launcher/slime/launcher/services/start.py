@@ -117,6 +117,9 @@ class _Start:
         environment = trainer_environment(settings, placement.has_gpus, self._hidden_size)
         trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
+        for trainer in trainers:
+            # They start last, for they call the others; their imports take as long as the engines' start.
+            trainer.actor.preload.remote("slime.trainer.service", config.trainer.train_backend)
         hosts: list[Process] = []
         rollout = None
         if config.has_engines:
