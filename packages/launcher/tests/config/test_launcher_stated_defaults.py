@@ -71,11 +71,7 @@ def sampled(name: str) -> Callable[[Any], Any]:
 # Flag -> (what its help says, flags of a run without it, what the run then does).
 STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
     "output_dir": ("runs/RUN_NAME", ["--run-name", "r"], lambda c: c.output_dir == Path("runs/r")),
-    "run_name": (
-        "the last part of --output-dir",
-        ["--output-dir", "out/run-7"],
-        lambda c: c.launcher.run_name == "run-7",
-    ),
+    "run_name": ("the last part of --output-dir", ["--output-dir", "out/r"], lambda c: c.launcher.run_name == "r"),
     "save": ("checkpoints below --output-dir", [], lambda c: c.checkpoint_dir == c.output_dir / "checkpoints"),
     "use_tensorboard": ("on", [], lambda c: c.launcher.use_tensorboard is True),
     "actor_num_gpus_per_node": ("else 1", [], lambda c: c.launcher.actor_num_gpus_per_node == 1),
@@ -105,6 +101,11 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
         "--rollout-max-response-len",
         ["--rollout-max-response-len", "9"],
         lambda c: sampled("max_new_tokens")(c) == 9,
+    ),
+    "rollout_engine_max_running_requests": (
+        "256",
+        [],
+        lambda c: "up to 256 sequences" in KINDS["embedded"].memory(c.rollout).because,
     ),
     "offload_rollout": ("with --colocate", ["--colocate"], lambda c: c.rollout.offloads),
     "offload_train": ("with --colocate", ["--colocate"], lambda c: c.trainer.offloads_train),
@@ -387,9 +388,7 @@ def test_engines_get_the_gpus_that_the_help_states(
     """The plan of a run on a node of 8 GPUs, which gave all of them to engines by the text and one by the plan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(probes, "gpus", lambda: [])
-    assert (
-        "default of `slime train`: one, or with --colocate the trainer's"
-        in declared()["rollout_num_gpus"].field.metadata["help"]
-    )
+    text = declared()["rollout_num_gpus"].field.metadata["help"]
+    assert "default of `slime train`: one, or with --colocate the trainer's" in text
     assert cli.main(["train", *words, *more, "--dry-run", "--dry-run-gpus", "8", "--n-samples-per-prompt", "2"]) == 0
     assert len(re.findall(r"GPU \d: .*sglang-\d", capsys.readouterr().out)) == gpus

@@ -153,10 +153,13 @@ def test_each_node_starts_its_part_of_an_engine_and_the_first_one_serves(on_gpus
         host.stop()
 
 
-def test_a_part_of_an_engine_needs_its_share_of_gpus_and_a_kind_that_spans_nodes(on_gpus: None) -> None:
+def test_a_part_of_an_engine_needs_its_share_of_gpus_and_a_kind_that_spans_nodes(
+    on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = EngineNode(2, 0, "10.0.0.1:7000")
     with pytest.raises(InvalidSetting, match="per-engine must be 8, got 16: each of its 2 nodes has 4"):
         engine_host.serve(settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=16), RpcSettings(), node=node)
-    embedded = settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=8, rollout_engine="embedded")
+    monkeypatch.setattr(kind, "is_installed", lambda: False)
+    embedded = settings(rollout_num_gpus=None, rollout_num_gpus_per_engine=8)
     with pytest.raises(InvalidSetting, match="--rollout-num-gpus-per-engine 8 requires --rollout-engine sglang"):
         engine_host.serve(embedded, RpcSettings(), node=node)

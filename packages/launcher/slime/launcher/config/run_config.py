@@ -20,6 +20,7 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron.flags import defaults, given
 from slime.converters.megatron.rank_layout import ranks_needed
+from slime.launcher.config.advice import refuse_without_effect
 from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.config.check_megatron import check_megatron, check_model
 from slime.launcher.config.check_run import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
@@ -146,6 +147,7 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
         explicit |= {name: pinned for name, pinned in fetch(values).items() if name in explicit}
         _find_weights(values)
     config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
+    refuse_without_effect(config)
     check_run(config.flat)
     decay_over_run(config.trainer, config.flat, config.launcher.num_rollout)
     check_megatron(config.launcher, given(config.megatron))

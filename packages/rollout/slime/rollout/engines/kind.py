@@ -80,6 +80,7 @@ class EngineKind(abc.ABC):
     needs_gpu: whether it runs on GPUs only; the number of others is `--rollout-num-engines`.
     spans_nodes: whether one engine can be on several nodes.
     server_flags: names of the `--sglang-NAME` flags that reach it, with underscores; None: all.
+    own_settings: settings of the run that no other kind reads, and for each the flag that the others have, "" for none.
     image_models: values of model_type in config.json whose images it takes; None: all that the project knows.
     aborts_before_stop: whether it ends only once its requests have.
     returns_nuclei: whether its answers can tell what top-p and top-k left to sample from, which training needs.
@@ -93,6 +94,7 @@ class EngineKind(abc.ABC):
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
     server_flags: ClassVar[frozenset[str] | None] = frozenset()
+    own_settings: ClassVar[Mapping[str, str]] = {}
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False
     returns_nuclei: ClassVar[bool] = False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.rollout.engines.embedded.kind import Embedded
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.sglang.kind import SGLang
 from slime.types.errors import ConfigError, InvalidSetting
+from slime.types.setting_values import flag_name
 
 if TYPE_CHECKING:
     from slime.rollout.settings.rollout import RolloutSettings
@@ -45,9 +46,22 @@ def choose_engine(settings: RolloutSettings, gpus: Sequence[str], *, assume_inst
     if refused := kind.refused_server_flags(settings.sglang_args):
         for error in lacking.values():
             log.warning("%s ignores %s: %s", kind.title, ", ".join(refused), error.message)
+    for typed, reason in unread_settings(kind, settings):
+        log.warning("%s has no effect: %s", typed, reason)
     if settings.rollout_num_gpus is not None and not gpus:
         raise no_gpu_for(settings.rollout_num_gpus)
     return kind
+
+
+def unread_settings(kind: EngineKind, settings: RolloutSettings) -> Iterator[tuple[str, str]]:
+    """Yields (the flag as it is typed, the reason) of settings with another value than the default that engines of this
+    kind do not read."""
+    for other in KINDS.values():
+        for name, instead in other.own_settings.items() if other is not kind else ():
+            value = getattr(settings, name)
+            if name not in kind.own_settings and value != getattr(type(settings), name):
+                reason = f"only {other.title} reads it" + (f"; use {instead}" if instead else "")
+                yield f"{flag_name(name)} {value}", reason
 
 
 def _cannot_run(

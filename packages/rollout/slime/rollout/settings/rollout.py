@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.engines.registry import KINDS, counted_by_engines
+from slime.rollout.engines.registry import KINDS, counted_by_engines, unread_settings
 from slime.rollout.settings.eval_overrides import check_overrides
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting
@@ -198,8 +198,8 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         "than 256)",
         minimum=1,
     )
-    rollout_engine_max_running_requests: int = setting(
-        256, "Most sequences that an embedded engine decodes together", minimum=1
+    rollout_engine_max_running_requests: int | None = setting(
+        None, "Most sequences that an embedded engine decodes together (default: 256)", minimum=1
     )
     rollout_engine_max_total_tokens: int | None = setting(
         None,
@@ -334,6 +334,8 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
                 raise InvalidSetting.conflict(
                     f"--rollout-engine {self.rollout_engine}", refused[0], "that flag is SGLang's"
                 )
+            for typed, reason in unread_settings(kind, self):
+                raise InvalidSetting.conflict(f"--rollout-engine {self.rollout_engine}", typed, reason)
             kind.check(self)
         if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
             raise InvalidSetting.must_be(

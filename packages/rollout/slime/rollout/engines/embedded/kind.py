@@ -22,6 +22,11 @@ T = TypeVar("T")
 PACKAGES = ("torch", "transformers")
 # Part of a memory that the engines which share it may fill with keys and values.
 MEMORY_FRACTION = 0.5
+MAX_RUNNING_REQUESTS = 256
+
+
+def _most_running(settings: RolloutSettings) -> int:
+    return settings.rollout_engine_max_running_requests or MAX_RUNNING_REQUESTS
 
 
 def _syntax(settings: RolloutSettings) -> AnswerSyntax:
@@ -37,6 +42,11 @@ class Embedded(EngineKind):
     delta_carriers = ("tensor", "disk")
     returns_nuclei = True
     server_flags = frozenset({"tool_call_parser", "reasoning_parser"})
+    own_settings = {
+        "rollout_num_engines": "--rollout-num-gpus", "rollout_engine_dtype": "--sglang-dtype",
+        "rollout_engine_max_running_requests": "--sglang-max-running-requests", "rollout_engine_device": "",
+        "rollout_engine_threads": "",
+    }  # fmt: skip
 
     def is_installed(self) -> bool:
         return not self.missing()
@@ -81,7 +91,7 @@ class Embedded(EngineKind):
             dtype=settings.rollout_engine_dtype,
             threads=settings.rollout_engine_threads,
             enable_return_routed_experts=settings.use_rollout_routing_replay,
-            max_running_requests=settings.rollout_engine_max_running_requests,
+            max_running_requests=_most_running(settings),
             max_total_tokens=settings.rollout_engine_max_total_tokens,
             memory_fraction=MEMORY_FRACTION / sharing,
             deterministic=settings.deterministic,
@@ -113,6 +123,6 @@ class Embedded(EngineKind):
         return MemoryUse(
             dtype=None if dtype == "auto" else dtype,
             usual_dtype="float32",
-            because=f"the cache grows with up to {settings.rollout_engine_max_running_requests} sequences at once",
+            because=f"the cache grows with up to {_most_running(settings)} sequences at once",
             packed_models=PACKED_MODELS,
         )

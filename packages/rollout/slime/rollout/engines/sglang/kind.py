@@ -30,6 +30,7 @@ class SGLang(EngineKind):
     needs_gpu = True
     spans_nodes = True
     server_flags = None
+    own_settings = {"rollout_num_gpus_per_engine": ""}
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True
     fixes = {

@@ -1,0 +1,162 @@
+"""A setting that nothing reads is refused or named: by the table of conditions, and by the kind of engine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from slime.launcher.config import run_config
+from slime.launcher.config.advice import EFFECTS, advice
+from slime.launcher.config.catalogue import declared
+from slime.rollout.engines.registry import KINDS, choose_engine
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.types.errors import InvalidSetting
+
+# For each setting: the flag with a value, and flags with which it is read (none: by itself); then flags without which
+# it is not.
+CASES: dict[str, tuple[str, str, str]] = {
+    "update_weight_delta_encoding": ("--update-weight-delta-encoding xor", "--update-weight-mode delta", ""),
+    "update_weight_delta_checksum": ("--update-weight-delta-checksum blake3", "--update-weight-mode delta", ""),
+    "update_weight_disk_dir": ("--update-weight-disk-dir d", "--update-weight-transport disk", ""),
+    "update_weight_disk_keep_files": (
+        "--update-weight-disk-keep-files --update-weight-disk-dir d", "--update-weight-transport disk",
+        "--check-weight-update-equal",
+    ),
+    "rollout_num_engines": ("--rollout-num-engines 2", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine_dtype": ("--rollout-engine-dtype float16", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine_device": ("--rollout-engine-device cpu", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine_threads": ("--rollout-engine-threads 1", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine_max_running_requests": (
+        "--rollout-engine-max-running-requests 256", "", "--rollout-external-engine-addrs h:1",
+    ),
+    "rollout_engine_max_total_tokens": (
+        "--rollout-engine-max-total-tokens 9", "", "--rollout-external-engine-addrs h:1",
+    ),
+    "rollout_engine_host": ("--rollout-engine-host h", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine_max_restarts": ("--rollout-engine-max-restarts 1", "", "--no-use-fault-tolerance"),
+    "rollout_engine_restart_window": ("--rollout-engine-restart-window 1.5", "", "--no-use-fault-tolerance"),
+    "service_max_restarts": ("--service-max-restarts 1", "", "--no-use-fault-tolerance"),
+    "service_restart_window": ("--service-restart-window 1.5", "", "--no-use-fault-tolerance"),
+    "restart_point_interval": ("--restart-point-interval 1.5", "", "--no-use-fault-tolerance"),
+    "memory_recorder": ("--memory-recorder memray", "--record-memory-history", ""),
+    "profile_step_start": ("--profile-step-start 1", "--profile", ""),
+    "profile_target": ("--profile-target train_actor", "--profile", ""),
+    "fsdp_sharding": ("--fsdp-sharding optimizer", "", "--train-backend megatron"),
+    "activation_memory_budget": ("--activation-memory-budget 0.5", "--compile", "--no-compile"),
+    "compile": ("--compile --train-backend megatron", "", "--custom-model-provider-path f"),
+    "ray_num_cpus": ("--ray-num-cpus 1", "", "--ray-address auto"),
+    "tb_project_name": ("--tb-project-name n", "", "--no-use-tensorboard"),
+    "tb_experiment_name": ("--tb-experiment-name n", "", "--no-use-tensorboard"),
+    "rollout_shuffle": ("--rollout-shuffle", "--prompt-data p", "--disable-rollout-global-dataset"),
+    "eval_input_key": ("--eval-input-key k", "--eval-prompt-data n f", ""),
+    "eval_label_key": ("--eval-label-key k", "--eval-prompt-data n f", ""),
+    "eval_tool_key": ("--eval-tool-key k", "--eval-prompt-data n f", ""),
+    "eval_reward_key": ("--eval-reward-key k", "--eval-prompt-data n f", ""),
+    "eval_temperature": ("--eval-temperature 0.5", "--eval-prompt-data n f", ""),
+    "eval_top_p": ("--eval-top-p 0.5", "--eval-prompt-data n f", ""),
+    "eval_top_k": ("--eval-top-k 5", "--eval-prompt-data n f", ""),
+    "eval_max_response_len": ("--eval-max-response-len 5", "--eval-prompt-data n f", ""),
+    "eval_max_prompt_len": ("--eval-max-prompt-len 5", "--eval-prompt-data n f", ""),
+    "eval_max_context_len": ("--eval-max-context-len 5", "--eval-prompt-data n f", ""),
+    "eval_min_new_tokens": ("--eval-min-new-tokens 5", "--eval-prompt-data n f", ""),
+    "eval_function_path": ("--eval-function-path f", "--eval-prompt-data n f", ""),
+    "n_samples_per_eval_prompt": ("--n-samples-per-eval-prompt 5", "--eval-prompt-data n f", ""),
+    "custom_eval_rollout_log_function_path": (
+        "--custom-eval-rollout-log-function-path f", "--eval-prompt-data n f", "",
+    ),
+    "loss_mask_type": (
+        "--loss-mask-type qwen3", "--rollout-function-path slime.rollout.sft_rollout.generate_rollout", "",
+    ),
+    "tis_clip": ("--tis-clip 3.5", "--use-tis", ""),
+    "tis_clip_low": ("--tis-clip-low 0.5", "--get-mismatch-metrics", ""),
+    "custom_tis_function_path": ("--custom-tis-function-path f", "--use-tis", ""),
+    "opsm_delta": ("--opsm-delta 0.5", "--use-opsm", ""),
+    "eps_clip": ("--eps-clip 0.1", "", "--loss-type sft_loss"),
+    "eps_clip_high": ("--eps-clip-high 0.3", "", "--loss-type sft_loss"),
+    "eps_clip_c": ("--eps-clip-c 3.5", "", "--loss-type sft_loss"),
+    "entropy_coef": ("--entropy-coef 0.5", "", "--loss-type sft_loss"),
+    "normalize_advantages": ("--normalize-advantages", "", "--loss-type sft_loss"),
+    "use_tis": ("--use-tis", "", "--loss-type sft_loss"),
+    "use_opsm": ("--use-opsm", "", "--loss-type sft_loss"),
+    "use_kl_loss": ("--use-kl-loss", "", "--loss-type sft_loss"),
+    "kl_loss_coef": ("--use-kl-loss --kl-loss-coef 1", "", "--loss-type sft_loss"),
+    "use_rollout_logprobs": ("--use-rollout-logprobs", "", "--loss-type sft_loss"),
+    "custom_pg_loss_reducer_function_path": (
+        "--custom-pg-loss-reducer-function-path f", "", "--loss-type sft_loss",
+    ),
+    "grpo_std_normalization": ("--disable-grpo-std-normalization", "", "--advantage-estimator rloo"),
+    "rewards_normalization": ("--disable-rewards-normalization", "", "--advantage-estimator ppo"),
+    "kl_loss_type": ("--kl-loss-type k2", "--use-kl-loss", ""),
+    "use_unbiased_kl": ("--use-unbiased-kl", "--use-kl-loss", ""),
+    "ref_load": ("--ref-load d", "--use-kl-loss", ""),
+    "lr_decay_iters": ("--lr-decay-iters 9", "--lr-decay-style cosine", ""),
+    "min_lr": ("--min-lr 1e-09", "--lr-decay-style cosine", ""),
+    "micro_batch_size": ("--micro-batch-size 2", "", "--use-dynamic-batch-size --max-tokens-per-gpu 99"),
+    "no_save_optim": ("--no-save-optim", "--save-interval 1", ""),
+}  # fmt: skip
+
+
+def parse(*flags: str) -> run_config.RunConfig:
+    source = () if "--disable-rollout-global-dataset" in " ".join(flags) else ("--prompt-data", "p")
+    words = ["--hf-checkpoint", "m", *source, "--num-rollout", "1"]
+    return run_config.parse([*words, *" ".join(flags).split()], check=False, environment={})
+
+
+def said(name: str, config: run_config.RunConfig) -> list[str]:
+    spelling = CASES[name][0].split(" --")[0]
+    return [text for text in advice(config) if text.startswith(f"{spelling} has no effect: it requires ")]
+
+
+def test_every_setting_of_the_table_has_a_case() -> None:
+    assert sorted({name for effect in EFFECTS for name in effect.names}) == sorted(CASES)
+    assert CASES.keys() <= declared().keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_setting_that_nothing_reads_is_refused_or_named(name: str) -> None:
+    flag, with_effect, without = CASES[name]
+    assert said(name, parse(flag, with_effect)) == []
+    if any(name in effect.names and effect.refused for effect in EFFECTS):
+        spelling = flag.split(" --")[0]
+        with pytest.raises(InvalidSetting, match=f"{spelling} requires .*nothing reads this setting"):
+            parse(flag, without)
+    else:
+        assert len(said(name, parse(flag, without))) == 1
+
+
+def test_defaults_that_were_typed_are_not_named() -> None:
+    assert list(advice(parse("--entropy-coef 0.0 --eps-clip 0.2 --loss-type sft_loss --micro-batch-size 1"))) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "instead"),
+    [
+        ("sglang", "--rollout-engine-dtype bfloat16", "only the embedded engine reads it; use --sglang-dtype"),
+        ("sglang", "--rollout-engine-max-running-requests 256", "use --sglang-max-running-requests"),
+        ("sglang", "--rollout-num-engines 2", "use --rollout-num-gpus"),
+        ("sglang", "--rollout-engine-threads 2", "only the embedded engine reads it"),
+        ("sglang", "--rollout-engine-device cpu", "only the embedded engine reads it"),
+        ("embedded", "--rollout-num-gpus-per-engine 2", "only SGLang reads it"),
+    ],
+)
+def test_a_setting_of_another_kind_of_engine_is_refused(engine: str, flag: str, instead: str) -> None:
+    with pytest.raises(
+        InvalidSetting, match=f"--rollout-engine {engine} and {flag} cannot be used together: .*{instead}"
+    ):
+        parse(flag, f"--rollout-engine {engine}")
+    assert all(hasattr(RolloutSettings, name) for kind in KINDS.values() for name in kind.own_settings)
+
+
+def test_an_engine_that_was_chosen_by_itself_names_the_settings_that_it_does_not_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        settings = RolloutSettings(hf_checkpoint="m", rollout_num_gpus_per_engine=2)
+        assert choose_engine(settings, [], assume_installed=True).name == "embedded"
+        settings = RolloutSettings(hf_checkpoint="m", rollout_engine_threads=2)
+        assert choose_engine(settings, ["0"], assume_installed=True).name == "sglang"
+    assert caplog.messages == [
+        "--rollout-num-gpus-per-engine 2 has no effect: only SGLang reads it",
+        "--rollout-engine-threads 2 has no effect: only the embedded engine reads it",
+    ]
