@@ -1,6 +1,6 @@
-"""Compatibility: the import path `slime.data`; the classes are in `slime.rollout.data_source`."""
+"""Compatibility: the import path `slime.data`; the classes of `slime.rollout.data_source`."""
 
-from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.buffer.sources.in_process import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.types import Sample
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "Sample"]

@@ -1,37 +1,9 @@
 """Compatibility: return types of rollout functions, under the path that code written for slime imports."""
 
-from __future__ import annotations
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-from slime.types import Sample
-
-
-@dataclass
-class RolloutFnTrainOutput:
-    """The answer of a rollout function. samples: one list a group; an element may be a list (the segments that one
-    sample fanned out into)."""
-
-    samples: list[list[Sample]]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class RolloutFnEvalOutput:
-    """The answer of an evaluation function. data: by name of the set, {"rewards": [...], "truncated": [...], "samples":
-    [...]}, in sample order."""
-
-    data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    metrics: dict[str, Any] | None = None
-
-
-def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Calls a rollout function; a plain list of groups, or dictionary of results, becomes its output."""
-    output = fn(*args, **kwargs, evaluation=evaluation)
-    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
-        return output
-    return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
+__all__ = [
+    "RolloutFnEvalOutput",
+    "RolloutFnTrainOutput",
+    "call_rollout_fn",
+]

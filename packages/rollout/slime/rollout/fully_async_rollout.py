@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.generate.default import generate_rollout
 
 
 def generate_rollout_fully_async(

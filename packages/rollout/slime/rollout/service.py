@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
-from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
+from slime.rollout.calls.outputs import RolloutFnEvalOutput
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member

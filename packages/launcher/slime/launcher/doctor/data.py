@@ -14,8 +14,8 @@ from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.readers import ENDINGS, reader_of
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
-from slime.rollout import sft_rollout
 from slime.rollout.generate.prompts import TOKENIZER_FILES, chat_template_fault, has_chat_template
+from slime.rollout.generate.supervised import FUNCTION as SUPERVISED
 from slime.rollout.rewards.registry import check_name, needs_label
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted
@@ -161,7 +161,7 @@ def _check_reward(name: str, args: Mapping[str, Any], where: str) -> None:
 
 def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:
     """Tells whether the chat template makes the text of a prompt; a rollout function of the user's may do without."""
-    own_rollout = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, sft_rollout.FUNCTION)
+    own_rollout = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, SUPERVISED)
     return bool(args.get("apply_chat_template")) or (isinstance(prompt, list) and not own_rollout)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from slime.rollout.agents.episodes import Episodes, shared_episodes
 from slime.rollout.agents.settings import AgentSettings
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.calls.call import CALL
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.generate.filters import DynamicFilterOutput
 from slime.rollout.generate.group import flatten, run_hooks
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, rollout_sampling_params, state_of
 from slime.rollout.metrics import agent_metrics

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.group import flatten
 from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError

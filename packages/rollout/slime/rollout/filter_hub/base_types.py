@@ -1,72 +1,15 @@
-"""Compatibility: the answer of a dynamic sampling filter, and how a rollout takes it."""
+"""Compatibility: the answer of a dynamic sampling filter, under the path that filters written for slime import."""
 
-from __future__ import annotations
+from slime.rollout.generate.filters import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-from slime.types.errors import PluginError
-
-
-@dataclass
-class DynamicFilterOutput:
-    """The answer of a filter. keep: whether the group is trained on; reason: the word under which a drop is counted;
-    keep_when_insufficient: keep it after all where dropping would leave the iteration short of groups."""
-
-    keep: bool
-    reason: str | None = None
-    keep_when_insufficient: bool = False
-
-    def kept(self, short: bool) -> bool:
-        """Tells if the group is trained on. short: without it, the iteration would lack groups."""
-        return self.keep or (self.keep_when_insufficient and short)
-
-    @classmethod
-    def of(cls, answer: Any) -> DynamicFilterOutput:
-        """Reads a filter's answer, which may be a plain truth value, or one of an array or a tensor.
-
-        Raises PluginError for anything else: None would drop every group for ever, a coroutine would keep every one.
-        """
-        if isinstance(answer, cls):
-            return answer
-        if isinstance(answer, (bool, int)) or hasattr(answer, "item"):
-            return cls(keep=bool(answer))
-        got = type(answer).__name__
-        raise PluginError(
-            f"--dynamic-sampling-filter-path: answered {got}, expected DynamicFilterOutput(keep=...) or a bool",
-            field="--dynamic-sampling-filter-path", value=got, expected="DynamicFilterOutput or bool",
-        )  # fmt: skip
-
-
-def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Returns the verdict of a filter, which may be a plain truth value; without a filter every group is kept."""
-    return DynamicFilterOutput(keep=True) if fn is None else DynamicFilterOutput.of(fn(*args, **kwargs))
-
-
-def should_drop_dynamic_filter_output(
-    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
-) -> bool:
-    """Tells if a group is dropped.
-
-    remaining_batch_size: groups that are accepted, or still running; target_data_size: those that the rollout needs. A
-    group that may be kept where groups are short is kept where no others are left over.
-    """
-    return not output.kept(short=remaining_batch_size <= target_data_size)
-
-
-class MetricGatherer:
-    """Counts dropped groups by their reason."""
-
-    def __init__(self) -> None:
-        self._dropped: Counter[str] = Counter()
-
-    def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Counts a drop; one without a reason is not counted."""
-        if reason:
-            self._dropped[reason] += 1
-
-    def collect(self) -> dict[str, int]:
-        """Returns the metrics `rollout/dynamic_filter/drop_REASON`."""
-        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
+__all__ = [
+    "DynamicFilterOutput",
+    "MetricGatherer",
+    "call_dynamic_filter",
+    "should_drop_dynamic_filter_output",
+]

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.calls.call import CALL
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.generate.evaluation import eval_rollout
+from slime.rollout.generate.filters import DynamicFilterOutput
 from slime.rollout.generate.group import (
     Generated,
     finish_group,
@@ -42,6 +43,19 @@ ABORT_AGAIN_SECONDS = 2.0
 REFUSED_IN_A_ROW = 1000
 TOO_LONG = "prompt_too_long"
 UNUSABLE = "prompt_unusable"
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Generates `args.rollout_batch_size` scored groups from `data_source`, or the results of an evaluation's sets.
+
+    The contract is that of `--rollout-function-path`. Blocks; what it runs is asynchronous.
+    """
+    loop = state_of(args).loop
+    if evaluation:
+        return loop.run(eval_rollout(args, rollout_id, data_source))
+    return loop.run(generate_rollout_async(args, rollout_id, data_source))
 
 
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:

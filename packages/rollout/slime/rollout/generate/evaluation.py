@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.calls.call import CALL
+from slime.rollout.calls.outputs import RolloutFnEvalOutput
 from slime.rollout.generate.group import (
     finish_group,
     flatten,

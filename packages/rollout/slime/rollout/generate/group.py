@@ -14,6 +14,7 @@ from slime.rollout.generate.responses import complete_custom
 from slime.rollout.generate.sample import FINISHED, Request, generate, make_request, send
 from slime.rollout.generate.seeds import seeds_of
 from slime.rollout.generate.state import RolloutState, state_of
+from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import CustomGenerate, load_generate, maybe_await
 from slime.rollout.rewards import apply_overlong_rules, score_group, score_sample, scores_by_group
 from slime.types import Sample
@@ -214,3 +215,7 @@ def flatten(group: Sequence[Any]) -> list[Sample]:
     for item in group:
         flat.extend(flatten(item) if isinstance(item, (list, tuple)) else [item])
     return flat
+
+
+# The state of a rollout, which is made before groups can be generated, lets functions of the user submit them.
+SubmittedGroups.generate_group = staticmethod(generate_and_rm_group)

@@ -24,10 +24,10 @@ from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate
+from slime.rollout.settings.eval_datasets import build_eval_dataset_configs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.experts import experts_of
-from slime.utils.eval_config import build_eval_dataset_configs
 
 ATTRIBUTE = "slime_generate_state"
 OF_TEMPLATE = ("apply_chat_template", "apply_chat_template_kwargs")

@@ -20,7 +20,7 @@ class SubmittedGroups:
     of attention; dp_rank: the replica chosen last.
     """
 
-    # Set where plug-ins import `GenerateState` from: that module knows both.
+    # Set by `group.py`, which needs the state.
     generate_group: ClassVar[Callable[..., Coroutine[Any, Any, list[Any]]]]
     args: argparse.Namespace
     sampling_params: dict[str, Any]

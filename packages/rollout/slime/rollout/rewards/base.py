@@ -1,4 +1,4 @@
-"""Interface of a reward."""
+"""Interface of a reward, and the part of a response that rewards read."""
 
 from __future__ import annotations
 
@@ -9,3 +9,10 @@ from slime.types import Sample
 
 # (args, sample) -> a number, or a dict of them with `--reward-key`.
 RewardFunction = Callable[[Any, Sample], Awaitable[Any]]
+
+END_OF_THINKING = "</think>"
+
+
+def after_thinking(response: str) -> str:
+    """Returns what follows the last `</think>`; the whole response where there is none."""
+    return response.rpartition(END_OF_THINKING)[2]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from slime.rollout.rewards.base import END_OF_THINKING, after_thinking
 from slime.rollout.rewards.boxed import last_boxed
 from slime.rollout.rewards.math import pool
-from slime.rollout.rewards.thinking import END_OF_THINKING, after_thinking
 from slime.types import Sample
 
 HEADING = "###Response"

@@ -12,8 +12,8 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.rewards.base import after_thinking
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.thinking import after_thinking
 from slime.types import Sample
 
 LETTERS = string.ascii_uppercase[:10]

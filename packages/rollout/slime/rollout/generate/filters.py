@@ -1,0 +1,95 @@
+"""Dynamic sampling filters: the answer of one, how a rollout takes it, and filters for equal rewards.
+
+Groups whose rewards are all the same carry no advantage. With --overlong-buffer-len the rewards before its penalty
+count, as in DAPO (arXiv 2503.14476, equation 11): a group of right answers of several lengths is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types import Sample
+from slime.types.errors import PluginError
+
+
+@dataclass
+class DynamicFilterOutput:
+    """The answer of a filter. keep: whether the group is trained on; reason: the word under which a drop is counted;
+    keep_when_insufficient: keep it after all where dropping would leave the iteration short of groups."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+    def kept(self, short: bool) -> bool:
+        """Tells if the group is trained on. short: without it, the iteration would lack groups."""
+        return self.keep or (self.keep_when_insufficient and short)
+
+    @classmethod
+    def of(cls, answer: Any) -> DynamicFilterOutput:
+        """Reads a filter's answer, which may be a plain truth value, or one of an array or a tensor.
+
+        Raises PluginError for anything else: None would drop every group for ever, a coroutine would keep every one.
+        """
+        if isinstance(answer, cls):
+            return answer
+        if isinstance(answer, (bool, int)) or hasattr(answer, "item"):
+            return cls(keep=bool(answer))
+        got = type(answer).__name__
+        raise PluginError(
+            f"--dynamic-sampling-filter-path: answered {got}, expected DynamicFilterOutput(keep=...) or a bool",
+            field="--dynamic-sampling-filter-path", value=got, expected="DynamicFilterOutput or bool",
+        )  # fmt: skip
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """Returns the verdict of a filter, which may be a plain truth value; without a filter every group is kept."""
+    return DynamicFilterOutput(keep=True) if fn is None else DynamicFilterOutput.of(fn(*args, **kwargs))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Tells if a group is dropped.
+
+    remaining_batch_size: groups that are accepted, or still running; target_data_size: those that the rollout needs. A
+    group that may be kept where groups are short is kept where no others are left over.
+    """
+    return not output.kept(short=remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts dropped groups by their reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Counts a drop; one without a reason is not counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Returns the metrics `rollout/dynamic_filter/drop_REASON`."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    rewards = [_reward(args, sample) for sample in samples]
+    keep = max(rewards) - min(rewards) > 1e-6
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Drops groups with equal rewards too, but keeps them where the iteration would otherwise lack groups."""
+    output = check_reward_nonzero_std(args, samples)
+    output.keep_when_insufficient = True
+    return output
+
+
+def _reward(args: Any, sample: Sample) -> float:
+    before = sample.metadata.get("raw_reward") if getattr(args, "overlong_buffer_len", None) is not None else None
+    return float(sample.get_reward_value(args) if before is None else before)

@@ -1,0 +1,87 @@
+"""Loss masks of conversations: the tokens that supervised fine-tuning trains on.
+
+A conversation is tokenised turn by turn, so that every assistant turn keeps its reasoning where the chat template drops
+that of earlier turns. Masks are 1 on what the assistant wrote, its end-of-turn tokens included, and 0 elsewhere; a
+message with `"step_loss_mask": 0` is not trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
+
+Message = dict[str, Any]
+TYPES = ("qwen", "qwen3", "distill_qwen")
+PROBE = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
+DISTILLED = "<｜Assistant｜>"
+
+
+def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the number of trained tokens of each mask."""
+    return [sum(mask) for mask in loss_masks]
+
+
+class MultiTurnLossMaskGenerator:
+    """Tokenises conversations with a chat template and masks what the assistant did not write.
+
+    tokenizer_type: `qwen` renders each turn alone, `qwen3` behind a user turn (its template needs one), `distill_qwen`
+    trains on the last turn after the first.
+    """
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        """Raises ValueError for an unknown type."""
+        if tokenizer_type not in TYPES:
+            raise ValueError(f"tokenizer_type must be one of {', '.join(TYPES)}, got {tokenizer_type!r}")
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        if tokenizer_type == "qwen" and DISTILLED in tokenizer.get_added_vocab():
+            self.tokenizer_type = "distill_qwen"
+        once, twice = self._render([PROBE]), self._render([PROBE, PROBE])
+        # A second user turn adds one turn; what the first has beside it is the default system message.
+        self.system_message_length = 2 * len(once) - len(twice)
+        self.gen_token_length = len(self._render([PROBE], add_generation_prompt=True)) - len(once)
+
+    def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
+        """Returns (token ids, mask), of equal length."""
+        if self.tokenizer_type == "distill_qwen":
+            prompt = self._render(messages[:1], tools, add_generation_prompt=True)
+            response = self.tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+            return [*prompt, *response], [0] * len(prompt) + [_trained(messages[-1])] * len(response)
+        ids: list[int] = []
+        mask: list[int] = []
+        for position, message in enumerate(messages):
+            turn = self._turn(message, position, tools)
+            ids += turn
+            written = len(turn) - self.gen_token_length if message["role"] == "assistant" else 0
+            mask += [0] * (len(turn) - written) + [_trained(message)] * written
+        return ids, mask
+
+    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        return get_response_lengths(loss_masks)
+
+    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
+        """Returns the text of each run of trained tokens."""
+        runs = itertools.groupby(zip(token_ids, loss_masks, strict=True), key=lambda pair: pair[1] == 1)
+        return [self.tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
+
+    def _turn(self, message: Message, position: int, tools: list[Any] | None) -> list[int]:
+        """Returns the tokens that a message adds, without the default system message but at the beginning."""
+        if self.tokenizer_type == "qwen3":
+            before = self._render([PROBE], tools)
+            turn = self._render([PROBE, message], tools)[len(before) :]
+            if position == 0 and message["role"] != "system":
+                turn = before[: self.system_message_length] + turn
+            return turn
+        turn = self._render([message], tools)
+        return turn[self.system_message_length :] if position and message["role"] != "system" else turn
+
+    def _render(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _trained(message: Message) -> int:
+    return int(message.get("step_loss_mask", 1) == 1)
