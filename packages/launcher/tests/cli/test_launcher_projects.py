@@ -135,6 +135,8 @@ def test_a_run_that_ended_goes_on_with_more_iterations(make_run: MakeRun) -> Non
 def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["resume", str(tmp_path)]) == 2
     assert "expected the output directory of a run, with run.yaml" in capsys.readouterr().err
+    assert cli.main(["resume", str(tmp_path / "none")]) == 2
+    assert "none: no such directory; `slime runs DIR` lists the runs below DIR" in capsys.readouterr().err
 
 
 def test_an_evaluation_of_a_run_has_its_reward_and_columns_wherever_it_is_started(
@@ -371,3 +373,21 @@ def test_a_wrong_chat_is_told_at_once(
 ) -> None:
     assert cli.main(["chat", *words]) == 2
     assert message in capsys.readouterr().err.replace("model is required", "RUN|MODEL is required")
+
+
+@pytest.mark.parametrize("words", [["chat"], ["tinker", "--hf-checkpoint"]])
+def test_a_model_without_tokenizer_or_weights_is_named_as_it_was_typed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = words[1] if words[1:] else "RUN|MODEL"
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main([*words, str(tmp_path)]) == 2
+    assert f"{name}: {tmp_path} has no tokenizer" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert cli.main([*words, str(tmp_path)]) == 2
+    assert f"{name}: {tmp_path} has no weights" in capsys.readouterr().err
+
+
+def test_a_port_of_the_tinker_service_that_cannot_be_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tinker", "--hf-checkpoint", "m", "--port", "99999"]) == 2
+    assert "--port must be at most 65535, got 99999" in capsys.readouterr().err

@@ -70,6 +70,7 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
         (["show", "ABOVE"], "lists the runs below it"),
         (["show", "RUN", "--text", "--step", "88"], "step"),
         (["show", "RUN", "--html", "."], "--html"),
+        (["show", "RUN", "--port", "99999"], "--port must be from 0 to 65535, got 99999"),
         (["sho", "x"], "did you mean show?"),
         (["show"], "slime: error: RUN is required"),
         (["show", "RUN", "--stp", "3"], "unknown option --stp; did you mean --step?"),

@@ -73,7 +73,7 @@ class PlaceSettings:
     def __post_init__(self) -> None:
         for name in ("buffer_address", "rollout_address"):
             if not getattr(self, name):
-                raise InvalidSetting.required(flag_name(name), "HOST:PORT of the service")
+                raise InvalidSetting.required(flag_name(name), f"HOST:PORT of the {name.partition('_')[0]} service")
         self.rank = _environment_int("RANK", 0) if self.rank is None else self.rank
         self.world_size = _environment_int("WORLD_SIZE", 1) if self.world_size is None else self.world_size
         self.master_address = self.master_address or _environment_master()

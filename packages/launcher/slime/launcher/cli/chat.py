@@ -61,9 +61,10 @@ def main(command: str, argv: Sequence[str]) -> int:
 def model_directory(text: str, name: str = "RUN|MODEL") -> str:
     """Returns a directory with config.json. name: of the argument, in errors.
 
-    Raises MissingFile, InvalidSetting for a checkpoint in another form.
+    Raises MissingFile, InvalidFile without tokenizer or weights, InvalidSetting for a checkpoint in another form.
     """
     from slime.launcher.cli.export import model_of
+    from slime.launcher.config.check_run import check_model
     from slime.launcher.hub.fetch import local_model
 
     path = Path(local_model(text, "MODEL"))
@@ -73,6 +74,7 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
             f"MODEL {path}: {found} is a checkpoint of Megatron; `slime export {path}` makes a model of it",
             field="MODEL", value=text, expected="a Hugging Face directory",
         )  # fmt: skip
+    check_model(name, found, tokenizer=True, weights=True)
     return str(found)
 
 

@@ -31,7 +31,7 @@ def parser(command: str) -> CommandParser:
     reader.add_argument(
         "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[-step-N][.gguf])"
     )
-    reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint after step N")
+    reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint of iteration N")
     reader.add_argument("--push", metavar="ORG/NAME", help="Also upload it to this repository on the Hub, made if new")
     reader.add_argument("--private", action="store_true", help="Make the repository of --push private")
     return reader

@@ -86,6 +86,10 @@ def no_run_or_model(path: Path, name: str = "RUN|MODEL") -> MissingFile:
 
 def read_run(path: Path) -> RecordedRun:
     """Raises MissingFile for a directory of no run, InvalidFile for settings that cannot be read."""
+    if not path.is_dir():
+        raise MissingFile(
+            f"RUN {path}: no such directory; `slime runs DIR` lists the runs below DIR", field="RUN", value=str(path)
+        )
     if not is_run(path):
         raise MissingFile(
             f"RUN {path}: expected the output directory of a run, with {SETTINGS}", field="RUN", value=str(path)

@@ -255,7 +255,7 @@ def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) ->
         # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
         may_be_megatron = name in ("ref_load", "opd_teacher_load") and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
-            _check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
+            check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
     if args["load"] is not None and not Path(args["load"]).is_dir():
         raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
     if args["prompt_data"] is not None and args["rollout_global_dataset"]:
@@ -309,19 +309,26 @@ def _check_prompts(flag: str, path: str) -> None:
     reader_of(file, flag)
 
 
-def _check_model(flag: str, directory: Path, *, tokenizer: bool) -> None:
+def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = False) -> None:
+    """Raises MissingFile or InvalidFile naming the flag. weights: these must be there, too."""
     value = str(directory)
     if not directory.is_dir():
         raise no_directory(directory, flag)
     if not (directory / "config.json").is_file():
-        raise InvalidFile(f"{flag}: {directory} has no config.json", field=flag, value=value, expected="config.json")
+        raise InvalidFile(
+            f"{flag}: {directory} has no config.json; expected a Hugging Face directory of a model",
+            field=flag, value=value, expected="config.json",
+        )  # fmt: skip
     if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidFile(
-            f"{flag}: {directory} has no tokenizer ({' or '.join(TOKENIZER_FILES)})",
-            field=flag,
-            value=value,
-            expected="tokenizer.json",
-        )
+            f"{flag}: {directory} has no tokenizer; copy the model's own files there: {' or '.join(TOKENIZER_FILES)}",
+            field=flag, value=value, expected="tokenizer.json",
+        )  # fmt: skip
+    if weights and not any(directory.glob("*.safetensors")):
+        raise InvalidFile(
+            f"{flag}: {directory} has no weights; expected model.safetensors, or shards and their index",
+            field=flag, value=value, expected="*.safetensors",
+        )  # fmt: skip
 
 
 def check_plugins(args: Mapping[str, Any]) -> None:

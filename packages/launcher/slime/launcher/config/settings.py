@@ -21,8 +21,7 @@ class LoopSettings:
 
     preset: str | None = setting(
         None,
-        "Recipe whose settings this run has where no flag, file or variable gives another; --dry-run and run.yaml "
-        "show them",
+        "Recipe of settings, over which flags, files and SLIME_* variables win; --dry-run and run.yaml show them",
         choices=tuple(PRESETS),
     )
     num_rollout: int | None = setting(

@@ -47,7 +47,7 @@ def parser(command: str) -> Parser:
     about = {
         "show": "Opens a page on one or more runs in the browser: curves, samples token by token, evaluation, settings "
         "and errors. The page updates itself while a run goes on; Ctrl-C ends the command.",
-        "runs": "Lists the runs below a directory with their state, steps, reward, scores, age and model.",
+        "runs": "Lists the runs below a directory with their state, iterations, reward, scores, age and model.",
         "compare": "Prints the settings in which runs differ, and their metrics and scores side by side.",
     }
     reader = CommandParser(prog=f"slime {command}", description=about[command], formatter_class=argparse.HelpFormatter)
@@ -151,12 +151,15 @@ def serve(answers: Answers, port: int = 0) -> PageServer:
     from slime.launcher.show.html_page import page
     from slime.launcher.show.server import PageServer
 
+    if not 0 <= port <= 65535:
+        raise InvalidSetting.must_be("--port", "from 0 to 65535", got=port)
     try:
         server = PageServer(page(", ".join(run.name for run in answers.runs)), answers.answer, port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InvalidSetting(
-            f"--port {port}: {error}", field="--port", value=port, expected="a free port, or 0"
-        ) from None
+            f"--port {port}: cannot listen on 127.0.0.1: {error.strerror}; leave --port out for a free one",
+            field="--port", value=port, expected="a free port, or 0",
+        ) from None  # fmt: skip
     threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
     return server
 

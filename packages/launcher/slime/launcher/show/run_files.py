@@ -58,8 +58,9 @@ def find_runs(directory: Path) -> list[Path]:
 
     if not directory.is_dir():
         raise InvalidSetting(
-            f"{directory}: no such directory", field="DIR", value=str(directory), expected="a directory with runs"
-        )
+            f"{directory}: no such directory; name the one that holds the output directories of your runs",
+            field="DIR", value=str(directory), expected="a directory with runs",
+        )  # fmt: skip
     visit(directory, DEPTH)
     return found
 

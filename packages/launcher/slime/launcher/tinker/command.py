@@ -75,6 +75,8 @@ def main(command: str, argv: Sequence[str]) -> int:
                 raise InvalidSetting.must_be(
                     f"--{flag.replace('_', '-')}", f"at least {least}", got=getattr(options, flag)
                 )
+        if options.port > 65535:
+            raise InvalidSetting.must_be("--port", "at most 65535", got=options.port)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         with terminate_as_interrupt():
             serve(options)
@@ -103,8 +105,11 @@ def serve(options: Any) -> None:
     directory = Path(model_directory(options.hf_checkpoint, "--hf-checkpoint")).resolve()
     try:
         listener = listen(LOCALHOST, options.port)
-    except (OSError, OverflowError) as error:
-        raise PortInUse(f"--port {options.port}: {error}", field="--port", value=options.port) from None
+    except OSError as error:
+        raise PortInUse(
+            f"--port {options.port}: cannot listen on {LOCALHOST}: {error.strerror}; --port 0 takes a free port",
+            field="--port", value=options.port,
+        ) from None  # fmt: skip
     values: dict[str, Any] = {
         "hf_checkpoint": str(directory), "rollout_engine": "embedded",
         "rollout_engine_dtype": "bfloat16" if options.bf16 else "float32",

@@ -17,7 +17,7 @@ OPD_TYPES = ("sglang", "trainer", "megatron")
 class AlgorithmSettings:
     """Algorithm of the trainer."""
 
-    loss_type: str = setting("policy_loss", "Loss to minimise", choices=("policy_loss", "sft_loss", "custom_loss"))
+    loss_type: str = setting("policy_loss", "Loss to minimize", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = setting(
         None, "Function that computes the loss of a packed row, for --loss-type custom_loss", metavar="PATH"
     )
@@ -123,7 +123,7 @@ class AlgorithmSettings:
     use_opsm: bool = setting(False, "Drop off-policy sequences with a negative advantage")
     opsm_delta: float = setting(1e-4, "Sequence KL above which --use-opsm drops a sequence", minimum=0)
     custom_reward_post_process_path: str | None = setting(
-        None, "Function that replaces the normalisation of rewards", metavar="PATH"
+        None, "Function that replaces the normalization of rewards", metavar="PATH"
     )
     custom_advantage_function_path: str | None = setting(None, "Function that replaces the advantages", metavar="PATH")
     custom_convert_samples_to_train_data_path: str | None = setting(
