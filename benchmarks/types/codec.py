@@ -106,7 +106,7 @@ def main() -> None:
         print(json.dumps({key: round(value, 3) for key, value in report.items()}))
         return
     print(f"{args.samples} samples of {args.tokens} tokens, {report['bytes_per_sample']} bytes each\n")
-    print(f"{'':14}{'samples/s':>12}{'encode µs':>12}{'decode µs':>12}{'bytes is':>12}")
+    print(f"{'':14}{'samples/s':>12}{'encode µs':>12}{'decode µs':>12}{'speed-up':>12}")
     for name in peers:
         ratio = report["bytes_samples_per_s"] / report[f"{name}_samples_per_s"]
         columns = (report[f"{name}_samples_per_s"], report[f"{name}_encode_us"], report[f"{name}_decode_us"])
