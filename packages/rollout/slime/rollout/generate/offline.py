@@ -43,6 +43,7 @@ def generate_file(
     if settings.apply_chat_template or any(isinstance(row["prompt"], list) for row in rows):
         _check_template(settings, prompts)
     state = open_state(settings)
+    before = CALL.set(None)
     try:
         source = MemorySource(rows, settings.n_samples_per_prompt)
         fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
@@ -59,6 +60,7 @@ def generate_file(
         metrics = rollout_metrics(groups, state.args) | time_metrics(flatten(groups), seconds, call.reward_seconds)
         return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
     finally:
+        CALL.reset(before)
         close_state(state)
 
 
