@@ -6,10 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
+import postgres_server
 import psutil
 import pytest
+from moto.server import ThreadedMotoServer
 
 from tiny_runs import (
     DEADLINE,
@@ -59,11 +63,50 @@ def service(process: subprocess.Popen[str], output_dir: Path, name: str) -> psut
     return found[0]
 
 
-@pytest.mark.parametrize("name", ["rollout", "trainer-0", "buffer"])
-def test_a_service_that_is_killed_and_then_stopped(alone: Path, tmp_path: Path, name: str) -> None:
-    process = quickstart(tmp_path, *FLAGS)
+@pytest.fixture
+def databases(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
+    """Flags of a buffer whose state is in PostgreSQL and whose samples are in an object store."""
+    if reason := postgres_server.missing():
+        pytest.skip(reason)
+    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    s3.start()
+    try:
+        variables = {
+            "AWS_ENDPOINT_URL_S3": "http://{}:{}".format(*s3.get_host_and_port()), "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="samples")
+        with postgres_server.postgres_server() as server:
+            yield "--buffer-store", server.new_store(), "--buffer-payloads", "s3://samples/run"
+    finally:
+        s3.stop()
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+# The fixture of the storage, and the faults: after how many steps, which service, and its signal.
+@pytest.mark.parametrize(
+    ("storage", "faults"),
+    [
+        ("", [(1, "rollout", KILL), (2, "buffer", KILL), (4, "rollout", STOP)]),
+        ("", [(1, "trainer-0", KILL), (4, "trainer-0", STOP)]),
+        ("databases", [(1, "buffer", KILL), (4, "buffer", STOP)]),
+    ],
+    ids=["rollout", "trainer", "buffer in databases"],
+)
+def test_services_that_are_killed_and_stopped(
+    alone: Path,
+    tmp_path: Path,
+    storage: str,
+    faults: list[tuple[int, str, signal.Signals]],
+    request: pytest.FixtureRequest,
+) -> None:
+    process = quickstart(tmp_path, *FLAGS, *(request.getfixturevalue(storage) if storage else ()))
     family: list[psutil.Process] = []
-    for after, number in ((1, signal.SIGKILL), (4, signal.SIGSTOP)):
+    for after, name, number in faults:
         wait_for(lambda n=after: steps(tmp_path) >= n or process.poll() is not None, DEADLINE, f"{after} steps")
         victim = service(process, tmp_path, name)
         family += [victim, *victim.children(recursive=True)]
@@ -74,12 +117,13 @@ def test_a_service_that_is_killed_and_then_stopped(alone: Path, tmp_path: Path, 
 
     assert gone(family), family
     rows = metrics(tmp_path)
-    assert sum(row.get("perf/service_restarts", 0) for row in rows) == 2, output
+    assert sum(row.get("perf/service_restarts", 0) for row in rows) == len(faults), output
     assert timeless(rows) == timeless(metrics(alone))
     assert timeless(evaluations(tmp_path)) == timeless(evaluations(alone))
     assert (tmp_path / WEIGHTS).read_bytes() == (alone / WEIGHTS).read_bytes()
     assert not (tmp_path / "recovery").exists()
-    for how in ("died", "was stopped by a signal"):
+    for _, name, number in faults:
+        how = "died" if number == KILL else "was stopped by a signal"
         assert f"{name} {how}, and is started again" in output
 
 
