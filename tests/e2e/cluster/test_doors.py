@@ -13,8 +13,11 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import SocketKind
+from typing import Any
 
 import psutil
 import pytest
@@ -60,12 +63,27 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def opened() -> dict[str, set[str]]:
+    """Addresses that each process of the run had sockets at before the first step was trained."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def running(
+    tmp_path_factory: pytest.TempPathFactory, opened: dict[str, set[str]]
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run with two ranks that has trained a step, and goes on."""
     output_dir = tmp_path_factory.mktemp("run")
     process = quickstart(output_dir, "--num-rollout", "1000", "--actor-num-gpus-per-node", "2")
+
+    def trains() -> bool:
+        for each, address in sockets(process):
+            with suppress(psutil.NoSuchProcess):
+                opened.setdefault(" ".join(each.cmdline()[:4]), set()).add(address.ip)
+        return process.poll() is not None or trained_a_step(output_dir)
+
     try:
-        wait_for(lambda: process.poll() is not None or trained_a_step(output_dir), DEADLINE, "a step")
+        wait_for(trains, DEADLINE, "a step")
         assert process.poll() is None, process.communicate()[0]
         yield process, output_dir
     finally:
@@ -83,14 +101,28 @@ def page_doors() -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
+def sockets(process: subprocess.Popen[str]) -> Iterator[tuple[psutil.Process, Any]]:
+    """Yields the processes of a run with the addresses at which they listen, or take datagrams."""
+    with suppress(psutil.NoSuchProcess):
+        driver = psutil.Process(process.pid)
+        for each in [driver, *driver.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                for socket in each.net_connections("inet"):
+                    takes_any = socket.type is SocketKind.SOCK_DGRAM and socket.laddr and not socket.raddr
+                    if socket.status == psutil.CONN_LISTEN or takes_any:
+                        yield each, socket.laddr
+
+
 def look(process: subprocess.Popen[str], output_dir: Path, seen: Seen) -> None:
     addresses = json.loads((output_dir / "access" / "addresses.json").read_text())
     served = {int(address.rpartition(":")[2]): SERVED[name] for name, address in addresses.items()}
     driver = psutil.Process(process.pid)
-    for each in [driver, *driver.children(recursive=True)]:
+    of_processes: dict[psutil.Process, list[Any]] = {}
+    for each, address in sockets(process):
+        of_processes.setdefault(each, []).append(address)
+    for each, listening in of_processes.items():
         try:
             line = " ".join(each.cmdline())
-            listening = [c.laddr for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         except psutil.NoSuchProcess:
             continue
         role = next((served[address.port] for address in listening if address.port in served), None)
@@ -133,12 +165,15 @@ def is_within(bound: str, allowed: str) -> bool:
     return ipaddress.ip_address(bound.removeprefix("::ffff:")).is_loopback
 
 
-def test_every_socket_of_a_run_is_on_the_page_and_no_wider(running: tuple[subprocess.Popen[str], Path]) -> None:
+def test_every_socket_of_a_run_is_on_the_page_and_no_wider(
+    running: tuple[subprocess.Popen[str], Path], opened: dict[str, set[str]]
+) -> None:
     process, output_dir = running
     seen, doors = Seen(), page_doors()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         look(process, output_dir, seen)
+    assert opened and all(is_within(address, "loopback") for bound in opened.values() for address in bound), opened
     assert not seen.strangers, f"name these in {PAGE.name}, and say who gets in: {seen.strangers}"
     assert set(seen.doors) == set(doors)
     for door, bound in seen.doors.items():

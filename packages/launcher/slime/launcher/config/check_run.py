@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,7 @@ MOST_GPUS = 1_000_000
 
 def check_run(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting or NotAvailable for settings that do not fit together; `args` is flat."""
+    _check_passwords(args)
     _check_size(args)
     check_loop(args)
     own_source = args["data_source_path"] != DEFAULT_DATA_SOURCE
@@ -108,6 +110,22 @@ def check_run(args: Mapping[str, Any]) -> None:
     _check_pipeline_engines(args)
     _check_deltas(args)
     _check_batch(args)
+
+
+def _check_passwords(args: Mapping[str, Any]) -> None:
+    of_sglang = {f"sglang_{name}": value for name, value in args["sglang_args"].items()}
+    for name, value in {**args, **of_sglang}.items():
+        if name == "mlflow_tracking_uri":
+            # Its own check names the variables that MLflow reads.
+            continue
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and re.match(r"[\w+.-]+://[^/\s]*:[^/\s]*@", text):
+                flag = flag_name(name)
+                raise InvalidSetting(
+                    f"{flag} must hold no password: everyone on the machine can read arguments, and run.yaml would "
+                    "keep it; read it from a file or the environment, in a function of yours",
+                    field=flag, expected="a URL without a password",
+                )  # fmt: skip
 
 
 def _check_reward_key(args: Mapping[str, Any]) -> None:

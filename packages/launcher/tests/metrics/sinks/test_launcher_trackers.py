@@ -127,6 +127,14 @@ def test_no_secret_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSetting, match="MLFLOW_TRACKING_PASSWORD") as error:
         run_config.parse([*BASE, "--use-mlflow", uri], check=False, environment={})
     assert "hunter22" not in str(error.value)
+    for words in (
+        ["--rm-url", "http://me:hunter22@host/score"],
+        ["--use-wandb", "--wandb-host", "https://:hunter22@host"],
+    ):
+        with pytest.raises(InvalidSetting, match=f"{words[-2]} must hold no password") as error:
+            run_config.parse([*BASE, *words], check=False, environment={})
+        assert "hunter22" not in str(error.value)
+    run_config.parse([*BASE, "--rm-url", "http://host:80/a:b@c"], check=False, environment={})
     config = run_config.parse([*BASE, "--train-env-vars", '{"TOKEN": "hunter22"}'], check=False, environment={})
     assert "hunter22" not in str(shown_settings(config.flat)) and shown_settings(config.flat)["num_rollout"] == 2
 
