@@ -24,6 +24,24 @@ SLIPS = {
     "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
     "slime.launcher.cli.template.*": "files of the project that `slime init` writes",
 }
+# Folders side by side that import each other, and what the lighter side takes from the other. No new ones.
+TWO_WAYS = {
+    ("slime.buffer.groups", "slime.buffer.sources"): "prompts of a file become groups, and a source returns groups",
+    ("slime.converters.families", "slime.converters.files"): "shapes of the tensors in a directory",
+    ("slime.launcher.cli", "slime.launcher.config"): "the grouping of --help",
+    ("slime.launcher.cli", "slime.launcher.doctor"): "what `train` looks at before it starts",
+    ("slime.launcher.cli", "slime.launcher.quickstart"): "the model that `slime init` writes",
+    ("slime.launcher.cli", "slime.launcher.show"): "the page of `train --watch`",
+    ("slime.launcher.faults", "slime.launcher.services"): "services are watched, and started again by what starts them",
+    ("slime.launcher.metrics", "slime.launcher.run_directory"): "the state of a run, written with its metrics",
+    ("slime.rollout.agents", "slime.rollout.generate"): "the default rollout plays episodes where an agent is given",
+    ("slime.rollout.calls", "slime.rollout.fleet"): "the fleet that a call generates with",
+    ("slime.rollout.calls", "slime.rollout.generate"): "the samples in what a rollout function returned",
+    ("slime.rollout.engines", "slime.rollout.generate"): "the processor of images",
+    ("slime.rollout.fleet", "slime.rollout.generate"): "the tokenizer",
+    ("slime.rollout.generate", "slime.rollout.rewards"): "the tokenizer",
+    ("slime.trainer.backends", "slime.trainer.checkpoints"): "the interface of backends",
+}
 # Paths by which code written for slime imports: these take over names of ours.
 SHIMS = {
     name for name, path in MODULES.items() if (ast.get_docstring(parsed(path)) or "").startswith("Compatibility: ")
@@ -156,3 +174,21 @@ def test_behaviour_depends_on_what_an_engine_can_do_and_not_on_its_name() -> Non
     asked = "e.kind == 'sglang'; e.kind in ('a', 'embedded'); {'sglang': 400}[e.kind]"
     asked += "\nmatch e.kind:\n    case 'sglang': pass"
     assert len(list(told_by_name(ast.parse(asked), kinds))) == 4
+
+
+def side_by_side(name: str, other: str) -> tuple[str, str] | None:
+    """Returns the folders, of one folder, in which two modules are; None where one is above the other."""
+    folders = [
+        (module if MODULES[module].stem == "__init__" else module.rpartition(".")[0]).split(".")
+        for module in (name, other)
+    ]
+    for depth, parts in enumerate(zip(*folders, strict=False), start=1):
+        if parts[0] != parts[1]:
+            return ".".join(folders[0][:depth]), ".".join(folders[1][:depth])
+    return None
+
+
+def test_no_more_folders_side_by_side_import_each_other() -> None:
+    arrows = {side_by_side(name, other) for name in MODULES for other in imported(name)} - {None}
+    pairs = {tuple(sorted(arrow)) for arrow in arrows if arrow is not None and arrow[::-1] in arrows}
+    assert pairs == TWO_WAYS.keys()
