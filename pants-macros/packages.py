@@ -61,7 +61,7 @@ def slime_tests(package, siblings=(), dependencies=(), requirements=(), alone=()
     dependencies: targets that the tests use and do not import.
     requirements: what some of them import beside hypothesis, psutil and pytest. All get all of it, so that Pants makes
         one environment for the package.
-    alone: names of files that have a process each, as they take long.
+    alone: names of files that have a process each: they take long, or look at their process.
     """
     __dependencies_rules__(("*", *_layer(package, siblings, [] if package == "launcher" else ["ray"])))
     dependencies = [
