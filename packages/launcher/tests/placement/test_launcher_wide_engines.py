@@ -6,6 +6,8 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from slime.launcher.config import run_config
 from slime.launcher.placement.plan import plan_placement
 from slime.launcher.services.actors import ServiceActor
@@ -49,9 +51,10 @@ def host(number: int) -> Process:
     return Process(f"engines-{number}", actor, watch=None, host=address)
 
 
-def test_the_nodes_of_an_engine_meet_at_its_first() -> None:
+@pytest.mark.parametrize("engine", ["auto", "sglang"])
+def test_the_nodes_of_an_engine_meet_at_its_first(engine: str) -> None:
     words = ["--hf-checkpoint", "m", "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--actor-num-nodes", "4"]
-    words += ["--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "16"]
+    words += ["--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "16", "--rollout-engine", engine]
     config = run_config.parse(words, check=False, environment={})
     placement = plan_placement(config.launcher, config.rollout, [8] * 4)
     supervisor = Answers()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings, check_backend, given, why_refused
+from slime.trainer.settings.checks import refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.addresses import check_address, parse_address
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, UnknownFlag
@@ -118,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: TrainerSettings, megatron: dict[str, Any], rpc: RpcSettings, place: PlaceSettings) -> int:
+    refuse_nuclei_without_gradient(settings)
     from slime.trainer.service import serve
 
     stop = threading.Event()

@@ -163,7 +163,7 @@ def expected(samples: list[Sample], s: Any, policy: Any, reference: Any) -> tupl
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_those_of_the_formula(model: str, reference_model: str, name: str, backend: str):
     settings = make_settings(model, ref_load=reference_model, train_backend=backend, **CASES[name])
-    policy, samples = load64(model), make_samples(groups=GROUPS, size=SIZE)
+    policy, samples = load64(model), make_samples(groups=GROUPS, size=SIZE, nuclei=settings.samples_from_nuclei)
     random = np.random.default_rng(0)
     for sample in samples:
         with torch.no_grad():

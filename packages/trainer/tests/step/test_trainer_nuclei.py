@@ -14,6 +14,7 @@ from trainer_tiny import Runner, make_samples, make_settings
 from slime.trainer.algorithms.logprobs import token_log_probs
 from slime.trainer.algorithms.nucleus import Nuclei, nucleus_log_probs
 from slime.trainer.batching.nuclei import lay_nuclei
+from slime.trainer.settings.checks import refuse_nuclei_without_gradient
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 
@@ -83,7 +84,7 @@ def test_the_whole_vocabulary_as_nucleus_gives_the_usual_log_probs() -> None:
 def test_a_sample_without_the_nucleus_of_a_trained_token_is_refused_by_name(
     model: str, change: dict[str, Any], message: str
 ) -> None:
-    samples = make_samples()
+    samples = make_samples(nuclei=True)
     for name, value in change.items():
         array = np.array(getattr(samples[0], name))
         if isinstance(value, str):
@@ -105,4 +106,9 @@ def test_settings_that_a_nucleus_leaves_nothing_to_learn_from_are_refused(
     model: str, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidSetting, match=message):
-        make_settings(model, **values)
+        refuse_nuclei_without_gradient(make_settings(model, **values))
+
+
+def test_samples_drawn_from_nuclei_are_refused_by_a_trainer_that_scores_the_whole_vocabulary(model: str) -> None:
+    with pytest.raises(InvalidField, match="rollout_top_p_token_ids.*--rollout-top-p.*sample 0"):
+        Runner(make_settings(model)).run(0, make_samples(nuclei=True))

@@ -67,7 +67,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
 
 def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
     """This replica's micro-batches of the first update, and the positions in them."""
-    samples = make_samples(groups=4, size=4)
+    samples = make_samples(groups=4, size=4, nuclei=runner.settings.samples_from_nuclei)
     plan = Planner(runner.settings).plan(0, summarize(samples))
     backend = runner.backend
     share = assign(plan, 0, backend.replicas, runner.settings, backend.hidden_size, backend.micro_batch_multiple)
@@ -111,7 +111,7 @@ def run(case: str, ranks: Ranks, directory: Path, models: Path) -> None:
     metrics = numbers(runner)
     gradients = {name: tensor.clone() for name, tensor in runner.backend.named_gradients()}
     runner.backend.optimizer.zero_grad()
-    metrics["step"] = runner.run(0, make_samples(groups=4, size=4))
+    metrics["step"] = runner.run(0, make_samples(groups=4, size=4, nuclei=settings.samples_from_nuclei))
     weights = runner.weights()
     if ranks.rank == 0:
         (directory / f"{case}.json").write_text(json.dumps(metrics))

@@ -75,8 +75,11 @@ def _write_by_table(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
-    """Groups with a common prompt and partly masked responses; the last group's rewards are equal."""
+def make_samples(step: int = 0, groups: int = 3, size: int = 4, nuclei: bool = False) -> list[Sample]:
+    """Groups with a common prompt and partly masked responses; the last group's rewards are equal.
+
+    nuclei: whether the tokens were drawn from parts of the vocabulary.
+    """
     random = np.random.default_rng(100 + step)
     samples: list[Sample] = []
     for group in range(groups):
@@ -93,7 +96,7 @@ def make_samples(step: int = 0, groups: int = 3, size: int = 4) -> list[Sample]:
                     rollout_log_probs=random.uniform(-4, -1, len(response)).astype(np.float32),
                 )
             )  # fmt: skip
-    for sample in samples:
+    for sample in samples if nuclei else ():
         add_nuclei(sample)
     return samples
 
@@ -162,7 +165,7 @@ class Runner:
         )
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:
-        samples = make_samples(step) if samples is None else samples
+        samples = make_samples(step, nuclei=self.settings.samples_from_nuclei) if samples is None else samples
         return self.step(self.plan(step, samples), samples)
 
     def step(self, plan: dict[str, Any], samples: Sequence[Sample]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict, reward_function
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
-from slime.trainer.settings.checks import refuse_groups_of_one
+from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.experts import experts_of
@@ -177,6 +177,7 @@ def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:
     """Raises InvalidSetting for a run that trains and could not learn anything."""
     if args["num_rollout"] != 0 and not args["debug_rollout_only"]:
         refuse_groups_of_one(trainer)
+        refuse_nuclei_without_gradient(trainer)
 
 
 def check_tensor_parallel(rollout: RolloutSettings) -> None:

@@ -32,7 +32,7 @@ from slime.launcher.services.processes import Process
 from slime.launcher.services.supervisor import Supervisor
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.kind import EngineNode
-from slime.rollout.engines.registry import KINDS
+from slime.rollout.engines.registry import KINDS, needs_gpu
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.errors import InvalidSetting, counted
@@ -229,7 +229,9 @@ class _Start:
         for host, share in zip(hosts, self.placement.engine_hosts().values(), strict=True):
             # The GPUs of a part of an engine are those that its process sees.
             visible_gpus = None if share.nodes > 1 else share.gpus or None
-            of_node = replace(rollout, rollout_num_gpus=visible_gpus, rollout_num_engines=share.embedded)
+            # A kind that does not count its engines by this number refuses another one than the default.
+            number = rollout.rollout_num_engines if needs_gpu(rollout.rollout_engine) else share.embedded
+            of_node = replace(rollout, rollout_num_gpus=visible_gpus, rollout_num_engines=number)
             settings.append(_listening_at(host, of_node))
             before = range(gpus), embedded, rollout.rollout_num_gpus_per_engine
             first = {name: len(kind.divide(*before)) for name, kind in KINDS.items()}

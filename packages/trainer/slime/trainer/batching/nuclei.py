@@ -37,6 +37,17 @@ def check_nuclei(sample: Sample, mask: np.ndarray, vocab_size: int) -> None:
         )  # fmt: skip
 
 
+def refuse_nuclei(sample: Sample, mask: np.ndarray) -> None:
+    """Raises InvalidField where trained tokens were drawn from nuclei, and the trainer scores the whole vocabulary."""
+    ids = sample.array("rollout_top_p_token_ids")
+    if ids is not None and len(ids) and mask.any():
+        raise InvalidField(
+            "rollout_top_p_token_ids", len(ids),
+            "none without --rollout-top-p or --rollout-top-k, which the trainer needs as the engines do (sample "
+            f"{sample.index})",
+        )  # fmt: skip
+
+
 def lay_nuclei(
     samples: Sequence[Sample], masks: Sequence[np.ndarray], targets: np.ndarray, device: torch.device | str
 ) -> Nuclei:

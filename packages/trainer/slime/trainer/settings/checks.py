@@ -54,7 +54,6 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
     _check_losses(s)
     _check_estimator(s)
     _check_old_policies(s)
-    _check_nuclei(s)
     if s.use_dynamic_batch_size and s.max_tokens_per_gpu is None:
         _requires(s, "use_dynamic_batch_size", "--max-tokens-per-gpu N")
     for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "balance_by_flops"):
@@ -210,7 +209,9 @@ def _check_losses(s: TrainerSettings) -> None:
             _conflict(s, "tis_mode", "custom_tis_function_path", "both define the weight")
 
 
-def _check_nuclei(s: TrainerSettings) -> None:
+def refuse_nuclei_without_gradient(settings: TrainerSettings) -> None:
+    """Raises InvalidSetting for top-p or top-k sampling of which a trainer would learn nothing, or something else."""
+    s = settings
     if not s.samples_from_nuclei:
         return
     name = "rollout_top_p" if s.rollout_top_p < 1 else "rollout_top_k"

@@ -13,7 +13,7 @@ import torch
 
 from slime.trainer.backends.base import Backend, NonFiniteGradient, Outputs
 from slime.trainer.backends.learning_rate import learning_rate
-from slime.trainer.batching.nuclei import check_nuclei
+from slime.trainer.batching.nuclei import check_nuclei, refuse_nuclei
 from slime.trainer.batching.packing import (
     PackedBatch,
     check_experts,
@@ -172,6 +172,8 @@ class TrainStep:
                 check_teacher(sample)
             if s.samples_from_nuclei:
                 check_nuclei(sample, loss_mask(sample), self.backend.vocab_size)
+            else:
+                refuse_nuclei(sample, loss_mask(sample))
             if self.backend.replayed_experts is not None:
                 check_experts(sample, *self.backend.replayed_experts)
             expected = plan["lengths"][position]

@@ -126,6 +126,9 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
     source = by_index.get(sample.index) if sample.index is not None else None
     if source is not None and source.response_length == sample.response_length:
         sample.spans, sample.weight_versions = source.spans, source.weight_versions
+        if np.array_equal(source.array("tokens"), sample.array("tokens")):  # type: ignore[arg-type]
+            sample.rollout_top_p_token_ids = source.rollout_top_p_token_ids
+            sample.rollout_top_p_token_offsets = source.rollout_top_p_token_offsets
     sample.multimodal_train_inputs = entry("multimodal_train_inputs")
     if source is not None and data.get("multimodal_train_inputs") is None:
         sample.multimodal_train_inputs = source.multimodal_train_inputs

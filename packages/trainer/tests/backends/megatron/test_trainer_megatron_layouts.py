@@ -41,7 +41,7 @@ def expected(models: Path) -> Any:
             found = numbers(runner)
             gradients = {name: p.grad.clone() for name, p in runner.backend.policy.named_parameters()}
             runner.backend._optimizer.clear_gradients()
-            found["step"] = runner.run(0, make_samples(groups=4, size=4))
+            found["step"] = runner.run(0, make_samples(groups=4, size=4, nuclei=settings.samples_from_nuclei))
             known[key] = found, _unfused(gradients), _unfused(runner.weights())
         return known[key]
 

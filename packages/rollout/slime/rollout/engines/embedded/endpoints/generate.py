@@ -166,7 +166,8 @@ def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
-    if nuclei := response.nuclei[: len(ids)]:
+    # With the end only: a stream would repeat all of them with every token.
+    if response.finish_reason is not None and (nuclei := response.nuclei[: len(ids)]):
         bounds = np.cumsum([0, *map(len, nuclei)])
         meta["top_p_token_ids"] = base64.b64encode(np.concatenate(nuclei).astype("<i4").tobytes()).decode()
         meta["top_p_token_offsets"] = base64.b64encode(bounds.astype("<i4").tobytes()).decode()

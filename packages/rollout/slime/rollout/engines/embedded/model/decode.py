@@ -60,7 +60,7 @@ class Batch(ABC):
         """Appends a token to each of `responses` that has not finished. Overwrites the logits, which are float32."""
         self._forbid_eos(responses, logits_BV)
         positions = [len(r.prompt_ids) + len(r.output_ids) for r in responses]
-        recorded = [i for i, response in enumerate(responses) if response.records_nuclei]
+        recorded = {i for i, response in enumerate(responses) if response.records_nuclei}
         ids, log_probs, nuclei = sample(logits_BV, [r.params for r in responses], positions, self._rng, recorded)
         for i, (response, token, log_prob) in enumerate(zip(responses, ids.tolist(), log_probs.tolist(), strict=True)):
             if response.finish_reason is None:

@@ -56,7 +56,7 @@ def sample(
     weights_BV = logits_BV.sub_(logits_BV.amax(-1, keepdim=True)).exp_()
     sums_BS = _block_sums(weights_BV)
     nuclei: dict[int, np.ndarray] = {}
-    log_probs_in_nucleus: list[torch.Tensor] = []
+    log_probs_in_nuclei = logits_BV.new_zeros(0)
     if likeliest is not None and len(greedy) == len(params):
         ids = likeliest
     else:
@@ -66,17 +66,25 @@ def sample(
             allowed_RV = _restrict(weights_BV[rows] / sums_BS[rows].sum(-1, keepdim=True), [params[i] for i in rows])
             sums_RS = _block_sums(allowed_RV)
             ids[rows] = _draw(allowed_RV, sums_RS, uniforms[rows])
-            for place, row in enumerate(rows):
-                if row in recorded and params[row].temperature != 0:
-                    nuclei[row] = allowed_RV[place].nonzero()[:, 0].cpu().numpy().astype(np.int32)
-                    of_token = allowed_RV[place, ids[row]].double().log()
-                    log_probs_in_nucleus.append(of_token - sums_RS[place].sum().log())
+            told = [place for place, row in enumerate(rows) if row in recorded and params[row].temperature != 0]
+            if told:
+                allowed_RV, sums_RS, of_rows = allowed_RV[told], sums_RS[told], [rows[place] for place in told]
+                nuclei = dict(zip(of_rows, _nonzero(allowed_RV), strict=True))
+                log_probs_in_nuclei = allowed_RV.gather(-1, ids[of_rows][:, None])[:, 0].double().log()
+                log_probs_in_nuclei -= sums_RS.sum(-1).log()
         if likeliest is not None:
             ids[greedy] = likeliest
     log_probs = weights_BV.gather(-1, ids[:, None])[:, 0].double().log() - sums_BS.sum(-1).log()
     if nuclei:
-        log_probs[list(nuclei)] = torch.stack(log_probs_in_nucleus)
+        log_probs[list(nuclei)] = log_probs_in_nuclei
     return ids, log_probs.float(), nuclei
+
+
+def _nonzero(allowed_RV: torch.Tensor) -> list[np.ndarray]:
+    """Returns the token ids of each row that are not 0, int32."""
+    row_and_id = allowed_RV.nonzero().cpu().numpy()
+    counts = np.bincount(row_and_id[:, 0], minlength=len(allowed_RV))
+    return np.split(row_and_id[:, 1].astype(np.int32), np.cumsum(counts)[:-1])
 
 
 def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], generator: np.random.Generator) -> np.ndarray:
