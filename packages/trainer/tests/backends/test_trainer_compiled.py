@@ -1,6 +1,7 @@
 """Compiled layers, fused log-probs, padded rows and bfloat16 weights against the eager path and float64."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,13 @@ def test_fused_log_probs_have_the_gradients_of_float64():
     torch.testing.assert_close(got[0].double(), log_probs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got[1].double(), entropy, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def compiles() -> Iterator[None]:
+    """Turns compilation on: Megatron without a GPU, in other tests of this process, turns it off."""
+    with torch.compiler.set_stance("default"):
+        yield
 
 
 @pytest.fixture
