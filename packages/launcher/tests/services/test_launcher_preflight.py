@@ -138,6 +138,10 @@ def test_rows_may_name_their_own_reward(words: list[str], tmp_path: Path, capsys
     row = {"input": "x", "label": "y", "metadata": {"rm_type": "math"}}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr().err
+    # A reward function of the user's knows names of its own.
+    (tmp_path / "p.jsonl").write_text(json.dumps(row | {"label": None, "metadata": {"rm_type": "mine"}}) + "\n")
+    (tmp_path / "own.py").write_text("def score(args, sample, **kwargs):\n    return 1.0\n")
+    assert main(["train", *words, "--custom-rm-path", f"{tmp_path}/own.py", "--dry-run"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "the flags", ""])

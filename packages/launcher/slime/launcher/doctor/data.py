@@ -68,6 +68,8 @@ def _scorer(args: Mapping[str, Any], evaluation_set: str | None = None) -> str |
     of_set = (args.get("eval_overrides") or {}).get(evaluation_set) or {}
     if args.get("use_opd"):
         return None  # a teacher may be all that is learned from
+    if evaluation_set is not None and args.get("eval_function_path"):
+        return None
     own_source = args.get("data_source_path") not in (None, DEFAULT_DATA_SOURCE)
     if own_source or any(of_set.get(name) or args.get(name) for name in OWN_SCORERS):
         return None
@@ -108,7 +110,7 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any], sco
                 break
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
-            if (reward := prompt.metadata.get("rm_type")) and reward not in rewards:
+            if scorer is not None and (reward := prompt.metadata.get("rm_type")) and reward not in rewards:
                 _check_reward(str(reward), args, f"{path}, {where}: {columns.metadata}.rm_type")
                 rewards.append(reward)
             first_rendered = first_rendered or (where if _is_rendered(prompt.prompt, args) else "")

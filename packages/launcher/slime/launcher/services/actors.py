@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,12 @@ class ServiceActor:
 
     def preload(self, module: str, *arguments: Any) -> None:
         """Calls `module.preload`. What fails there fails again in `start`, whose caller expects it."""
-        with self._importing, contextlib.suppress(Exception):
-            import_module(module).preload(*arguments)
+        with self._importing:
+            try:
+                import_module(module).preload(*arguments)
+            except Exception:
+                # Into the log of the service: a second import of a C extension may fail with another reason.
+                traceback.print_exc()
 
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:
         """Calls `module.serve(settings, rpc, **options)`, to listen on this service's host; returns "host:port"."""

@@ -135,7 +135,7 @@ def test_a_template_of_a_client_is_not_run(engine: EngineProcess) -> None:
     for name, value in (("chat_template", loop), ("padding", "max_length"), ("max_length", 10**9), ("tokenize", False)):
         status, answer = call(engine, "/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: value}})
         assert status == 400 and answer["error"]["field"] == f"chat_template_kwargs.{name}"
-    assert call(engine, "/health", method="GET", timeout=60)[0] == 200
+    assert call(engine, "/health", method="GET", timeout=20)[0] == 200
 
 
 def test_bodies_that_are_too_large_or_never_come_harm_nobody(engine: EngineProcess) -> None:
