@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
 from slime.rollout.engines.client import EngineClient
@@ -116,4 +117,30 @@ def test_a_client_that_is_closed_meanwhile_sends_nothing_again() -> None:
 
     with pytest.raises(EngineError, match="is gone"):
         ask(engine, close)
+    assert engine.requests == 1
+
+
+def test_a_client_that_is_closed_slowly_sends_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, close = LossyEngine(1), aiohttp.ClientSession.close
+
+    async def close_slowly(client: EngineClient) -> None:
+        over = asyncio.Event()
+
+        async def slow(session: aiohttp.ClientSession) -> None:
+            await close(session)
+            await over.wait()
+
+        monkeypatch.setattr(aiohttp.ClientSession, "close", slow)
+        request = asyncio.ensure_future(client.generate([1, 2]))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(client.close())
+        try:
+            await request
+        finally:
+            over.set()
+            await closing
+
+    with pytest.raises(EngineError, match="is gone"):
+        ask(engine, close_slowly)
     assert engine.requests == 1

@@ -190,9 +190,10 @@ class EngineHTTP:
         return self._session
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        # Forgotten first: a request that is about to be sent again sees that it is over, and does not find it closed.
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     def _refusal(self, method: str, path: str, status: int, body: bytes) -> SlimeError:
         text = body.decode(errors="replace")
