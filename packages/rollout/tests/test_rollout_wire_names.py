@@ -107,6 +107,31 @@ def test_one_bad_name_costs_its_group_and_not_the_run(engine, serve, change, rea
     assert sorted(buffer.completed) == [1] and buffer.rejected == [(0, reason)]
 
 
+def test_rm_type_is_data_of_the_users_where_a_function_of_theirs_scores_the_sample(engine, serve, tmp_path):
+    path, _ = evil(tmp_path)
+    groups = prompt_groups(2, 1)
+    for group, rm_type in zip(groups, ("my own kind", "remote_rm"), strict=True):
+        group.samples[0].metadata = {"rm_type": rm_type}
+    buffer = FakeBuffer(groups)
+    serve(buffer, engine, custom_rm_path=f"{path}:reward").generate(0, 2, timeout=20)
+    assert sorted(buffer.completed) == [0, 1] and not buffer.rejected
+    assert buffer.completed[0][0].metadata["rm_type"] == "my own kind"
+
+
+def test_rm_type_of_an_evaluation_set_is_checked_by_what_scores_that_set():
+    overrides = {"mine": {"custom_rm_path": "m.f"}, "built_in": {"rm_type": "math"}}
+    sample = Sample(prompt="1>", metadata={"rm_type": "my own kind"})
+    for of_training, accepted in (("m.g", {None, "mine", "other"}), (None, {"mine"})):
+        settings = RolloutSettings(hf_checkpoint="none", custom_rm_path=of_training, eval_overrides=overrides)
+        names = WireNames(settings, SimpleNamespace(chat_template=None))
+        for evaluation_set in (None, "mine", "built_in", "other"):
+            if evaluation_set in accepted:
+                names.check([sample], evaluation_set)
+                continue
+            with pytest.raises(InvalidSetting, match="unknown reward function 'my own kind'"):
+                names.check([sample], evaluation_set)
+
+
 def test_groups_that_all_name_something_unknown_end_the_rollout_with_what_is_wrong(engine, serve, monkeypatch):
     monkeypatch.setattr(leased, "REFUSED_IN_A_ROW", 3)
     groups = prompt_groups(5, 1)

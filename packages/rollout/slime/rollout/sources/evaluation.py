@@ -56,7 +56,7 @@ class EvaluationSource:
         for group in self.buffer.read_evaluation_set(name):
             samples = group.samples
             if self.wire_names is not None:
-                self.wire_names.check(samples)
+                self.wire_names.check(samples, name)
             if render is not None:
                 render(samples)
             elif self.render is not None:

@@ -27,10 +27,16 @@ class WireNames:
         self._tokenizer = tokenizer
         self._rm_url = settings.rm_url
         self._lock = threading.Lock()
-        sets = settings.eval_overrides.values()
+        sets = settings.eval_overrides
         self._paths = {
-            field: {getattr(settings, name), *(values.get(name) for values in sets)} - {None}
+            field: {getattr(settings, name), *(values.get(name) for values in sets.values())} - {None}
             for field, name in PATHS.items()
+        }
+        # A set's own rm_type takes the place of the function that scores the others.
+        self._scored_by_function = {None: settings.custom_rm_path is not None} | {
+            name: bool(values.get("custom_rm_path"))
+            or (settings.custom_rm_path is not None and not values.get("rm_type"))
+            for name, values in sets.items()
         }
 
     def trust(self, samples: Iterable[Sample]) -> None:
@@ -42,8 +48,12 @@ class WireNames:
                     if path is not None:
                         paths.add(path)
 
-    def check(self, samples: Iterable[Sample]) -> None:
-        """Raises InvalidField, InvalidSetting or NotAvailable naming the field and the value."""
+    def check(self, samples: Iterable[Sample], evaluation_set: str | None = None) -> None:
+        """Raises InvalidField, InvalidSetting or NotAvailable naming the field and the value.
+
+        evaluation_set: the set that the samples belong to; None for training.
+        """
+        by_function = self._scored_by_function.get(evaluation_set, self._scored_by_function[None])
         for sample in samples:
             for field, paths in self._paths.items():
                 path = getattr(sample, field)
@@ -53,7 +63,8 @@ class WireNames:
                         field, path, f"a path that this run was started with ({flag}, or that of an evaluation set)"
                     )
             check_arguments(self._tokenizer, sample.apply_chat_template_kwargs, "apply_chat_template_kwargs")
-            rm_type = sample.metadata.get("rm_type")
+            # A function of the user's comes before metadata.rm_type, which is then the user's own data.
+            rm_type = None if by_function or sample.custom_rm_path else sample.metadata.get("rm_type")
             if rm_type and check_name(str(rm_type).strip()) == "remote_rm" and not self._rm_url:
                 raise InvalidField("metadata.rm_type", rm_type, "another reward: this run has no --rm-url")
 
