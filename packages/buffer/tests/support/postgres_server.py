@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -96,7 +96,9 @@ class PostgresServer:
             return
         processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         for process in processes:
-            process.kill()
+            # A process of the server may end by itself, and all do when its first one ends.
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
         deadline = time.monotonic() + 30
         # Nobody but the machine's first process can wait for its children, and not each does.

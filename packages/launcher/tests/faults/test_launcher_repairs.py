@@ -62,6 +62,13 @@ def until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_process_that_dies_takes_those_with_it_that_it_started(
     family: tuple[WatchedProcess, psutil.Process],
 ) -> None:
@@ -72,7 +79,7 @@ def test_a_process_that_dies_takes_those_with_it_that_it_started(
     watched.process.kill()
     until(lambda: watched.look() == "died")
     watched.kill()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert ended(child)
 
 
 def test_a_stopped_process_counts_as_lost_unless_it_goes_on(family: tuple[WatchedProcess, psutil.Process]) -> None:
@@ -85,7 +92,7 @@ def test_a_stopped_process_counts_as_lost_unless_it_goes_on(family: tuple[Watche
     watched.process.send_signal(signal.SIGSTOP)
     watched.kill()
     assert watched.look() == "died"
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert ended(child)
 
 
 class Parts:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def processes_of_ray() -> list[str]:
-    return [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    lines = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 def launcher(**values: Any) -> LauncherSettings:

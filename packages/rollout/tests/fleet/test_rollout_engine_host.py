@@ -75,11 +75,11 @@ def test_engines_have_the_next_numbers_and_a_fleet_elsewhere_leaves_them_running
     deadline = time.monotonic() + 30
     while not fleet.router.in_flight:
         assert asked.is_alive() and time.monotonic() < deadline
-    running = processes()
+    running = {psutil.Process(started.pid) for started in host._started}
     fleet.stop()
     assert request.result(10)[0]["meta_info"]["finish_reason"]["type"] == "abort", "engines of the run end idle"
     fleet.loop.stop()
-    assert processes() == running
+    assert processes() >= running
     host.stop()
     assert not processes() & running
 
@@ -104,7 +104,8 @@ def test_an_engine_that_cannot_start_leaves_none_behind(on_gpus: None) -> None:
         engine_host.serve(settings(hf_checkpoint="refuse"), RpcSettings())
     with pytest.raises(InvalidSetting, match="--rollout-num-gpus must be at most 4, got 6"):
         engine_host.serve(settings(rollout_num_gpus=6), RpcSettings())
-    assert processes() == before
+    # One of an earlier test may end meanwhile.
+    assert processes() <= before
 
 
 def test_a_model_that_is_not_on_this_node_is_an_error_before_anything_starts() -> None:

@@ -41,8 +41,9 @@ def test_ranks_meet_at_an_address_that_rank_0_listens_on() -> None:
 
 
 def test_ranks_of_one_machine_meet_in_a_file(tmp_path: Path) -> None:
-    before = psutil.Process().net_connections("inet")
+    before = set(psutil.Process().net_connections("inet"))
     first, second = (meeting_store(f"file://{tmp_path}/store", rank, 2, TIMEOUT) for rank in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"
-    assert psutil.Process().net_connections("inet") == before
+    # Connections of an earlier test may close meanwhile.
+    assert set(psutil.Process().net_connections("inet")) <= before

@@ -245,4 +245,5 @@ def test_one_engine_that_fails_takes_the_others_down(on_gpus: None) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(EngineError, match="not supported"):
         launch.start_engines(RolloutSettings(hf_checkpoint="refuse", rollout_num_gpus=2))
-    assert set(psutil.Process().children(recursive=True)) == before
+    # One of an earlier test may end meanwhile.
+    assert set(psutil.Process().children(recursive=True)) <= before
