@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 
-from slime.rollout.rewards.math import pool
+from slime.rollout.rewards.built_in.math import pool
 from slime.types import Sample
 
 # Responses and labels as models of mathematics write them: most are compared as text, some by sympy.

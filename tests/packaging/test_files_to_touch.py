@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from house_tree import MAX_MODULES, MODULES, ROOT, modules_by_folder
 
 NUM_GPUS = 0
-ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/packaging/test_files_to_touch.py"
 # Row of the table -> the test that shows it.
 SHOWN = {
@@ -80,6 +80,14 @@ def test_every_row_of_the_table_is_shown() -> None:
         assert_there(place)
 
 
+def test_a_folder_that_the_table_adds_a_module_to_has_room_for_one() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Files to touch\n")[2]
+    named = set(re.findall(r"\ba (?:module|folder) in `([^`]+)`", section.partition("\n## ")[0]))
+    sizes = modules_by_folder(MODULES.values())
+    assert {Path(folder).name for folder in named} == {"built_in", "families", "engines"}
+    assert {folder: sizes[ROOT / folder] for folder in named if not 0 < sizes[ROOT / folder] < MAX_MODULES} == {}
+
+
 def test_the_tests_that_show_a_stated_default_are_there() -> None:
     """Defaults that only a trainer or a rollout service shows have their test by name in the table of the others."""
     defaults = ROOT / "packages/launcher/tests/config/test_launcher_stated_defaults.py"
@@ -118,11 +126,11 @@ assert "| `--owl-seed` |" in known_flags.page()
 
 def test_a_reward_is_a_module_and_a_row(tree: Path) -> None:
     rewards = tree / "packages/rollout/slime/rollout/rewards"
-    (rewards / "vowels.py").write_text(
+    (rewards / "built_in" / "vowels.py").write_text(
         '"""Vowels of the response."""\n\n'
         'def reward(args, sample):\n    return sum(map(sample.response.count, "aeiou"))\n'
     )
-    insert(rewards / "registry.py", '    "gpqa": ', '    "vowels": "slime.rollout.rewards.vowels:reward",\n')
+    insert(rewards / "registry.py", '    "gpqa": ', '    "vowels": "slime.rollout.rewards.built_in.vowels:reward",\n')
     script = """
 import asyncio
 from slime.rollout.rewards.registry import check_name, reward_function

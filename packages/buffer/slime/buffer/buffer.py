@@ -32,8 +32,8 @@ from slime.buffer.store.opening import open_storage
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits
 from slime.types.blobs import BlobWriter
 from slime.types.errors import DataLoss, DeadlineExceeded, InvalidField, NotFound, counted
+from slime.types.models.vision import IMAGE
 from slime.types.pace import TrainerPace
-from slime.types.vision import IMAGE
 from slime.v1 import sample_pb2
 
 PAGE = 64

@@ -10,9 +10,9 @@ from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.media import check_keys
 from slime.buffer.store.urls import PAYLOADS, STORE, check_url
 from slime.types.errors import InvalidSetting
+from slime.types.models.vision import IMAGE
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
-from slime.types.vision import IMAGE
 
 # Settings of columns that a single evaluation set may have.
 COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")

@@ -14,7 +14,7 @@ from slime.buffer.sources.base import Columns
 from slime.buffer.sources.dataset import read_dataset, split_slice
 from slime.buffer.sources.readers import reader_of
 from slime.types import Sample
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from slime.rollout.children.environment import child_environment
 from slime.rollout.engines.process import EngineProcess
-from slime.rollout.rewards.math.pool import MathWorker
+from slime.rollout.rewards.built_in.math.pool import MathWorker
 
 SECRETS = {
     "RAY_AUTH_TOKEN": "hidden-1", "AWS_SECRET_ACCESS_KEY": "hidden-2", "WANDB_API_KEY": "hidden-3",

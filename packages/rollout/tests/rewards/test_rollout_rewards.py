@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.rollout.rewards import remote
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.math import pool as math_reward
+from slime.rollout.rewards.built_in import remote
+from slime.rollout.rewards.built_in.math import pool as math_reward
 from slime.rollout.rewards.score import score_group, score_sample
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote_rm
 from slime.types import Sample
@@ -83,7 +83,7 @@ def test_an_answer_with_which_a_scorer_of_reasoning_gym_fails_is_wrong_and_a_bro
     def scorer(answer, entry):
         return 1.0 if float(answer) == float(entry["answer"]) else 0.0
 
-    monkeypatch.setattr("slime.rollout.rewards.reasoning_gym._scorer", lambda name: scorer)
+    monkeypatch.setattr("slime.rollout.rewards.built_in.reasoning_gym._scorer", lambda name: scorer)
     metadata = {"source_dataset": "chain_sum"}
     assert reward_of("reasoning_gym", "12", "12", metadata=metadata) == 1.0
     assert reward_of("reasoning_gym", "twelve", "12", metadata=metadata) == 0.0

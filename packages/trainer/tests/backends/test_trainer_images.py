@@ -19,7 +19,7 @@ from slime.trainer.batching.packing import pack
 from slime.trainer.checkpoints import checkpoint
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
-from slime.types.vision import FAMILIES
+from slime.types.models.vision import FAMILIES
 
 SCRIPT = Path(__file__).with_name("trainer_vision_ranks.py")
 

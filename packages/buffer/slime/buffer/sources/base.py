@@ -11,7 +11,7 @@ from typing import Any
 from slime.buffer.sources.media import Image, with_images
 from slime.types import Sample
 from slime.types.errors import InvalidFile
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 from slime.types.wire.json_fields import SHALLOW, too_deep
 
 

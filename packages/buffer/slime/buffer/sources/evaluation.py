@@ -11,7 +11,7 @@ from slime.buffer.sources.dataset import read_dataset
 from slime.buffer.store.base import Store
 from slime.types.codec import encode_sample
 from slime.types.errors import NotFound
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 from slime.v1 import sample_pb2
 
 

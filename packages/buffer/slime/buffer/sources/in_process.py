@@ -26,7 +26,7 @@ from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, MissingFile, WrongState, counted
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, SlimeError, counted
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 
 PLACEHOLDER = "<image>"
 PLANNED = ("audio", "video")

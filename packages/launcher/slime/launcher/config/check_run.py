@@ -34,12 +34,12 @@ from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
-from slime.types.experts import experts_of
 from slime.types.files import check_readable, no_directory
+from slime.types.models.experts import experts_of
+from slime.types.models.vision import require_vision
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.plugins import load_plugin
 from slime.types.setting_values import flag_name
-from slime.types.vision import require_vision
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 
 def with_needs_of_training(

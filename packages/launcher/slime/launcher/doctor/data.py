@@ -20,7 +20,7 @@ from slime.rollout.rewards.registry import check_name, needs_label
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted
 from slime.types.files import check_readable
-from slime.types.vision import IMAGE
+from slime.types.models.vision import IMAGE
 
 # The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all.
 ROWS = 2000

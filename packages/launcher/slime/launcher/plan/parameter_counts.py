@@ -14,7 +14,7 @@ from slime.converters.families.mapping import Parameter
 from slime.converters.megatron.args import padded_vocab_size
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages
 from slime.types.errors import InvalidFile, NotAvailable
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 Config = Mapping[str, Any]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from slime.types.errors import ConfigError, NotAvailable
+from slime.types.models.vision import FAMILIES, require_vision
 from slime.types.setting_values import flag_name
-from slime.types.vision import FAMILIES, require_vision
 
 if TYPE_CHECKING:
     from slime.rollout.engines.client import EngineClient

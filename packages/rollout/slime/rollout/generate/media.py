@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from slime.types.errors import InvalidField, InvalidFile
-from slime.types.vision import Vision, images_id, require_vision
+from slime.types.models.vision import Vision, images_id, require_vision
 
 # Images whose tokens and pixels are kept: the samples of a group have the same.
 CACHED = 32

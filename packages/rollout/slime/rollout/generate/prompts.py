@@ -21,7 +21,7 @@ from slime.rollout.doors.workers import Workers
 from slime.types import Sample
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.files import no_directory
-from slime.types.vision import images_id, images_of, vision_of
+from slime.types.models.vision import images_id, images_of, vision_of
 
 if TYPE_CHECKING:
     from slime.rollout.generate.media import Media, MediaPrompt

@@ -27,7 +27,7 @@ from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.settings.eval_datasets import build_eval_dataset_configs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, NotAvailable
-from slime.types.experts import experts_of
+from slime.types.models.experts import experts_of
 
 ATTRIBUTE = "slime_generate_state"
 OF_TEMPLATE = ("apply_chat_template", "apply_chat_template_kwargs")

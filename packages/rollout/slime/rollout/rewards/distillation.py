@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slime.rollout.rewards.remote import ask
+from slime.rollout.rewards.built_in.remote import ask
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, counted
 

@@ -14,17 +14,17 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 
 BUILT_IN = {
-    "math": "slime.rollout.rewards.math.pool:reward",
-    "reasoning_gym": "slime.rollout.rewards.reasoning_gym:reward",
-    "integer": "slime.rollout.rewards.integer:reward",
-    "exact_partial": "slime.rollout.rewards.exact_partial:reward",
-    "random": "slime.rollout.rewards.random:reward",
-    "deepscaler": "slime.rollout.rewards.deepscaler:reward",
-    "dapo": "slime.rollout.rewards.dapo:reward",
-    "f1": "slime.rollout.rewards.f1:reward",
-    "gpqa": "slime.rollout.rewards.gpqa:reward",
-    "ifbench": "slime.rollout.rewards.ifbench:reward",
-    "remote_rm": "slime.rollout.rewards.remote:remote_rm",
+    "math": "slime.rollout.rewards.built_in.math.pool:reward",
+    "reasoning_gym": "slime.rollout.rewards.built_in.reasoning_gym:reward",
+    "integer": "slime.rollout.rewards.built_in.integer:reward",
+    "exact_partial": "slime.rollout.rewards.built_in.exact_partial:reward",
+    "random": "slime.rollout.rewards.built_in.random:reward",
+    "deepscaler": "slime.rollout.rewards.built_in.deepscaler:reward",
+    "dapo": "slime.rollout.rewards.built_in.dapo:reward",
+    "f1": "slime.rollout.rewards.built_in.f1:reward",
+    "gpqa": "slime.rollout.rewards.built_in.gpqa:reward",
+    "ifbench": "slime.rollout.rewards.built_in.ifbench:reward",
+    "remote_rm": "slime.rollout.rewards.built_in.remote:remote_rm",
 }
 # Rewards that are, or may be, a dict of numbers.
 DICTS = ("dapo", "remote_rm")

@@ -8,7 +8,7 @@ from typing import Any
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.state import ATTRIBUTE
 from slime.rollout.rewards import score
-from slime.rollout.rewards.remote import remote_rm
+from slime.rollout.rewards.built_in.remote import remote_rm
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.types import Sample
 

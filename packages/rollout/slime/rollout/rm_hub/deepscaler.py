@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.deepscaler import solution_of
-from slime.rollout.rewards.math.pool import equal
+from slime.rollout.rewards.built_in.deepscaler import solution_of
+from slime.rollout.rewards.built_in.math.pool import equal
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.rewards.ifbench import score
+from slime.rollout.rewards.built_in.ifbench import score
 
 
 def compute_ifbench_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:

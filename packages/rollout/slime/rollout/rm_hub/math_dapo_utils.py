@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.dapo import normalized, score
+from slime.rollout.rewards.built_in.dapo import normalized, score
 
 __all__ = ["compute_score", "last_boxed_only_string", "normalize_final_answer", "remove_boxed"]
 

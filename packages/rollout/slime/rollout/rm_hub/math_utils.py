@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.math.pool import equal
+from slime.rollout.rewards.built_in.math.pool import equal
 
 
 def extract_answer(passage: str) -> str | None:

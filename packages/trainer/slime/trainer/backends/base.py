@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
 from slime.types.errors import SlimeError
-from slime.types.experts import Experts
-from slime.types.vision import Vision
+from slime.types.models.experts import Experts
+from slime.types.models.vision import Vision
 
 
 class NonFiniteGradient(SlimeError):

@@ -24,8 +24,8 @@ from slime.trainer.algorithms.nucleus import Nuclei
 from slime.trainer.batching.nuclei import lay_nuclei
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import InvalidField, NotAvailable, counted
+from slime.types.models.vision import Vision
 from slime.types.sample import Sample
-from slime.types.vision import Vision
 
 
 @dataclasses.dataclass(frozen=True)

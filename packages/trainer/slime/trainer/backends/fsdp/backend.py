@@ -40,8 +40,8 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole, whole_bytes
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, WrongState
-from slime.types.experts import experts_of
-from slime.types.vision import vision_of
+from slime.types.models.experts import experts_of
+from slime.types.models.vision import vision_of
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 

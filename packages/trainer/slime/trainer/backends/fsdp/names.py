@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.types.errors import NotAvailable
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 
 def disk_parts(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:

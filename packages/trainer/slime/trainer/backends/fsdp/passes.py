@@ -27,7 +27,7 @@ from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import NotAvailable
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 
 class Passes:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slime.trainer.backends.routing import LayerRouting
-from slime.types.experts import experts_of
+from slime.types.models.experts import experts_of
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -39,7 +39,7 @@ from slime.trainer.backends.snapshots import Snapshots
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import WrongState
-from slime.types.experts import Experts
+from slime.types.models.experts import Experts
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from slime.rollout.engines.embedded.model.params import SamplingParams, parse_sa
 from slime.rollout.engines.embedded.model.response import Response
 from slime.rollout.engines.embedded.model.routing import FLAG
 from slime.types.errors import InvalidField, counted
-from slime.types.vision import images_id
+from slime.types.models.vision import images_id
 
 KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
          "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",

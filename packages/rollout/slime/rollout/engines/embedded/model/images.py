@@ -12,7 +12,7 @@ import torch
 
 from slime.rollout.engines.embedded.model.response import Response
 from slime.types.errors import InvalidField
-from slime.types.vision import Vision
+from slime.types.models.vision import Vision
 
 EXPECTED = "images as base64, or as data:image/...;base64,...: the embedded engine fetches nothing"
 

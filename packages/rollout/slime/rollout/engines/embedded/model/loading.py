@@ -16,7 +16,7 @@ from slime.rollout.engines.embedded.model.routing import RoutingRecorder
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.generate.media import Media
 from slime.types.errors import InvalidFile, MissingFile, counted
-from slime.types.vision import Vision, vision_of
+from slime.types.models.vision import Vision, vision_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slime.types.errors import NotAvailable
-from slime.types.vision import vision_of
+from slime.types.models.vision import vision_of
 
 FIELD = "--model-path"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime.types.errors import InvalidField, InvalidSetting, NotAvailable
-from slime.types.vision import FAMILIES, images_id, images_of, require_vision, vision_of
+from slime.types.models.vision import FAMILIES, images_id, images_of, require_vision, vision_of
 
 
 def test_images_of_several_prompts_are_joined_end_to_end() -> None:

@@ -150,7 +150,7 @@ class MathWorker:
     def _start(self) -> None:
         self.stop()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime.rollout.rewards.math.worker", *self._arguments],
+            [sys.executable, "-m", "slime.rollout.rewards.built_in.math.worker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -3,7 +3,7 @@
 Each question is answered by a child, forked when everything is imported and warm. A child that uses up its CPU time or
 its memory is killed, the answer is null, and the next question gets another child, within milliseconds.
 
-    python -m slime.rollout.rewards.math.worker CPU_SECONDS NICENESS
+    python -m slime.rollout.rewards.built_in.math.worker CPU_SECONDS NICENESS
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP = [
 
 
 def grade(response: str, label: str) -> float:
-    from slime.rollout.rewards.math.answers import equal
+    from slime.rollout.rewards.built_in.math.answers import equal
 
     try:
         return float(equal(response, label))

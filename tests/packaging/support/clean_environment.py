@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uv
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
 # The last has no code: it requires the others.
 DISTRIBUTIONS = (*PACKAGES, "all")

@@ -1,4 +1,4 @@
-"""Deltas of weights go to engines of kinds that take them, and to SGLang engines of the run only."""
+"""Engines get weights by a way that they take: deltas by kind, engines with pipeline stages from a directory."""
 
 from pathlib import Path
 
@@ -47,3 +47,15 @@ def test_a_kind_that_takes_no_deltas_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(type(KINDS["embedded"]), "delta_carriers", ())
     with pytest.raises(NotAvailable, match="--update-weight-mode delta and --rollout-engine embedded cannot be used"):
         run_config.parse(words, check=False)
+
+
+@pytest.mark.parametrize("transport", [[], ["--update-weight-transport", "nccl"], ["--update-weight-transport", "ipc"]])
+def test_pipeline_stages_are_refused_where_weights_go_from_gpu_to_gpu(tmp_path: Path, transport: list[str]) -> None:
+    base = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", "--num-rollout", "1"]
+    engines = ["--rollout-engine", "sglang", "--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2"]
+    colocate = ["--colocate"] if "ipc" in transport else []
+    with pytest.raises(InvalidSetting, match="--sglang-pp-size 2 requires --update-weight-transport disk") as caught:
+        run_config.parse([*base, *engines, *transport, *colocate], check=False)
+    assert caught.value.field == "--sglang-pp-size"
+    disk = ["--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path)]
+    assert run_config.parse([*base, *engines, *disk], check=False).rollout.sglang_args["pp_size"] == 2

@@ -10,8 +10,8 @@ import pytest
 
 from slime.rollout.rewards import score_sample
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.math import pool as math_reward
-from slime.rollout.rewards.math.pool import MathPool
+from slime.rollout.rewards.built_in.math import pool as math_reward
+from slime.rollout.rewards.built_in.math.pool import MathPool
 from slime.types import Sample
 from slime.types.errors import EngineError, InvalidField
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+MAX_MODULES = 15
 
 
 def modules() -> dict[str, Path]:
@@ -30,6 +33,11 @@ OTHER_CODE = [
     for folder in ("packages/*/tests", "tests", "benchmarks", "examples", "scripts")
     for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
 ]
+
+
+def modules_by_folder(paths: Iterable[Path]) -> Counter[Path]:
+    """Counts the modules of each folder, `__init__` and `__main__` left out."""
+    return Counter(path.parent for path in set(paths) if path.stem not in ("__init__", "__main__"))
 
 
 @functools.cache

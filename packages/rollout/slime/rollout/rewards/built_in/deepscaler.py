@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.rollout.rewards.base import END_OF_THINKING, after_thinking
 from slime.rollout.rewards.boxed import last_boxed
-from slime.rollout.rewards.math import pool
+from slime.rollout.rewards.built_in.math import pool
 from slime.types import Sample
 
 HEADING = "###Response"

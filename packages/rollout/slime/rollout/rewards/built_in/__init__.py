@@ -1,0 +1,1 @@
+"""The rewards that `--rm-type` names, one module each; the table in `registry` says which."""

@@ -1,0 +1,1 @@
+"""Models as their config.json describes them: images that they read, experts that they route to."""
