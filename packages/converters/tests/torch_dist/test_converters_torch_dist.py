@@ -115,7 +115,7 @@ def test_parts_must_make_up_the_tensor(tmp_path: Path) -> None:
         file.add(Place("x"), (4, 2), torch.zeros(2, 2), (0, 0))
     with pytest.raises(InvalidFile, match="x: 4 of 8 elements were written"):
         write_metadata(tmp_path, file.chunks)
-    with pytest.raises(InvalidFile, match="do not fit each other"):
+    with pytest.raises(InvalidFile, match="parts do not fit together"):
         write_metadata(tmp_path, [*file.chunks, *file.chunks])
 
 
@@ -164,7 +164,7 @@ def test_a_pickle_that_calls_something_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(InvalidFile, match=r"\.metadata: damaged"):
         TorchDist(directory)
     (directory / ".metadata").write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(InvalidFile, match="no metadata of a checkpoint"):
+    with pytest.raises(InvalidFile, match="cannot be read as the metadata of a checkpoint"):
         TorchDist(directory)
     (directory / ".metadata").write_bytes(good)
     torch.save({"args": Harm()}, directory / "common.pt")

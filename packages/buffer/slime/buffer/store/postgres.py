@@ -122,7 +122,7 @@ class PostgresStore(SqlStore):
     def _lost(self, what: str) -> InvalidFile:
         return InvalidFile(
             f"{self.name}: {what}, and there are samples that belong to it: restore the database from a backup, or "
-            "move the samples away to begin anew",
+            "move the samples away to start afresh",
             field=STORE, value=self.name, expected="the database that the samples belong to",
         )  # fmt: skip
 

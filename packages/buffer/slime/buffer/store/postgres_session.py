@@ -1,8 +1,8 @@
-"""The one connection to a PostgreSQL database that has the right to serve it.
+"""The buffer's connection to PostgreSQL, which at most one server of a database holds at a time.
 
 It holds an advisory lock of its session, and every statement goes through that session: a server whose connection
-breaks can write nothing from that moment on. A server that begins also raises the `epoch` of the database, so one whose
-connection comes back knows whether another has served meanwhile; then it never writes again.
+breaks can no longer write. A server that starts also raises the `epoch` of the database, so one whose connection comes
+back knows whether another has served meanwhile; then it never writes again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 
 # First key of the advisory lock, whose second is the schema: locks are shared by all programs of a database.
 LOCK_CLASS = 0x51173
-# The database notices within 20 seconds that the machine of a server is gone, and frees its lock.
+# Seconds to wait for the lock: the database notices within 20 seconds that a server's machine is gone, and frees it.
 LOCK_SECONDS = 30.0
-# Longest wait, since the connection broke, of a call that needs it. Clients give a call 10 seconds beyond its own wait,
-# and repeat one that fails.
+# Most seconds that a call waits for a broken connection. Clients allow it 10 seconds beyond its own wait, and retry it.
 OUTAGE_SECONDS = 6.0
 PAUSE_SECONDS = 0.2
 CONNECTION = {
@@ -48,13 +47,13 @@ SESSION = {
     "tcp_keepalives_idle": "5", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "3",
     "idle_in_transaction_session_timeout": "0", "statement_timeout": "0", "lock_timeout": "0",
 }  # fmt: skip
-# Classes of SQLSTATE after which the same call may succeed: connection, resources, operator, conflicts, read-only.
+# Classes of SQLSTATE worth a retry: connection, resources, operator intervention, conflicts, read-only.
 PASSING = ("08", "53", "57", "40", "25", "55")
 DAMAGED = ("XX", "58")
 
 
 class StandbyEnded(SlimeError):
-    """A server that stood by was told to end."""
+    """A standby server was told to end."""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class _Outage:
 
 
 class PostgresSession:
-    """Thread-safe as far as its callers are: they hold the lock of the store. Raises InvalidSetting for a wrong URL."""
+    """A session with the right to serve. Callers hold the store's lock. Raises InvalidSetting for an invalid URL."""
 
     connection: Any
 
@@ -82,10 +81,10 @@ class PostgresSession:
         self._closing = threading.Event()
 
     def start(self, standby: Wait | None) -> None:
-        """Connects, and takes the right to serve. Raises ConfigError for a database that cannot be used.
+        """Connects and takes the right to serve. Raises ConfigError for a database that cannot be used.
 
-        standby: waits, by calls of this, for as long as another server uses the database; without it LOCK_SECONDS, for
-        a server that has just died.
+        standby: waits as long as another server uses the database, and calls this meanwhile. Without it the wait is
+        LOCK_SECONDS, enough for the lock of a server that has just died.
         """
         self.open()
         try:
@@ -129,7 +128,7 @@ class PostgresSession:
             (commit,) = connection.execute("SHOW synchronous_commit").fetchone()
             if commit == "off":
                 session["synchronous_commit"] = "on"
-            # The schema stays the one that was found, whichever are created later.
+            # Pin the schema that was found, whichever are created later.
             connection.execute("SELECT set_config('search_path', quote_ident(%s), false)", [schema])
             for name, value in session.items():
                 connection.execute("SELECT set_config(%s, %s, false)", [name, value])
@@ -181,7 +180,7 @@ class PostgresSession:
             raise StandbyEnded(f"{self.name}: {self._holder()} uses it")
 
     def ready(self, wait_seconds: float = OUTAGE_SECONDS) -> None:
-        """Connects again where the connection is broken. Raises Unavailable where that fails."""
+        """Reconnects if the connection is broken. Raises Unavailable if that fails."""
         if self.taken_over is not None:
             raise self.taken_over
         if not self.connection.closed:
@@ -189,7 +188,7 @@ class PostgresSession:
         if self._lost is None:
             self._lost = _Outage(time.monotonic())
         lost = self._lost
-        # A call that waited for another's attempt does not begin one of its own.
+        # A call that waited for another's attempt makes none of its own.
         if lost.error is not None and time.monotonic() - lost.tried_at < PAUSE_SECONDS:
             raise lost.error
         while True:
@@ -212,11 +211,11 @@ class PostgresSession:
             epoch, server = connection.execute("SELECT epoch, server FROM buffer_meta").fetchone()
             if epoch != self.epoch:
                 self.taken_over = Unavailable(
-                    f"{self.name}: the slime-buffer on {server} has taken over: this one serves no more"
+                    f"{self.name}: the slime-buffer on {server} has taken over; this one no longer serves"
                 )
                 raise self.taken_over
             if not free:
-                # The session that broke is not over yet, or another server is about to take over.
+                # The broken session has not ended yet, or another server is about to take over.
                 raise self.psycopg.OperationalError("another session holds its lock")
         except BaseException:
             connection.close()
@@ -227,7 +226,7 @@ class PostgresSession:
         self._closing.set()
 
     def cut(self) -> None:
-        """Ends the connection under a call that waits for an answer, from another thread."""
+        """Closes the connection from another thread, also while a call waits for an answer."""
         with suppress(OSError, self.psycopg.Error), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
 
@@ -257,12 +256,12 @@ def _load() -> Any:
 
 
 def line(error: BaseException) -> str:
-    """Returns the first line of a message: the others hold the query, or hints for its author."""
+    """Returns the first line of a message: the rest is the query and hints."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def look(url: str) -> str:
-    """Returns who uses a database, or an empty text. Raises ConfigError for one that cannot be used."""
+    """Returns which server uses a database, '' for none. Raises ConfigError for a database that cannot be used."""
     session = PostgresSession(url)
     session.open()
     with session.connection:

@@ -17,7 +17,7 @@ from slime.buffer.store.sql import ADDED, SCHEMA, VERSION, SqlStore
 from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, SlimeError
 from slime.types.files import check_readable
 
-# Migrations by the version that they start from.
+# Migrations, by the schema version that they start from.
 MIGRATIONS = {
     1: """
 ALTER TABLE groups ADD COLUMN checksums TEXT NOT NULL DEFAULT '[]';
@@ -25,15 +25,15 @@ ALTER TABLE prompt_batches ADD COLUMN digest TEXT;
 """,
     2: "ALTER TABLE groups ADD COLUMN weight_version INTEGER;",
 }
-# SQLite errors that a mistake of the program causes, rather than a damaged file.
+# SQLite errors caused by a bug in the program rather than a damaged file.
 MISTAKES = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 
 
 class SqliteStore(SqlStore):
-    """The state below `path`. Raises InvalidFile where the database is of a newer version, damaged, or none.
+    """The state below `path`. Raises InvalidFile if the database has a newer schema, is damaged, or is no database.
 
-    has_payloads: whether there are samples that only an older database can know: then none is made.
+    has_payloads: payload files exist, which only an existing database can list: then no new one is made.
     """
 
     older = "it was copied without its -wal file, or a power cut took its end"
@@ -90,7 +90,7 @@ class SqliteStore(SqlStore):
     def _lost(self, what: str) -> InvalidFile:
         return InvalidFile(
             f"{self.path}: the payloads beside it hold samples, and {what}: restore the database, with its -wal file, "
-            "from a backup (slime-buffer backup), or move the payloads away to begin anew",
+            "from a backup (slime-buffer backup), or move the payloads away to start afresh",
             field="buffer_dir",
             value=str(self.path),
             expected="the database that the payloads belong to",
@@ -138,7 +138,7 @@ class SqliteStore(SqlStore):
             try:
                 return self._connection.execute(query, values).fetchall()
             except sqlite3.DatabaseError as error:
-                # Inside a transaction, the transaction fails with the error.
+                # An error inside a transaction fails the transaction.
                 if isinstance(error, MISTAKES) or self._connection.in_transaction:
                     raise
                 raise self._error_of(error) from error

@@ -1,8 +1,8 @@
 """Keeps tensors of a Hugging Face directory that belong to no Megatron parameter, and writes them on the way back.
 
-A copy of the embedding or the output layer (a tied `lm_head.weight`, those beside DeepSeek's MTP layers) is known by
-name and made again of what was trained. Small ones (`rotary_emb.inv_freq`) lie in the checkpoint's `hf/others` as they
-are. Layers for multi-token prediction that were not trained come from the directory of the original model.
+Copies of the embedding or the output layer (a tied `lm_head.weight`, those in DeepSeek's MTP layers) are known by name
+and written again from the trained tensor. Small tensors (`rotary_emb.inv_freq`) are kept unchanged in the checkpoint's
+`hf/others`. Untrained layers for multi-token prediction come from the directory of the original model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slime.converters.files.safetensors_dir import write
 from slime.converters.torch_dist.reader import TorchDist
 from slime.types.errors import InvalidFile, counted
 
-# Directory inside `hf` of a checkpoint.
+# Directory inside a checkpoint's `hf`.
 OTHERS = "others"
 SMALL_BYTES = 1 << 20
 SHOWN = 10
 
 
 def find(source: HfSource, parameters: Iterable[Parameter]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns (copies by name with the name of the original, small tensors, lost ones that are neither)."""
+    """Returns (name of each copy -> name of its original, small tensors, lost tensors that are neither)."""
     wanted, vocabulary = set(), []
     for parameter in parameters:
         names = [block.name for block in parameter.blocks]
@@ -54,7 +54,7 @@ def find(source: HfSource, parameters: Iterable[Parameter]) -> tuple[dict[str, s
 
 
 def keep(source: HfSource, parameters: Iterable[Parameter], hf_dir: Path) -> tuple[dict[str, str], list[str]]:
-    """Writes the small tensors below `hf_dir`; returns (copies, lost) of `find`."""
+    """Writes the small tensors below `hf_dir`; returns copies and lost, as `find` does."""
     copies, small, lost = find(source, parameters)
     if small:
         (hf_dir / OTHERS).mkdir()
@@ -63,14 +63,14 @@ def keep(source: HfSource, parameters: Iterable[Parameter], hf_dir: Path) -> tup
 
 
 def kept(checkpoint: TorchDist) -> HfSource | None:
-    """Opens the small tensors that a checkpoint holds as they were; None if it has none."""
+    """Opens the small tensors that a checkpoint keeps; None if it has none."""
     if checkpoint.hf_dir is None or not (checkpoint.hf_dir / OTHERS).is_dir():
         return None
     return HfSource(checkpoint.hf_dir / OTHERS, {})
 
 
 def check_tied(source: HfSource, config: Config) -> None:
-    """Raises InvalidFile where config.json ties the output layer to the embedding and the weights have two."""
+    """Raises InvalidFile if config.json ties the output layer to the embedding but the weights differ."""
     first, second = "model.embed_tokens.weight", "lm_head.weight"
     if not tied(config) or not {first, second} <= source.tensors.keys() or _equal(source, first, second):
         return
@@ -83,7 +83,7 @@ def check_tied(source: HfSource, config: Config) -> None:
 
 
 def _equal(source: HfSource, first: str, second: str) -> bool:
-    """Compares two tensors bit for bit, some rows at a time."""
+    """Compares two tensors bit by bit, some rows at a time."""
     shape, dtype = source.tensors[first].shape, source.dtype(first)
     if (shape, dtype) != (source.tensors[second].shape, source.dtype(second)):
         return False
@@ -97,11 +97,11 @@ def _equal(source: HfSource, first: str, second: str) -> bool:
 
 
 class Leftovers:
-    """Tensors of the source that are not parameters, to be written beside them.
+    """Tensors of the source that are not parameters, to be written along with them.
 
-    parameters: of the model; written: the tensors made of those that the checkpoint has, by name.
-    origin: the directory that the model came from, whose weights, if it has them, tell what the checkpoint does not.
-    notes: what a user should know.
+    parameters: of the model; written: names of the tensors made from the checkpoint's parameters.
+    origin: the directory of the original model; its weights, if any, supply what the checkpoint lacks.
+    notes: lines to show to the user.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Leftovers:
                 f"left out, neither in the checkpoint nor in {origin}: {', '.join(sorted(untrained)[:SHOWN])}"
             )
         if lost:
-            self.notes.append(f"left out, for the checkpoint has no place for them: {', '.join(lost[:SHOWN])}")
+            self.notes.append(f"left out, because the checkpoint has no place for them: {', '.join(lost[:SHOWN])}")
         self._copies = {name: written[original] for name, original in copies.items() if original in written}
 
     def tensors(self) -> list[HfTensor]:

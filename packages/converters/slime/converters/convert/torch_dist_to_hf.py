@@ -1,7 +1,8 @@
 """Converts a torch_dist checkpoint into a Hugging Face directory, one parameter at a time, without a model.
 
-What slime-convert or the trainer saved carries its config and tokenizer; for one that another program saved they come
-from the directory that the model came from.
+Checkpoints of slime-convert and slime's trainer carry their config and tokenizer; for those of other programs these
+come
+from the directory of the original model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class ExportJob:
-    """A worker's share of a conversion to Hugging Face files: the numbers of its parameters."""
+    """One worker's share of a conversion to Hugging Face files: the indexes of its parameters."""
 
     export: Export
     files: dict[str, list[HfTensor]]
@@ -88,11 +89,10 @@ def convert(
     """Writes `output_dir` from the checkpoint `input_dir`; returns it.
 
     origin_hf_dir: where config, tokenizer and sizes of shards come from, the checkpoint itself by default.
-    megatron_args: those set, held against the config. model_name: the family, where that of config.json is not known.
-    vocab_size: rows of embedding and output layer, the config's by
-        default, and what config.json then says.
+    megatron_args: Megatron arguments to check against the config. model_name: the family, if config.json's is unknown.
+    vocab_size: rows of embedding and output layer, written to config.json too; the config's by default.
     dtype: of floating-point weights, the checkpoint's by default. max_shard_bytes: files as in the source by default.
-    An `output_dir` that was made of the same checkpoint in the same way is kept; `overwrite` replaces what is there.
+    An `output_dir` made from the same checkpoint in the same way is kept; `overwrite` replaces any other.
     Under torchrun every rank calls this and writes its share. Raises MissingFile, InvalidFile (damage, tensors that are
     missing, left over or of another shape), InvalidSetting, OutOfSpace.
     """
@@ -137,7 +137,7 @@ def read_export(
     dtype: str | None = None,
     model_name: str | None = None,
 ) -> Export:
-    """Holds every parameter of the model against the checkpoint. Raises InvalidFile, InvalidSetting."""
+    """Checks every parameter of the model against the checkpoint. Raises InvalidFile, InvalidSetting."""
     config = read_model_config(origin, model_name or checkpoint.description.get("model_name"))
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
@@ -230,7 +230,7 @@ def _write(
 
 
 def hf_tensors(export: Export, checkpoint: TorchDist) -> dict[str, HfTensor]:
-    """Returns the tensors that the parameters make up, in their order.
+    """Returns the tensors that the parameters form, in order.
 
     Raises InvalidFile for a tensor that they do not fill.
     """
@@ -256,7 +256,7 @@ def hf_tensors(export: Export, checkpoint: TorchDist) -> dict[str, HfTensor]:
 
 
 def write_tensors(job: ExportJob) -> None:
-    """Writes a worker's share. Holds a piece of a parameter at a time."""
+    """Writes one worker's share, holding one piece of a parameter in memory at a time."""
     found = job.export.open()
     parameters = job.export.parameters
     with HfFiles(places(Path(job.directory), job.files)) as files:
@@ -274,7 +274,7 @@ def write_tensors(job: ExportJob) -> None:
 
 
 def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:
-    """Returns the file of each tensor in the source; {} if it is not known."""
+    """Returns the file of each tensor in the source; {} if unknown."""
     recorded = checkpoint.description.get("weight_map")
     if isinstance(recorded, dict) and origin == checkpoint.hf_dir:
         return recorded

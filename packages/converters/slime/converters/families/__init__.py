@@ -33,7 +33,7 @@ def find_family(config: Config, *, model_name: str | None = None) -> Family:
         found = [name for name in by_type if _bare(name) in _bare(model_name)]
         model_type = max(found, key=len, default=None)
     if model_type not in by_type:
-        known = f"families here are {', '.join(sorted(by_type))}"
+        known = f"supported families are {', '.join(sorted(by_type))}"
         raise NotAvailable.unavailable(f"model_type {model_type!r}", known).at("config.json")
     return by_type[model_type]
 

@@ -12,7 +12,7 @@ from slime.converters.families.mapping import Parameter
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    refuse(config, "attention_bias", False, "Megatron has no bias of the attention's output alone")
+    refuse(config, "attention_bias", False, "Megatron cannot have a bias on the attention's output only")
     refuse(config, "mlp_bias", False, "linear layers have no biases here")
     return arguments.decoder(config) | arguments.attention(config)
 

@@ -1,4 +1,4 @@
-"""MiMo: the layers of Qwen2, and layers that predict further tokens at `model.mtp_layers`."""
+"""MiMo: Qwen2's layers, and multi-token prediction layers at `model.mtp_layers`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _parameters(config: Config) -> Iterator[Parameter]:
 
 
 def _around(hidden: int) -> Iterator[Parameter]:
-    """Yields norms and projection of an MTP layer: MiMo projects [hidden, embedding], Megatron [embedding, hidden]."""
+    """Yields the norms and the projection of an MTP layer: MiMo projects [hidden, embedding], Megatron [embedding,
+    hidden]."""
     yield blocks.norm("enorm", "token_layernorm", hidden)
     yield blocks.norm("hnorm", "hidden_layernorm", hidden)
     yield swapped("eh_proj.weight", "input_proj.weight", (hidden, 2 * hidden), split=0)

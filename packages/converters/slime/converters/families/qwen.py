@@ -33,7 +33,7 @@ def _channels(config: Config) -> int:
 
 
 def _qwen3_arguments(config: Config) -> dict[str, Any]:
-    refuse(config, "attention_bias", False, "Megatron has no bias of the attention's output alone")
+    refuse(config, "attention_bias", False, "Megatron cannot have a bias on the attention's output only")
     return arguments.decoder(config) | arguments.attention(config, _channels(config)) | {"qk_layernorm": True}
 
 

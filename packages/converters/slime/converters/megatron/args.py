@@ -1,4 +1,4 @@
-"""Megatron's arguments of a model: from a command line, from a Hugging Face config, and one held against the other.
+"""Megatron's arguments of a model: parsed from a command line, derived from a Hugging Face config, and compared.
 
 Arguments are dicts by the attribute names of Megatron-LM's `args`; a missing one has Megatron's default.
 """
@@ -76,7 +76,7 @@ MODEL: dict[str, tuple[str, ...]] = {
     "mscale_all_dim": ("rope_scaling",),
     "mtp_num_layers": ("num_nextn_predict_layers",),
 }
-# Arguments that have no effect without another -> that other one.
+# Argument -> the argument without which it has no effect.
 ONLY_WITH = {
     **dict.fromkeys(
         ("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"), "num_experts"
@@ -94,10 +94,10 @@ PRECISION = ("--bf16",)
 
 
 def parse_model_args(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Takes Megatron's flags out of a command line: (what they set, the other words in their order).
+    """Takes Megatron's flags out of a command line; returns (their values by attribute, the other words in order).
 
-    Also takes `--bf16`, which model scripts have among MODEL_ARGS. Raises NotAvailable for a flag of Megatron that this
-    version refuses, and what `MegatronSettings` raises.
+    Also takes `--bf16`, which model scripts have among MODEL_ARGS. Raises NotAvailable for a Megatron flag that is not
+    supported, and the errors of `MegatronSettings`.
     """
     parser = Parser(add_help=False)
     add_flags(parser, MegatronSettings)
@@ -118,7 +118,7 @@ def parse_model_args(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def read_model_config(directory: str | Path, model_name: str | None = None) -> dict[str, Any]:
     """Reads `directory`/config.json; `model_name` (--model-name) names a family whose `model_type` it gets.
 
-    Raises MissingFile, InvalidFile, and InvalidSetting for a name of no family.
+    Raises MissingFile, InvalidFile, and InvalidSetting for a name that matches no family.
     """
     from slime.converters.families import find_family, read_config
 
@@ -135,7 +135,7 @@ def read_model_config(directory: str | Path, model_name: str | None = None) -> d
 
 
 def model_args(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the model of `config`, overlaid with `values` from flags."""
+    """Returns the arguments of the model that `config` describes; `values` from flags take precedence."""
     from slime.converters.families import find_family
 
     args = find_family(config).arguments(config) | dict(values)
@@ -149,7 +149,7 @@ def model_args(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model_args(values: Mapping[str, Any], config: Config, *, source: str = "config.json") -> None:
-    """Raises InvalidSetting with a line for each of `values` that contradicts the model of `config`.
+    """Raises InvalidSetting with a line for each of `values` that contradicts `config`.
 
     Flags that do not describe a model pass, and so does a `max_position_embeddings` below the model's, `mtp_num_layers`
     of 0, and group routing over one group where the model has none.
@@ -189,7 +189,7 @@ def contradictions(values: Mapping[str, Any], model: Mapping[str, Any], config: 
 
 
 def _complete(args: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `args` with Megatron's defaults and the values that Megatron derives, from the model's sizes."""
+    """Returns `args` with Megatron's defaults and the values that Megatron derives from the model's sizes."""
     full = defaults() | dict(args)
     sized = defaults() | dict(model) | {k: v for k, v in args.items() if v is not None}
     heads = sized["num_attention_heads"] or 1
@@ -220,7 +220,7 @@ def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[s
     if name == "mtp_num_layers":
         return a <= b
     if name == "moe_router_pre_softmax":
-        # Sigmoid scores do not depend on whether they are computed before or after the choice.
+        # Sigmoid scores are the same before and after the choice of experts.
         return theirs["moe_router_score_function"] == "sigmoid" or a == b
     if name in ("mscale", "mscale_all_dim") and mine["rotary_scaling_factor"] == theirs["rotary_scaling_factor"] == 1:
         # Both multiply log(factor), which is 0 here.
@@ -237,7 +237,7 @@ def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[s
 def padded_vocab_size(args: Mapping[str, Any]) -> int:
     """Returns the rows of the embedding: `padded_vocab_size`, or the vocabulary rounded up as Megatron does.
 
-    Raises InvalidSetting where the tensor-parallel size does not divide them, or they are fewer than the vocabulary.
+    Raises InvalidSetting if the tensor-parallel size does not divide the rows, or the vocabulary has more.
     """
     parts = args.get("tensor_model_parallel_size") or 1
     rows, size = args.get("padded_vocab_size"), args.get("vocab_size")

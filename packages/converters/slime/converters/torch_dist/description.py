@@ -1,4 +1,4 @@
-"""Reads and writes `slime.json` of a checkpoint, which the way back to a Hugging Face directory needs."""
+"""Reads and writes a checkpoint's `slime.json`, which the conversion back to a Hugging Face directory needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(directory: Path, args: Mapping[str, Any], dtype: str, **more: Any) 
 
 
 def plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are numbers, texts and lists: those that JSON and a careful unpickler take."""
+    """Returns the values that JSON and a restricted unpickler accept: numbers, strings and lists."""
     return {name: value for name, value in args.items() if _is_plain(value)}
 
 

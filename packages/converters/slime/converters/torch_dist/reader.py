@@ -1,4 +1,4 @@
-"""Tensors of a torch_dist checkpoint by key, any rectangle of them, without the rest."""
+"""Reads tensors of a torch_dist checkpoint by key, whole or any rectangle, without loading the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint. dtype: as its metadata has it."""
+    """A tensor of a checkpoint. dtype: the one in the checkpoint's metadata."""
 
     key: str
     dtype: torch.dtype
@@ -56,9 +56,9 @@ class TensorEntry:
 class TorchDist:
     """A torch_dist checkpoint.
 
-    directory: the one that holds the tensors; tensors: by key; objects: keys of what is no tensor.
-    description: what slime-convert or the trainer wrote beside them (`slime.json`), {} where another program saved.
-    Raises MissingFile or InvalidFile naming key and file; a file that is missing or too short is found at once.
+    directory: holds the tensor files; tensors: entries by key; objects: keys of entries that are not tensors.
+    description: the `slime.json` that slime-convert or the trainer wrote beside them; {} if another program saved.
+    Raises MissingFile or InvalidFile naming key and file; missing and truncated files are found at once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -70,7 +70,7 @@ class TorchDist:
         try:
             self._read_metadata(metadata)
         except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise self._invalid(METADATA, f"no metadata of a checkpoint: {error}") from None
+            raise self._invalid(METADATA, f"cannot be read as the metadata of a checkpoint: {error}") from None
         self._check_files()
         self.description = self._read_description()
 
@@ -141,7 +141,7 @@ class TorchDist:
         return data
 
     def args(self) -> dict[str, Any]:
-        """Returns Megatron's arguments that the checkpoint was made with; {} where it holds none."""
+        """Returns the Megatron arguments that the checkpoint was made with; {} if it holds none."""
         if isinstance(self.description.get("args"), dict):
             return dict(self.description["args"])
         args = self.common().get("args")
@@ -149,7 +149,7 @@ class TorchDist:
 
     @property
     def hf_dir(self) -> Path | None:
-        """The Hugging Face config and tokenizer that lie in the checkpoint."""
+        """The directory inside the checkpoint with the Hugging Face config and tokenizer."""
         directory = self.directory / HF_DIR
         return directory if (directory / "config.json").is_file() else None
 
@@ -162,10 +162,10 @@ class TorchDist:
         return out
 
     def read(self, key: str, index: Index, out: torch.Tensor) -> None:
-        """Reads: `out[:] = tensor[index]` in the dtype of `out`, from every chunk that has a part of it.
+        """Reads a rectangle into `out`, as `out[:] = tensor[index]` in the dtype of `out`.
 
-        index: a slice with start and stop for every dimension. Raises NotFound, InvalidFile (parts that no chunk has,
-        damaged ones).
+        index: a slice with start and stop for every dimension. Raises NotFound, and InvalidFile where parts are missing
+        or damaged.
         """
         entry = self._entry(key)
         found = 0
@@ -182,7 +182,7 @@ class TorchDist:
                 raise self._invalid(chunk.file, f"{key}: shape {list(stored.shape)}, expected {list(chunk.shape)}")
             rectangles.read(fd, stored, source, view)
         if found != out.numel():
-            raise self._invalid(METADATA, f"{key}: {out.numel() - found:,} of {out.numel():,} elements are in no file")
+            raise self._invalid(METADATA, f"{key}: {out.numel() - found:,} of {out.numel():,} elements are missing")
 
     def _entry(self, key: str) -> TensorEntry:
         if key not in self.tensors:
@@ -203,7 +203,7 @@ class TorchDist:
             os.close(self._open.popitem()[1])
 
     def __del__(self) -> None:
-        # An __init__ that failed leaves no `_open`.
+        # `_open` does not exist if __init__ failed.
         with suppress(AttributeError):
             self.close()
 
@@ -221,7 +221,7 @@ def _common(index: Index, chunk: Chunk) -> tuple[Index, Index] | None:
 
 
 class Parameters:
-    """Megatron's parameters in a checkpoint, under whichever keys its writer chose.
+    """Finds and reads Megatron's parameters in a checkpoint, whichever keys its writer chose.
 
     args: Megatron arguments of the model.
     """
@@ -261,14 +261,14 @@ class Parameters:
             expected = (*place.lead_shape, *parameter.shape)
             raise InvalidFile(
                 f"{self.checkpoint.directory}: {entry.key} has shape {list(entry.shape)}, expected {list(expected)}: "
-                "another number of layers or experts",
+                "the model has another number of layers or experts",
                 field=entry.key,
                 value=list(entry.shape),
                 expected=str(list(expected)),
             )
 
     def check(self, parameter: Parameter) -> None:
-        """Raises NotFound where the checkpoint does not have it, InvalidFile where it has another shape."""
+        """Raises NotFound if the checkpoint lacks the parameter, InvalidFile if its shape differs."""
         places = self._find(parameter)
         for key, lead in places:
             shape = self.checkpoint.tensors[key].shape
@@ -286,7 +286,8 @@ class Parameters:
                 )
 
     def read_rows(self, parameter: Parameter, rows: slice, out: torch.Tensor) -> None:
-        """Reads: `out[:] = parameter[rows]`. Raises NotFound, InvalidFile (damage)."""
+        """Reads rows into `out`, as `out[:] = parameter[rows]`. Raises NotFound, and InvalidFile where data is
+        damaged."""
         places = self._find(parameter)
         height = parameter.shape[0] // len(places)
         for number, (key, lead) in enumerate(places):

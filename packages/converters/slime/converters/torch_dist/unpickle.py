@@ -1,8 +1,8 @@
-"""Reads pickles of torch_dist checkpoints with an allow-list: only classes that are named here are imported.
+"""Reads pickles of torch_dist checkpoints with an allow-list: only classes named here are imported.
 
-What may stand in a `.metadata` is data about tensors; what may stand in a `common.pt` is plain data, enums and settings
-of Megatron's. Their classes become `StandIn`s: reading them needs no megatron-core and runs none of its code, nor
-torch's, whose checkpoint package takes seconds to import.
+A `.metadata` may hold data about tensors; a `common.pt` plain data, and enums and settings of Megatron. Their classes
+become `StandIn`s: reading them needs no megatron-core, runs none of its code, and does not import torch's checkpoint
+package, which takes seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from slime.types.errors import InvalidFile
 
 
 class StandIn:
-    """An object of a class that is not imported: its attributes, or its `state` where that is no dict.
+    """An object of a class that is not imported: its attributes, or its `state` if that is not a dict.
 
-    `kind`: its qualified name; `arguments`: what it was built of.
+    `kind`: the class's qualified name; `arguments`: the constructor's.
     """
 
     kind = ""
@@ -125,7 +125,7 @@ class AllowList(pickle.Unpickler):
         self._known = _PLAIN | (extra or {})
 
     def find_class(self, module: str, name: str) -> Any:
-        # torch.save writes pickles of protocol 2, where the module has Python 2's name.
+        # torch.save writes protocol 2, which uses Python 2's name of the module.
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full in self._known:
             return self._known[full]
@@ -172,6 +172,6 @@ def _load(unpickler: AllowList, source: str) -> Any:
         return unpickler.load()
     except InvalidFile:
         raise
-    # A damaged pickle raises whatever its bytes happen to spell.
+    # A damaged pickle can raise any exception.
     except Exception as error:
         raise InvalidFile(f"{source}: damaged: {type(error).__name__}: {error}", field="path", value=source) from error

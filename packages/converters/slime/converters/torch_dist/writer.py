@@ -33,7 +33,7 @@ _STATE_FILE = "__extra_state.distcp"
 
 
 class _Whole(io.FileIO):
-    """A file whose `write` writes all of its argument, since torch.save cannot handle a short write."""
+    """A file whose `write` always writes its whole argument, because torch.save cannot handle short writes."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -69,9 +69,9 @@ class ChunkFile:
     def add(
         self, place: Place, shape: Shape, tensor: torch.Tensor, start: Shape, aliases: Iterable[Place] = ()
     ) -> None:
-        """Saves `tensor` as the part from `start` of a parameter of `shape` at `place`.
+        """Saves `tensor` as the part that begins at `start` of a parameter of `shape` at `place`.
 
-        aliases: further places where the same bytes shall be found.
+        aliases: further places that refer to the same bytes.
         """
         offset = self._file.tell()
         with disk_errors(self.path):
@@ -113,9 +113,9 @@ class ChunkFile:
 
 
 def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
-    """Writes `.metadata` and `metadata.json`, which make a directory of .distcp files a checkpoint.
+    """Writes `.metadata` and `metadata.json`, which turn a directory of .distcp files into a checkpoint.
 
-    Raises InvalidFile for parts that are not one tensor, OutOfSpace.
+    Raises InvalidFile for parts that do not form one tensor, OutOfSpace.
     """
     # Takes seconds to import, and workers that only write tensors do not need it.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -142,7 +142,7 @@ def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
             index = MetadataIndex(key, chunk.start)
             if entry.size != chunk.shape or entry.properties.dtype != chunk.dtype or index in storage:
                 raise InvalidFile(
-                    f"{directory}: {key}: parts that do not fit each other: {chunk.dtype} {list(chunk.shape)} at "
+                    f"{directory}: {key}: parts do not fit together: {chunk.dtype} {list(chunk.shape)} at "
                     f"{list(chunk.start)}, {entry.properties.dtype} {list(entry.size)}",
                     field=key,
                 )
@@ -172,7 +172,7 @@ def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
 
 
 def _write_state(path: Path) -> int:
-    """Writes the file of all state objects, which are all the same."""
+    """Writes one file for all state objects, which have the same content."""
     buffer = io.BytesIO()
     # megatron-core keeps a list of objects under a key.
     torch.save([None], buffer)
@@ -183,7 +183,7 @@ def _write_state(path: Path) -> int:
 def write_common(
     directory: Path, args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes `common.pt` as Megatron-LM expects it: arguments, iteration, version of the format, and `more`."""
+    """Writes `common.pt` as Megatron-LM expects it: arguments, iteration, format version, and `more`."""
     buffer = io.BytesIO()
     state = {
         "args": argparse.Namespace(**plain(args)),

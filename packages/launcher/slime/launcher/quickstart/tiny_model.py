@@ -1,4 +1,4 @@
-"""A model of two layers and a character tokenizer, to train from nothing on a CPU in a minute."""
+"""A model of two layers with a character tokenizer, small enough to train from scratch on a CPU in a minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = ("<pad>", "<eos>")
 def write_model(directory: Path, characters: Iterable[str], seed: int, chat_template: str | None = None) -> Path:
     """Writes a randomly initialised Qwen3 of some 76,000 parameters as a Hugging Face directory.
 
-    characters: what its tokenizer knows beside <pad> and <eos>, a token each.
+    characters: the tokenizer's vocabulary besides <pad> and <eos>, one token each.
     """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

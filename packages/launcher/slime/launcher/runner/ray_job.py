@@ -1,6 +1,6 @@
 """Starts a Ray head for `ray job submit`, and stops commands with every process that they started.
 
-Nothing is found by its name: what is stopped is what was started here, by its process id.
+Processes are stopped by their ids, never by name, so only those that were started here are.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def run_attached(
     extra: Mapping[str, str] | None = None,
     show: Callable[[str], object] | None = None,
 ) -> None:
-    """Runs a command to its end, its output on ours, or given to `show` line by line.
+    """Runs a command to its end; its output goes to ours, or line by line to `show`.
 
-    An interrupt stops it, and waits until it has cleaned up.
+    An interrupt (Ctrl-C) stops it, and waits until it has cleaned up.
 
-    On Linux it is told to stop as well where this process is killed, and can do nothing more itself.
+    On Linux it is also stopped if this process is killed.
     Raises RunFailed naming `what`.
     """
-    # In a session of its own the child gets one signal from us, and not a second one from Ctrl-C.
+    # In a session of its own the child gets our signal only, and not a second one from Ctrl-C.
     process = subprocess.Popen(
         list(command),
         env=environment(extra),
@@ -113,7 +113,7 @@ def run_attached(
 
 
 def _stop_with_parent(parent: int) -> Callable[[], None] | None:
-    """Returns a function for the child to call first: it gets SIGTERM when `parent` ends."""
+    """Returns a function for the child to call first, so that it gets SIGTERM when `parent` ends."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -127,7 +127,7 @@ def _stop_with_parent(parent: int) -> Callable[[], None] | None:
 
 
 def stop_tree(process: subprocess.Popen[bytes], grace: float = STOP_SECONDS) -> None:
-    """Ends a process that we started: SIGTERM, and after `grace` seconds SIGKILL for it and all that came from it."""
+    """Ends a process that we started: SIGTERM, and after `grace` seconds SIGKILL for it and all its descendants."""
     import psutil
 
     try:
@@ -156,10 +156,11 @@ def listens(host: str, port: int) -> bool:
 
 
 class RayHead:
-    """A Ray cluster of one node that accepts jobs; `start` and `stop`, or a context manager.
+    """A Ray cluster of one node that accepts jobs. Use `start` and `stop`, or a `with` block.
 
     num_gpus: None leaves counting to Ray. dashboard_port: 0 takes a free one.
-    variables: the environment that `ray job submit` needs beside `url`. inherited: of all processes of its jobs.
+    variables: the environment that `ray job submit` needs besides `url`. inherited: environment of all its jobs'
+    processes.
     """
 
     def __init__(
@@ -202,17 +203,18 @@ class RayHead:
         return self._process is not None and self._process.poll() is None
 
     def start(self, seconds: float = START_SECONDS) -> None:
-        """Starts it, unless it runs, and waits until it accepts jobs.
+        """Starts it unless it is running, and waits until it accepts jobs.
 
-        Raises PortInUse where something listens at `dashboard_port`, Unavailable with the end of its log where it does
-        not start within `seconds`, NotAvailable without the packages that jobs need.
+        Raises PortInUse if something listens on `dashboard_port`, Unavailable with the end of its log if it does not
+        start
+        within `seconds`, NotAvailable if the packages that jobs need are missing.
         """
         if self.running:
             return
         check_jobs_available()
         if self.dashboard_port and listens(LOOPBACK, self.dashboard_port):
             raise in_use(self.dashboard_port)
-        # Paths of Unix sockets are limited to 107 characters, which Ray's exceed below a long TMPDIR.
+        # The path of a Unix socket has at most 107 characters; Ray's are longer below a long TMPDIR.
         self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
         # Every user of the machine may enter Ray's directory, but not this one around it.
         (self._directory / "ray").mkdir()
@@ -265,7 +267,7 @@ class RayHead:
 
     def _answers(self) -> bool:
         token = environment(self.variables).get("RAY_AUTH_TOKEN")
-        # Asking for the list of jobs shows that the part of the dashboard that takes jobs is up.
+        # A list of jobs shows that the dashboard accepts jobs.
         request = urllib.request.Request(
             f"{self.url}/api/jobs/", headers={"Authorization": f"Bearer {token}"} if token else {}
         )

@@ -1,9 +1,9 @@
-"""The endpoint that agents call: one URL per session, token in and token out behind it.
+"""The endpoint that agents call: one URL per session, with tokens in and tokens out behind it.
 
     POST /sessions/ID/v1/chat/completions and the other paths of `Front`    GET /sessions/ID/v1/models, /health
 
-The id of a session is the key to it: random, unknown to others, and worth nothing once the session is closed. Beyond
-the loopback every request carries the gateway's API key as well.
+A session's id is the key to it: random, unknown to others, and void once the session is closed. Beyond the loopback
+interface every request must carry the gateway's API key as well.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CLOSE_SECONDS = 10.0
 
 
 class Gateway:
-    """The HTTP server that agents call. Used on the loop of `state` only. api_key: what agents send as a key; None:
-    nothing.
+    """The HTTP server that agents call. Used on the loop of `state` only. api_key: the key that agents must send; None
+    requires no key.
 
     Raises InvalidSetting where the renderer does not fit the tokenizer, or where others could reach the gateway without
     a key.
@@ -57,7 +57,7 @@ class Gateway:
         self._access = Access(settings.gateway_host, api_key=self.api_key, names=[tunnel] if tunnel else [])
         self._bodies = Bodies()
         self._workers = Workers("gateway")
-        # The address it listens at, and the one that agents use.
+        # The address that it listens on, and the URL that agents use.
         self.local_url = self.url = ""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -86,7 +86,9 @@ class Gateway:
         self.url = (self.settings.gateway_url or self.local_url).rstrip("/")
         log.info("agents reach the engines at %s", self.url)
         if self.settings.region is not None and is_loopback(urlsplit(self.url).hostname or ""):
-            log.warning("agents on AWS cannot reach %s: give gateway_host, or gateway_url of a tunnel to it", self.url)
+            log.warning(
+                "agents on AWS cannot reach %s: set gateway_host, or gateway_url to the URL of a tunnel to it", self.url
+            )
 
     async def stop(self) -> None:
         for session_id in list(self._sessions):
@@ -97,16 +99,16 @@ class Gateway:
         self._workers.close()
 
     def open_session(self, session: Session) -> str:
-        """Returns the base URL for OpenAI's clients."""
+        """Opens a session; returns the base URL for OpenAI's clients."""
         self._sessions[session.id] = session
         return f"{self.url}/sessions/{session.id}/v1"
 
     async def close_session(self, session_id: str) -> None:
-        """Ends its requests, also at the engines. Harmless when it is closed already."""
+        """Closes a session and ends its requests, also at the engines. Does nothing if it is closed already."""
         session = self._sessions.pop(session_id, None)
         if session is None or not session.running:
             return
-        # Engines are told before the tasks end: afterwards nobody knows where their requests are.
+        # Tell the engines before the tasks end: afterwards nobody knows which engine has their requests.
         try:
             await asyncio.wait_for(self.state.fleet.abort(sorted(session.open_requests)), CLOSE_SECONDS)
         except (SlimeError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""Agents that run in the rollout service: the function of `--custom-agent-path`."""
+"""Runs agents inside the rollout service: the function of `--custom-agent-path`."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from slime.types.plugin_contracts import accepted
 
 log = logging.getLogger(__name__)
 
-# Seconds that an agent has to end after it was cancelled. Then its thread is interrupted, as often as this.
+# Seconds that a cancelled agent has to end. After that its thread is interrupted, at this interval.
 END_SECONDS = 5.0
-# Threads of agents that cannot be ended: each is one that hangs in a call of the system without a timeout.
+# Most threads left hanging in system calls without a timeout, which nothing can interrupt.
 MOST_HANGING = 64
 _hanging: set[threading.Thread] = set()
 
 
 class AgentInterrupted(BaseException):
-    """Raised in the thread of an agent that goes on after its episode has ended; no `except Exception` takes it."""
+    """Raised in the thread of an agent that keeps running after its episode; `except Exception` does not catch it."""
 
 
 class InProcessAgent:
-    """An agent in this process. Each episode runs in a thread, an async function on an event loop of its own there: a
-    call that blocks holds up nobody else, least of all the gateway that it waits for."""
+    """An agent in this process. Each episode runs in a thread, an async function with its own event loop, so that a
+    blocking call delays nobody else, least of all the gateway that it waits for."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     async def play(self, base_url: str, sample: Sample, keywords: Mapping[str, Any]) -> Any:
-        """Returns the reward of an episode; None where the agent leaves it to the run.
+        """Plays an episode; returns its reward, or None if the agent leaves that to the run.
 
-        Raises RemoteError where the agent raises, InvalidField for a reward that is none, InvalidSetting where the
+        Raises RemoteError if the agent raises, InvalidField for something that is not a reward, InvalidSetting if the
         threads of too many earlier episodes hang.
         """
         _hanging.intersection_update(threading.enumerate())
@@ -65,7 +65,7 @@ class InProcessAgent:
 
 
 class _Episode:
-    """One call in a thread of its own, which is told of a cancellation."""
+    """One call in its own thread, which learns of a cancellation."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -98,7 +98,7 @@ class _Episode:
     async def _main(self) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         if self._is_over:
-            # It was cancelled before there was a task to tell.
+            # The episode was cancelled before the task existed.
             raise asyncio.CancelledError
         answer = self._call()
         return await answer if inspect.isawaitable(answer) else answer
@@ -117,14 +117,14 @@ class _Episode:
         if thread not in _hanging:
             _hanging.add(thread)
             log.warning("the agent goes on %g s after its episode was ended, and is interrupted", END_SECONDS)
-        # Wakes an event loop that waits, too.
+        # Also wakes a waiting event loop.
         self._cancel()
-        # Asked again: the identity of a thread that has ended meanwhile may be another's by now.
+        # Checked again: after a thread ends, another may get its identity.
         if thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(AgentInterrupted)
             )
-        # It may be in a call of the system, or take the exception for another.
+        # The thread may be inside a system call, or may swallow the exception.
         waiting.call_later(END_SECONDS, self._interrupt, waiting)
 
 

@@ -1,8 +1,8 @@
-"""The process of an engine: started in a session of its own, watched, and ended with everything it started.
+"""An engine's process: started in its own session, watched, and ended together with everything it started.
 
-The engine inherits two pipes. Into the first it writes one JSON line: `{"port": N}` when it serves, or
-`{"error": {...}}` when it refuses to start. Of the second we hold the only write end, and never write: its end of file
-tells the engine that we are gone, however we went.
+The engine inherits two pipes. It writes one JSON line into the first: `{"port": N}` when it serves, or
+`{"error": {...}}` when it refuses to start. We hold the only write end of the second and never write to it: end of file
+tells the engine that we are gone, for whatever reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 50
-# An engine that listens on all addresses is called on the nearest.
+# Where an engine listens on all addresses, call the loopback one.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -36,7 +36,7 @@ class EngineProcess:
     """A running engine of ours; satisfies `base.RunningEngine`.
 
     command: given (announce_fd, parent_fd), the argument vector to start.
-    grace_seconds: how long `stop` waits between SIGTERM and SIGKILL where it is not told. api_key: what calls must
+    grace_seconds: default seconds that `stop` waits between SIGTERM and SIGKILL. api_key: the key that calls must
     carry; the process finds it in its environment, which other users cannot read.
     """
 
@@ -108,7 +108,7 @@ class EngineProcess:
         """Returns itself once the engine serves.
 
         Raises what the engine refused to start with (MissingFile, InvalidFile, PortInUse, ...), EngineError if it died
-        without a word, DeadlineExceeded (and ends it) if it said nothing in time.
+        without an announcement, DeadlineExceeded (and ends it) if none came in time.
         """
         if self._port is not None:
             return self
@@ -132,7 +132,7 @@ class EngineProcess:
         return self
 
     def start_again(self) -> EngineProcess:
-        """Starts another process with the same name, command and key; it does not serve yet. Ends this one first."""
+        """Ends this process and starts another with the same name, command and key, which does not serve yet."""
         self.stop(0)
         return self._start_again()
 
@@ -145,11 +145,11 @@ class EngineProcess:
             raise self._death()
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Harmless when called again, also
-        from another thread."""
+        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Calling it again, also
+        from another thread, does nothing."""
         with self._stopping:
             if self._announced is not None:
-                # Afterwards the system may give its process id to another process.
+                # Once it is reaped, the system may reuse its process id.
                 self._stop(grace_seconds)
 
     def _stop(self, grace_seconds: float | None) -> None:
@@ -208,7 +208,7 @@ class EngineProcess:
 
     def _death(self) -> EngineError:
         code = self.poll()
-        # Lines that were written just before the end may still be in the pipe.
+        # Lines written just before the end may still be in the pipe.
         self._reader.join(timeout=5)
         return EngineError(
             f"engine {self.name} (pid {self.pid}) ended with {describe_exit(code)}; its last lines:\n{self._tail()}",
@@ -219,7 +219,7 @@ class EngineProcess:
 
 
 def stop_all(engines: Iterable[RunningEngine], grace_seconds: float | None = None) -> None:
-    """Stops them at the same time. Raises the first failure, after all have been told."""
+    """Stops several at the same time. Raises the first failure after all were told to stop."""
     engines = list(engines)
     if engines:
         with ThreadPoolExecutor(len(engines), thread_name_prefix="stop") as pool:

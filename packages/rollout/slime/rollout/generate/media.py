@@ -1,9 +1,9 @@
-"""Prompts with images: the model's processor in the place of its tokenizer.
+"""Encodes prompts with images, with the model's processor instead of its tokenizer.
 
 The processor writes an image's tokens where the chat template left one placeholder. A request carries the prompt with
-those placeholders, and the images: an engine makes tokens and pixels of them by itself. SGLang does so with
-`input_ids` too: it keeps them, and spreads each placeholder; a run of image tokens that is there already would be that
-many images to it.
+those
+placeholders and the images; the engine itself makes tokens and pixels of them. SGLang does so even for `input_ids`: it
+expands each placeholder, and would take tokens that were expanded already for as many images.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from slime.types.errors import InvalidField, InvalidFile
 from slime.types.models.vision import Vision, images_id, require_vision
 
-# Images whose tokens and pixels are kept: the samples of a group have the same.
+# Number of images whose tokens and pixels are cached: the samples of a group share theirs.
 CACHED = 32
 
 
@@ -40,8 +40,8 @@ class MediaPrompt:
 class Media:
     """The processor of the model in a Hugging Face directory.
 
-    Raises InvalidSetting for a model that reads text alone, NotAvailable for one of a family that is not known,
-    InvalidFile where its processor cannot be loaded; each names `flag`.
+    Raises InvalidSetting for a model that reads only text, NotAvailable for an unknown family, InvalidFile if the
+    processor cannot be loaded; each names `flag`.
     """
 
     def __init__(self, directory: str, flag: str = "--hf-checkpoint") -> None:
@@ -51,8 +51,8 @@ class Media:
         self._one = functools.lru_cache(CACHED)(lambda image: self._process(self.processor.image_token, [image], 1))
 
     def prompt(self, text: str, images: Sequence[bytes]) -> MediaPrompt:
-        """Encodes `text`, which is rendered with a placeholder for each image. Raises InvalidField for images that do
-        not fit it."""
+        """Encodes a rendered text with a placeholder for each image. Raises InvalidField if the images do not fit
+        it."""
         placeholders = list(self.processor.tokenizer.encode(text, add_special_tokens=False))
         tokens, inputs = self._process(text, images, placeholders.count(self.image_token))
         return MediaPrompt(
@@ -64,10 +64,10 @@ class Media:
         )
 
     def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
-        """Returns (ids with the tokens of each image in the place of its placeholder, where image tokens stand in them,
-        the model's arguments for the images). The first placeholders are those of the images; a model may write more.
+        """Returns (ids with each placeholder replaced by its image's tokens, positions of those tokens, the model's
+        arguments for the images). The first placeholders belong to the images; a model may write more.
 
-        Raises InvalidField for too few placeholders, or for an image that cannot be decoded.
+        Raises InvalidField for too few placeholders or an image that cannot be decoded.
         """
         if list(ids).count(self.image_token) < len(images):
             raise _wrong_number(len(images), list(ids).count(self.image_token))
@@ -91,7 +91,7 @@ class Media:
 
 
 def data_uri(image: bytes) -> str:
-    """Returns `data:image/png;base64,...`, or with another kind of image."""
+    """Returns a data URI: `data:image/png;base64,...`, or with the image's own type."""
     import PIL.Image
 
     with PIL.Image.open(io.BytesIO(image)) as opened:
@@ -115,9 +115,9 @@ def _wrong_number(images: int, placeholders: int) -> InvalidField:
 
 
 class ImagesAlone:
-    """A processor for models that count images by their grids, whose own class wants torchvision, for videos.
+    """A processor for models with image grids, whose own class needs torchvision because it also reads videos.
 
-    Of its arguments and its output it has what images need.
+    It has only the arguments and outputs that images need.
     """
 
     def __init__(self, tokenizer: Any, image_processor: Any, vision: Vision) -> None:
@@ -131,7 +131,7 @@ class ImagesAlone:
     def __call__(
         self, *, text: Sequence[str], images: Sequence[Any] | None = None, add_special_tokens: bool = False
     ) -> dict[str, Any]:
-        """Encodes texts, each image token repeated for the patches of its image. images: of one text, in order."""
+        """Encodes texts; repeats each image token once per patch of its image. images: of one text, in order."""
         output: dict[str, Any] = {}
         counts: list[int] = []
         if images:
@@ -162,5 +162,5 @@ def load_processor(directory: str, vision: Vision, flag: str) -> Any:
         reason = " ".join(str(error).split())
         raise InvalidFile(
             f"{flag}: {directory}: its processor cannot be loaded: {reason}", field=flag, value=directory,
-            expected="a processor of images",
+            expected="an image processor",
         ) from error  # fmt: skip

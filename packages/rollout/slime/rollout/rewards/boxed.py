@@ -10,7 +10,7 @@ from slime.rollout.rewards.base import RewardFunction
 from slime.types import Sample
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# A brace that is shown, as in a set, opens and closes nothing.
+# An escaped brace, as around a set, is text.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -24,7 +24,8 @@ def score_boxed(function: RewardFunction) -> RewardFunction:
 
 
 def last_boxed(text: str) -> str | None:
-    """Finds the text between the braces of the last \\boxed or \\fbox; None where there is none or it is not closed."""
+    """Returns the text between the braces of the last \\boxed or \\fbox; None if there is none, or if it is not
+    closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None

@@ -3,7 +3,7 @@
     format, step, num_samples, num_rollouts     integers
     raw_rewards, rewards [S]                    float64; rewards are the training rewards
     lengths, response_lengths [S]               tokens
-    groups [S]                                  group indexes; samples of one mostly have the same prompt
+    groups [S]                                  group indexes; samples of a group mostly have the same prompt
     weights [S]                                 per-token weight of each sample in its update's loss
     dropped                                     positions of trailing trajectories that fill no update
     updates[u].num_rollouts                     trajectories whose mean is the loss
@@ -35,9 +35,9 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """Plans steps by the settings of one trainer; `plan` is a pure function of its arguments.
+    """Plans steps according to one trainer's settings; `plan` is a pure function of its arguments.
 
-    feeds_all: no sample is skipped, see `Backend.needs_every_sample`.
+    feeds_all: do not skip any sample, see `Backend.needs_every_sample`.
     """
 
     settings: TrainerSettings
@@ -50,11 +50,13 @@ class Planner:
         processed: tuple[Sequence[float], Sequence[float]] | None = None,
         rollout_mask_sums: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """Plans a step. processed: (raw rewards, training rewards) of a custom reward function, in place of the
-        built-in ones. rollout_mask_sums: for each sample, the divisor of its trajectory's mean, in place of the sum of
-        loss masks.
+        """Plans a step.
 
-        Raises InvalidField for a reward that is no finite number, InvalidSetting where no update can be filled.
+        processed: (raw rewards, training rewards) from a custom function, which replace the built-in ones.
+        rollout_mask_sums: for each sample, the divisor of its trajectory's mean, instead of the sum of loss masks.
+
+        Raises InvalidField for a reward that is not a finite number, InvalidSetting if there are too few samples for an
+        update.
         """
         rollouts = [_rollout_key(s, i) for i, s in enumerate(summaries)]
         raw, rewards = processed or self.rewards(summaries, rollouts)
@@ -101,7 +103,7 @@ class Planner:
         }  # fmt: skip
 
     def rewards(self, summaries: Sequence[SampleSummary], rollouts: Sequence[Any]) -> tuple[list[float], list[float]]:
-        """(raw, training rewards) [S]. A removed sample counts if it has a reward."""
+        """Returns (raw, training) rewards, [S] each. A removed sample counts if it has a reward."""
         raw = [self._reward(s) for s in summaries]
         scored = {i: r for i, r in enumerate(raw) if r is not None}
         estimator = find_estimator(self.settings.advantage_estimator)
@@ -133,7 +135,7 @@ class Planner:
         return float(value)
 
     def split_rollouts(self, keys: list[Any]) -> list[list[Any]]:
-        """Cuts trajectories, in order of first occurrence, into updates; those that fill no update are left out."""
+        """Divides trajectories, in order of first occurrence, into updates; leaves out those that fill no update."""
         size = self.settings.global_batch_size
         if self.settings.use_dynamic_global_batch_size and keys:
             return [keys]
@@ -159,9 +161,9 @@ class Planner:
             or s.custom_advantage_function_path
             or s.custom_pg_loss_reducer_function_path
             or s.rollout_data_postprocess_path
-            # A loss of the user may compare samples, and see what the formulas here do not.
+            # A custom loss may compare samples, and depend on more than the formulas here.
             or s.loss_type == "custom_loss"
-            # That entropy is a mean over every sample.
+            # The entropy term is a mean over every sample.
             or s.use_rollout_entropy
         ):
             return False
@@ -175,9 +177,9 @@ def _rollout_key(summary: SampleSummary, position: int) -> tuple[str, int]:
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
-    """Returns the tokens of the plan's samples in rows, as far as a plan knows: prompts may turn out not to be shared.
+    """Returns the tokens that the plan's samples take in rows. An estimate: prompts may turn out not to be shared.
 
-    Plans that an earlier version stored know no groups.
+    Plans that an earlier version stored have no groups.
     """
     total = plan["lengths"]
     prompts = {}
@@ -197,9 +199,10 @@ def assign(
     multiple: int = 1,
     lengths: Lengths | None = None,
 ) -> list[list[MicroBatch]]:
-    """[replica][i] -> micro-batch of one update; every replica gets the same number, a multiple of `multiple`.
+    """Returns the micro-batches of one update as [replica][i]; every replica gets the same number, a multiple of
+    `multiple`.
 
-    lengths: as rows have them; without, no prompt is shared.
+    lengths: tokens of each sample in a row; None: no prompt is shared.
     """
     return schedule(
         plan["updates"][update]["train"],

@@ -1,4 +1,4 @@
-"""Visibility between the tokens of a packed row: runs of queries, each with the keys that its last query sees."""
+"""Describes which tokens of a packed row see which: runs of queries, each with the keys that its last query sees."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrompts:
-    """Prompts at the start of a row, and the responses that see them, which lie behind the last of these prompts in
-    the prompts' order.
+    """Prompts at the start of a row, and the responses that see them, which follow the last prompt in the prompts'
+    order.
 
     q_limits: [prompts + 1] int32, where the responses of each prompt start, and the end; k_limits: [prompts + 1] int32,
-    the same of the prompts. max_q, max_k: bounds of their lengths, as in Runs.
+    the same
+    for the prompts. max_q, max_k: bounds on their lengths, as in Runs.
     """
 
     q_limits: Tensor
@@ -29,13 +30,13 @@ class SharedPrompts:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Consecutive queries, and for each run of them all keys up to the last query's own: the ends of both align.
+    """Runs of consecutive queries, each with all keys up to the last query's own: both end at the same token.
 
-    q_lengths, k_lengths: of each run, empty where only the limits say.
+    q_lengths, k_lengths: of each run; empty if only the limits are known.
     q_limits, k_limits: [runs + 1] int32, where each starts, and the end.
-    keys: [sum of k_lengths] int64, the tokens whose keys the runs have; None where they are the tokens as they lie.
+    keys: [sum of k_lengths] int64, the tokens whose keys the runs see; None for all tokens in order.
     max_q, max_k: at least the longest of each, powers of two: a compiled layer is compiled again for every new value.
-    shared: what responses see besides their own run; None where that is all.
+    shared: prompts that responses see besides their own run; None if there are none.
     """
 
     q_lengths: list[int]
@@ -49,7 +50,7 @@ class Runs:
 
     @staticmethod
     def apart(lengths: Sequence[int], device: torch.device | str) -> Runs:
-        """Makes the runs of sequences end to end, of which none sees another."""
+        """Makes the runs of consecutive sequences that do not see each other."""
         held = [length for length in lengths if length]
         limits = _limits(held, device)
         longest = bound(max(held, default=1))
@@ -69,9 +70,9 @@ class Runs:
     def sharing(
         prompts: Sequence[int], responses: Sequence[Sequence[int]], others: Sequence[int], device: torch.device | str
     ) -> Runs:
-        """Makes the runs of prompts, their responses in the same order, and sequences that see nothing else.
+        """Makes the runs of prompts, of their responses in the same order, and of sequences that see only themselves.
 
-        All by their lengths; responses: of each prompt.
+        Every argument holds lengths; responses: one list per prompt.
         """
         apart = Runs.apart([*prompts, *itertools.chain.from_iterable(responses), *others], device)
         of_prompts = [sum(lengths) for lengths in responses]
@@ -82,7 +83,7 @@ class Runs:
         return dataclasses.replace(apart, shared=shared)
 
     def prompts(self) -> list[range]:
-        """Returns the tokens that each run sees besides itself. Reads the limits, which waits for a GPU."""
+        """Returns the tokens that each run sees besides itself. Reading the limits waits for the GPU."""
         lengths = self.q_lengths or self.q_limits.diff().tolist()
         if self.shared is None:
             return [range(0)] * len(lengths)

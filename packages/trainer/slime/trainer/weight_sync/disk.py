@@ -1,4 +1,4 @@
-"""Transport `disk`: a Hugging Face directory per version, on a disk shared with the engines."""
+"""Transport `disk`: one Hugging Face directory per weight version, on a disk that the engines share."""
 
 from __future__ import annotations
 

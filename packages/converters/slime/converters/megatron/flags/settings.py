@@ -1,4 +1,4 @@
-"""Megatron's flags as settings: one optional field per flag, which is None where the flag was not used."""
+"""Megatron's flags as settings: one optional field per flag, None if the flag was not used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.types.settings import setting
 
 _SCALARS: dict[str, Any] = {"int": int, "float": float, "str": str, "number": Any, "pattern": Any}
 _PARSERS = {"number": number, "pattern": pattern}
-# One value for the whole model, or one for each layer or term.
+# Type: one value for the whole model, or one for each layer or term.
 _SCALAR_OR_LIST = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type")
 _AT_LEAST_ONE = frozenset(
     """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -31,7 +31,7 @@ _NOT_NEGATIVE = frozenset(
 
 
 def make_settings(rows: Iterable[FlagRow]) -> type:
-    """Makes a dataclass of settings with a field, None by default, for each of `rows` that is taken."""
+    """Makes a dataclass with an optional field for each row of the table that slime takes."""
     fields = [_field(row) for row in rows if row.taken]
     cls = dataclasses.make_dataclass(
         "MegatronSettings",
@@ -90,7 +90,7 @@ def check_backend(backend: str, values: Mapping[str, Any]) -> None:
 
 
 def check_given(values: Mapping[str, Any]) -> None:
-    """Raises NotAvailable for a value that is not supported, InvalidSetting for values that cannot be used together."""
+    """Raises NotAvailable for an unsupported value, InvalidSetting for values that cannot be used together."""
     rows = by_dest()
     for name, value in values.items():
         row = rows.get(name)
@@ -132,7 +132,7 @@ def _check_conflicts(values: Mapping[str, Any]) -> None:
 def _check_optimizer(values: Mapping[str, Any]) -> None:
     offload, precise = values.get("optimizer_cpu_offload"), values.get("use_precision_aware_optimizer")
     if offload and not precise:
-        # Otherwise Megatron gives the CPU optimizer other tensors than those it was built with.
+        # Otherwise Megatron hands the CPU optimizer tensors that it was not built with.
         raise InvalidSetting.requires("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if values.get(name, "fp32") == "fp32":

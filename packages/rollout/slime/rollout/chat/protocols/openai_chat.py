@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, and its older completions of plain text."""
+"""OpenAI's chat completions, and its older plain-text completions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WITHOUT_TOOLS = NEUTRAL | {"parallel_tool_calls": (None, False, True)}
 class Completions(abc.ABC):
     """Answers and errors of both protocols, which differ in their choices.
 
-    kind: of object that an answer is; prefix: of its id.
+    kind: the `object` of an answer; prefix: how its id begins.
     """
 
     kind: ClassVar[str]
@@ -130,7 +130,7 @@ class Text(Completions):
     def read(self, body: Any) -> ModelRequest:
         body = check_body(body)
         check_names(body, OF_TEXT, WITHOUT_EFFECT, NEUTRAL)
-        # This protocol counts alternatives beside the sampled token, so that 0 asks for its log-prob alone.
+        # This protocol counts alternatives to the sampled token: 0 asks for the log-prob of that token only.
         wanted = body.get("logprobs")
         return ModelRequest(
             prompt=body.get("prompt"), log_probs=wanted is not None and wanted is not False, **_common(body)
@@ -150,7 +150,7 @@ class Text(Completions):
 
 
 class _Events:
-    """Chunks of plain text; those of a chat differ in how a piece is told."""
+    """Chunks of plain text; a chat's chunks differ in how they carry a piece."""
 
     def __init__(self, protocol: Completions, request: ModelRequest, model: str) -> None:
         self._protocol = protocol
@@ -161,7 +161,7 @@ class _Events:
         return []
 
     def tell(self, pieces: Sequence[Piece]) -> list[JSON]:
-        """Returns what a chunk's choice says for each piece."""
+        """Returns the content of a chunk's choice for each piece."""
         return [{"text": piece.text} for piece in pieces if isinstance(piece, Content)]
 
     nothing: JSON = {"text": ""}
@@ -237,7 +237,7 @@ def _common(body: JSON) -> JSON:
 
 
 def offered(tools: Any, choice: Any) -> list[JSON] | None:
-    """Returns the tools that a model may call: those of the request, unless `tool_choice` forbids them.
+    """Returns the tools that the model may call: the request's, unless `tool_choice` forbids them.
 
     Raises InvalidField.
     """
@@ -249,7 +249,7 @@ def offered(tools: Any, choice: Any) -> list[JSON] | None:
 
 
 def usage(answers: Sequence[Answer]) -> JSON:
-    """Returns token counts of the answers to one prompt, which counts once."""
+    """Returns the token counts of all answers to one prompt; the prompt counts once."""
     prompt, completion = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
     return {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
@@ -258,8 +258,9 @@ def usage(answers: Sequence[Answer]) -> JSON:
 
 
 def error_body(error: SlimeError, status: int) -> JSON:
-    """Returns OpenAI's form, and beside it the field, the value and what was expected, as the engine's other calls say
-    it."""
+    """Returns an error as OpenAI's clients expect it, plus the field, the value and what was expected, as in the
+    engine's
+    other calls."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return {
         "error": {

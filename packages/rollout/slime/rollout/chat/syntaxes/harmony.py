@@ -1,4 +1,4 @@
-"""Parser of gpt-oss: an answer is a list of messages, each with a channel and perhaps a tool that it is for."""
+"""Parser for gpt-oss: an answer is a list of messages, each with a channel and an optional recipient tool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOL = re.compile(r"to=functions\.([\w.-]+)")
 
 
 class HarmonyParser:
-    """analysis is reasoning; a message to `functions.NAME` is a call; all else is content."""
+    """Channel `analysis` is reasoning; a message to `functions.NAME` is a tool call; everything else is content."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -50,7 +50,7 @@ class HarmonyParser:
         return pieces
 
     def _header(self, final: bool) -> bool:
-        """Reads the header of a message; false where it is not whole."""
+        """Reads the header of a message; false if it is incomplete."""
         if not self._text.startswith("<"):
             self._kind = Content
             return True
@@ -60,7 +60,7 @@ class HarmonyParser:
                 self._kind = Content
                 return True
             if final:
-                # A mark without a message, such as the one that ends the answer.
+                # A marker without a message, such as the one that ends the answer.
                 self._text = ""
             return False
         tool = TOOL.search(header)

@@ -1,4 +1,4 @@
-"""Starts SGLang engines: one `sglang.launch_server` each, on GPUs of its own."""
+"""Starts SGLang engines, each one `sglang.launch_server` with its own GPUs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ SERVER = (sys.executable, "-m", "sglang.launch_server")
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
-    """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check` has
-    them. memory_saver: whether its GPU memory can be released and resumed. routed_experts: whether it can return the
-    experts of tokens. node: the part of an engine that is on several nodes, with as many GPUs on each. deltas: whether
-    it brings a checkpoint on its host up to date."""
+    """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check`
+    returns them. memory_saver: its GPU memory can be released and resumed. routed_experts: it can return the experts of
+    tokens. node: which part of an engine that spans nodes, with as many GPUs on each. deltas: it updates a checkpoint
+    on
+    its host from deltas."""
 
     model_path: str
     gpus: Sequence[str]
@@ -51,10 +52,10 @@ def start_sglang(
     env: Mapping[str, str] | None = None,
     api_key: str | None = None,
 ) -> EngineProcess:
-    """Starts the process, which does not serve yet: `wait_ready(timeout)` waits, so that several can load at once.
+    """Starts the process without waiting until it serves (`wait_ready(timeout)` does), so that several load at once.
 
-    api_key: what calls must carry; it is in no argument list. Raises InvalidSetting for a server that others could
-    reach without one.
+    api_key: the key that calls must carry; it does not appear in the argument list. Raises InvalidSetting if others
+    could reach the server without one.
     """
     check_exposure(options.host, api_key, "--rollout-engine-host", "an API key")
     server = server_command(options)
@@ -74,7 +75,7 @@ def start_sglang(
 
 
 def server_command(options: SGLangOptions) -> list[str]:
-    """Returns the argument vector of the server, without host and port. Raises ConfigError for args that cannot be."""
+    """Returns the argument vector of the server, without host and port. Raises ConfigError for invalid args."""
     node = options.node
     nodes = 1 if node is None else node.count
     flags = [
@@ -99,7 +100,7 @@ def server_command(options: SGLangOptions) -> list[str]:
 
 
 def all_gpus(visible: Sequence[str], per_engine: int, node: EngineNode) -> list[str]:
-    """Returns the GPUs of a node for an engine on several. Raises InvalidSetting unless they are its share."""
+    """Returns this node's GPUs for an engine that spans nodes. Raises InvalidSetting unless they are its share."""
     if len(visible) * node.count != per_engine:
         raise InvalidSetting.must_be(
             "--rollout-num-gpus-per-engine", f"{len(visible) * node.count}", got=per_engine,
@@ -109,9 +110,9 @@ def all_gpus(visible: Sequence[str], per_engine: int, node: EngineNode) -> list[
 
 
 def divide_gpus(visible: Sequence[str], wanted: int | None, per_engine: int) -> list[list[str]]:
-    """Returns the GPUs of each engine, in order. wanted: number in all; None: as many of the visible as fill engines.
+    """Returns the GPUs of each engine, in order. wanted: number of GPUs; None: as many visible ones as fill engines.
 
-    Raises InvalidSetting where there are too few.
+    Raises InvalidSetting if there are too few.
     """
     total = len(visible) // per_engine * per_engine if wanted is None else wanted
     if total > len(visible) or total < per_engine:

@@ -1,8 +1,9 @@
-"""The FSDP2 backend: a policy and the models beside it, with float32 weights and optimizer.
+"""The FSDP2 backend: a policy and the models that it is compared with, with float32 weights and optimizer states.
 
-With bfloat16 the model computes with bfloat16 weights that are a copy of float32 ones (master.py), of which ranks
-have parts. Where that takes too much of a GPU, and in float32, FSDP2 cuts weights and gradients over ranks too, and
-gathers the weights of a layer, as bfloat16, when it is run.
+With bfloat16, every rank computes with a whole bfloat16 copy of the weights, and holds a shard of the float32 originals
+(master.py). If that takes too much of a GPU's memory, and always in float32, FSDP2 shards weights and gradients too,
+and
+gathers the weights of a layer when it runs.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class FsdpBackend(Backend):
         if settings.gradient_checkpointing:
             loading.enable_recomputation(policy)
         self._routing = self._attach_routing(policy)
-        # A router is told other experts for each row, which compiled layers do not see.
+        # Replayed experts change with each row, and compiled layers do not see that.
         compiles = settings.compile and self._routing is None
         self._compiler = Compiler(settings.activation_memory_budget) if compiles else None
         bf16_copy = self._keeps_weights_whole()
@@ -88,7 +89,7 @@ class FsdpBackend(Backend):
             if settings.ref_update_interval and not self._like_policy(self.reference):
                 raise InvalidSetting.conflict(
                     f"--ref-update-interval {settings.ref_update_interval}", f"--ref-load {settings.ref_load}",
-                    "a model of other shapes than the policy's cannot become it",
+                    "its shapes differ from the policy's",
                 )  # fmt: skip
         self.teacher: nn.Module | None = None
         if settings.loads_teacher and self._has_references:
@@ -104,7 +105,7 @@ class FsdpBackend(Backend):
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
-        """Loads the model that trains; returns it and the flag that names where it comes from."""
+        """Loads the model to train; returns it and the flag that named its directory."""
         flag = "--load" if weights else "--hf-checkpoint"
         return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
 
@@ -128,7 +129,7 @@ class FsdpBackend(Backend):
         """Loads a model that scores the policy's rows and does not train."""
         model = loading.load_model(path, flag=flag)
         loading.check_vocabulary(model.config, self.vocab_size, flag, path)
-        # Rows are laid out once for all models.
+        # All models share one layout of the rows.
         self.gathers_keys |= "sliding_attention" in loading.layer_types(model.config)
         placed = self._place(model.requires_grad_(False))
         if self._master is not None:
@@ -139,7 +140,7 @@ class FsdpBackend(Backend):
         return [t.shape for t in _tensors(model)] == [t.shape for t in _tensors(self.policy)]
 
     def _keeps_weights_whole(self) -> bool:
-        """Tells if every rank has all weights and gradients, the same on all ranks."""
+        """Tells whether every rank keeps whole weights and gradients."""
         settings, ranks = self.settings, self.ranks.world_size
         room: float | None = None
         if self.device.type == "cuda" and ranks > 1:
@@ -160,7 +161,7 @@ class FsdpBackend(Backend):
         return self.reference is None and self.teacher is None
 
     def memory_stays(self, stays: bool) -> None:
-        # CUDA graphs hold addresses: memory that leaves the GPU comes back elsewhere.
+        # CUDA graphs hold addresses, and offloaded memory comes back at other ones.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
         if self._passes.rows is not None:
             self._passes.rows.use_graphs(lasts and self.device.type == "cuda")
@@ -168,7 +169,7 @@ class FsdpBackend(Backend):
     def _place(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
         if self._compiler is not None:
-            # Before it is sharded, so that FSDP2's hooks stay outside.
+            # Compiled before it is sharded, so that FSDP2's hooks stay outside.
             self._compiler.layers(loading.decoder_layers(model))
         if self._cut:
             return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
@@ -225,12 +226,13 @@ class FsdpBackend(Backend):
         return self._update(lr, self.settings.clip_grad), lr
 
     def adamw_step(self, step: AdamWStep) -> float:
-        """Does what `optimizer_step` does, with these numbers in place of the settings'; returns the gradient norm."""
+        """Updates the weights as `optimizer_step` does, with these numbers in place of the settings'; returns the gradient
+        norm."""
         self._optimizer.configure(step)
         return self._update(step.lr, step.clip)
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients that were added up since the last update."""
+        """Drops the gradients accumulated since the last update."""
         self._optimizer.clear_gradients()
 
     def _update(self, lr: float, clip: float) -> float:
@@ -286,7 +288,7 @@ class FsdpBackend(Backend):
         return disk_parts(self.policy, name, tensor).items()
 
     def _weights(self) -> NamedTensors:
-        # named_parameters gives a tied weight once; persistent buffers belong to the checkpoint too.
+        # named_parameters yields a tied weight once; persistent buffers belong to the checkpoint too.
         yield from self.policy.named_parameters()
         yield from ((name, self.policy.get_buffer(name)) for name in self._persistent_buffers)
 

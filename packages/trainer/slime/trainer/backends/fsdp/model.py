@@ -1,4 +1,4 @@
-"""Loading a transformers language model, which may read images too, and sharding it over ranks."""
+"""Loads a transformers language model, which may also read images, and shards it over ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     """Loads a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
 
-    other_head: the output layer will be replaced; in the files it may have any shape.
+    other_head: the output layer will be replaced, so the one in the files may have any shape.
 
-    Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot take packed rows.
+    Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot handle packed rows.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -40,7 +40,7 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
         _untie_head(config)
     for kind in layer_types(config):
         if kind not in _PACKABLE:
-            raise NotAvailable.unavailable(f"layer_types {kind}", "such layers take no packed rows").at(flag)
+            raise NotAvailable.unavailable(f"layer_types {kind}", "these layers cannot handle packed rows").at(flag)
     try:
         model_class = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
         model = model_class.from_pretrained(
@@ -53,7 +53,7 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     use_packed_attention(model if model_class is AutoModelForCausalLM else model.get_decoder(), flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            # Rows are packed without padding: this token is one that the model wrote, and trains as any other.
+            # Rows have no padding: where this token occurs the model wrote it, and it trains like any other.
             module.padding_idx = None
     if model_class is AutoModelForImageTextToText:
         accept_images(model)
@@ -61,7 +61,7 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
 
 
 def check_vocabulary(config: Any, tokens: int, flag: str, path: str) -> None:
-    """Raises InvalidSetting for a model of `path` that does not know all `tokens` of the policy's vocabulary."""
+    """Raises InvalidSetting if the model at `path` has fewer than `tokens` tokens, the policy's vocabulary."""
     known = config.get_text_config().vocab_size
     if known < tokens:
         raise InvalidSetting.must_be(
@@ -79,7 +79,7 @@ def layer_types(config: Any) -> set[str]:
 
 
 def _turn_off_dropout(config: Any) -> None:
-    """Sets every dropout rate of a model's config, and of the configs inside it, to 0."""
+    """Sets every dropout rate in a model's config and its nested configs to 0."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "get_text_config"):
             _turn_off_dropout(value)
@@ -88,7 +88,7 @@ def _turn_off_dropout(config: Any) -> None:
 
 
 def _untie_head(config: Any) -> None:
-    """Gives the output layer weights of its own, and leaves its outputs as they are."""
+    """Gives the output layer its own weights, a copy of the embedding's."""
     for part in (config, config.get_text_config()):
         part.tie_word_embeddings = False
         if getattr(part, "final_logit_softcapping", None):
@@ -98,8 +98,8 @@ def _untie_head(config: Any) -> None:
 def enable_recomputation(model: Any) -> None:
     """Makes the backward pass recompute activations.
 
-    transformers recomputes a module in train mode only. The modules that it recomputes get that mode, and nothing
-    inside them: a router's jitter, for one, stays off.
+    transformers recomputes modules in train mode only. Only the recomputed modules themselves get that mode, nothing
+    inside them, so that a router's jitter, for example, stays off.
     """
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -111,7 +111,7 @@ def enable_recomputation(model: Any) -> None:
 
 
 def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) -> nn.Module:
-    """Shards with FSDP2 over all ranks: one group of parameters per decoder layer, and one for the rest."""
+    """Shards a model with FSDP2 over all ranks: one group of parameters per decoder layer, and one for the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -123,14 +123,14 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
 
 
 def round_parameters(model: nn.Module) -> None:
-    """Rounds to bfloat16; buffers (frequencies of rotary embeddings) stay as they are, as they do under FSDP2."""
+    """Rounds parameters to bfloat16. Buffers (rotary frequencies) keep their type, as under FSDP2."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees parameters that the last forward pass left whole, so that the parts of ranks are what the model has."""
+    """Frees the whole parameters that the last forward pass left, so that the model holds each rank's shard."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -141,7 +141,7 @@ def reshard(model: nn.Module) -> None:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of the longest ModuleList: the decoder layers of every causal language model in transformers.
 
-    Layers that see images are none of them: a rank whose samples have no images does not run them.
+    Vision layers are not included: a rank whose samples have no images does not run them.
     """
     language: Any = model if vision_of(model.config.to_dict()) is None else model.get_decoder()  # type: ignore[operator]
     lists = [list(m.children()) for m in language.modules() if isinstance(m, nn.ModuleList)]

@@ -1,13 +1,13 @@
 """The forward pass of dense Llama, Qwen2 and Qwen3 models on a CPU.
 
-It computes what transformers' does with a third of the operations: query, key and value projections are one matrix, as
+It computes the same as transformers with a third of the operations: query, key and value projections are one matrix, as
 are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
-written in place; tokens of all sequences lie in one row, without padding. With float32 weights everything is float32;
-with bfloat16 weights the matrices and the attention are bfloat16, and what lies between (residual, norms, rotary
+written in place; the tokens of all sequences form one row, without padding. With float32 weights everything is float32;
+with bfloat16 weights the matrices and the attention are bfloat16, and the rest (residual, norms, rotary
 embedding) is float32.
 
-The packed matrices are a second copy of the weights, of at most 4 bytes a parameter: the first one is what updates
-write to, what prompts are scored with and what is compared by checksum. `slime train --dry-run` counts both.
+The packed matrices are a second copy of the weights, of at most 4 bytes per parameter: weight updates write to the
+first, prompts are scored with it and checksums compare it. `slime train --dry-run` counts both.
 
 N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value heads, D: size of a head, V: vocabulary.
 """
@@ -29,9 +29,9 @@ from slime.rollout.engines.embedded.options import PACKED_MODELS
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
-# Packed weights fit best for about this many tokens, and are right for any number.
+# oneDNN packs weights for an expected number of tokens; any number computes correctly.
 PACKED_FOR = 64
-# Rows of the output matrix in one product: larger products are new memory for the system each time.
+# Rows of the output matrix per product: the system allocates memory anew for each larger product.
 HEAD_ROWS = 8192
 
 
@@ -59,7 +59,7 @@ class Pass:
 
 
 class DenseModel:
-    """Computes with the weights of `model`, a model of transformers, as they were at the last `pack`."""
+    """Computes with the weights that `model`, a model of transformers, had at the last `pack`."""
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -93,10 +93,10 @@ class DenseModel:
 
     @torch.inference_mode()
     def pack(self, writes: int) -> None:
-        """Takes the weights over, unless nothing was written to them since; `writes` counts that."""
+        """Copies the weights, unless they are unchanged since the last time; `writes` counts changes."""
         if writes != self.packing:
             model = self._model
-            # Both versions at once may be more than there is memory for.
+            # Free the old copy first: memory may not hold both.
             self._layers, self._head = list[_Layer](), list[_Matrix]()
             self._layers = [_Layer(layer, self._dtype) for layer in model.model.layers]
             self._norm = model.model.norm.weight.float()
@@ -184,7 +184,7 @@ class _Attention:
         if decoding:
             newest_B2KD = torch.stack([key_NKD[:decoding], value_NKD[:decoding]], 1)
             kv_R2KCD[self._rows_B, :, :, self._positions_B] = newest_B2KD
-            # Heads that read the same keys stand where queries of one head would: the keys are read and packed once.
+            # Query heads that share keys are stacked as if they were queries of one head, so the keys are read once.
             seen_BKGD = F.scaled_dot_product_attention(
                 query_NHD[:decoding].unflatten(1, (keys_RKCD.shape[1], -1)),
                 keys_RKCD[:decoding, :, : self._longest],
@@ -207,7 +207,7 @@ class _Attention:
 
 
 class _Matrix:
-    """A linear layer, of several that read the same input."""
+    """One matrix for several linear layers that read the same input."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> None:
         weight = torch.cat([w.to(dtype) for w in weights]) if len(weights) > 1 else weights[0].to(dtype)
@@ -227,7 +227,7 @@ def _linear(modules: Sequence[Any], dtype: torch.dtype) -> _Matrix:
 
 
 def _is_plain(model: Any) -> bool:
-    """Tells if all matrices are their layers' weights: those of quantized layers are not."""
+    """Tells whether all layers compute with their `weight` as it is; quantized ones do not."""
     layers = [module for name, module in model.model.layers.named_modules() if name.endswith("_proj")]
     return all(type(m) is nn.Linear and m.weight.dtype in WEIGHTS for m in (*layers, model.get_output_embeddings()))
 

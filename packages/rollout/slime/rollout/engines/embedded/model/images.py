@@ -43,10 +43,10 @@ def _decoded(value: Any, field: str) -> bytes:
 
 
 def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> torch.Tensor:
-    """[U, P, hidden] of left-padded prompts; those of image tokens are what the model sees in the images.
+    """Returns embeddings [U, P, hidden] of left-padded prompts, with image features at the image tokens.
 
-    Other tokens of the same id, which the model wrote itself, keep the embedding of their id.
-    Raises InvalidField where an image has another number of tokens than the model makes of it.
+    Tokens of the same id that the model wrote itself keep their text embedding.
+    Raises InvalidField if an image has a different number of tokens than the model makes of it.
     """
     embedded = model.get_input_embeddings()(ids_UP)
     places = torch.zeros_like(ids_UP, dtype=torch.bool)
@@ -57,16 +57,16 @@ def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequ
     joined = vision.join([prompt.media for prompt in prompts if prompt.media])
     seen = torch.cat(list(model.get_image_features(**_tensors(model, joined)).pooler_output))
     if len(seen) != int(places.sum()):
-        raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model sees in the images")
+        raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model makes of them")
     return embedded.masked_scatter(places[..., None], seen.to(embedded.dtype))
 
 
 def grid_positions(
     vision: Vision, plain_UP: torch.Tensor, prompts: Sequence[Response]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([3, U, P], [U, 1]): the positions of left-padded prompts, and by how much those of further tokens are ahead.
+    """Returns the positions of left-padded prompts [3, U, P], and the offset of later tokens' positions [U, 1].
 
-    plain_UP: what they are without images.
+    plain_UP: the positions without images.
     """
     positions_3UP = plain_UP.expand(3, *plain_UP.shape).clone()
     ahead_U1 = plain_UP.new_zeros(len(prompts), 1)

@@ -1,7 +1,7 @@
 """Samples the next token of each sequence, with its log-prob.
 
-B: sequences, R: those of them with top-k or top-p, V: vocabulary, S: blocks of it, K: weights of a row. Logits are
-float32 [B, V].
+B: sequences, R: sequences with top-k or top-p, V: vocabulary, S: blocks of the vocabulary, K: weights of a row. Logits
+are float32 [B, V].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 256
 
 
 def keyed_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [B] in [0, 1): a function of (seed, position) alone, both int64 [B].
+    """Returns float64 [B] in [0, 1) that depend on (seed, position) only, both int64 [B].
 
     The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), applied to the seed and then to the position, so
     that a sequence draws the same numbers whatever else is in its batch.
@@ -43,11 +43,12 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
     """Returns (token ids int64 [B], log-probs float32 [B], nuclei) by inverse transform sampling.
 
-    Overwrites the logits. The log-prob is that of the whole vocabulary at the sequence's temperature (1 where it is
-    greedy), as SGLang gives it: top-k and top-p restrict the choice and not the log-prob.
-    positions: number of tokens that each sequence has, the counter of its keyed draws.
-    recorded: sequences whose nucleus is returned, the ids that top-k and top-p left (int32), where these are on. The
-    log-prob of such a sequence is that among its nucleus.
+    Overwrites the logits. The log-prob is over the whole vocabulary at the sequence's temperature (1 if it is greedy),
+    as in SGLang: top-k and
+    top-p restrict the choice but not the log-prob.
+    positions: length of each sequence so far, the counter of its keyed draws.
+    recorded: sequences with top-k or top-p whose nucleus, the ids that these left (int32), is returned. Their log-prob
+    is over the nucleus.
     """
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits_BV.div_(torch.tensor([[p.temperature or 1.0] for p in params], device=logits_BV.device))
@@ -97,7 +98,7 @@ def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], genera
 
 
 def _block_sums(weights_BV: torch.Tensor) -> torch.Tensor:
-    """float64 [B, S]: sums of BLOCK neighbours; the last block may be shorter."""
+    """Returns float64 [B, S], the sums of blocks of BLOCK neighbours; the last block may be shorter."""
     whole = weights_BV.shape[-1] // BLOCK * BLOCK
     blocks = [weights_BV[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)] if whole else []
     if whole < weights_BV.shape[-1]:
@@ -106,7 +107,8 @@ def _block_sums(weights_BV: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(weights_BV: torch.Tensor, sums_BS: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Finds the block that a draw falls into, then the token in it: a cumulative sum of all tokens costs far more."""
+    """Finds the block that a draw falls into, then the token in it, which is much cheaper than a cumulative sum of all
+    tokens."""
     last = weights_BV.shape[-1] - 1
     block_B1, rest_B1 = _search(sums_BS, uniforms_B[:, None])
     tokens_BK = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
@@ -115,9 +117,9 @@ def _draw(weights_BV: torch.Tensor, sums_BS: torch.Tensor, uniforms_B: torch.Ten
 
 
 def _search(weights_BK: torch.Tensor, uniforms_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ([B, 1] index that the draw falls on, [B, 1] how far it is through that weight, in [0, 1))."""
+    """Returns (index that the draw falls on [B, 1], how far it is through that weight in [0, 1) [B, 1])."""
     cumulative_BK = weights_BK.cumsum(-1)
-    # Below the sum, so that rounding cannot push a draw past the last weight that is not 0.
+    # Keep it below the sum, so that rounding cannot push a draw past the last weight that is not 0.
     target_B1 = uniforms_B1 * cumulative_BK[:, -1:] * (1 - 2.0**-50)
     index_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True).clamp_(max=weights_BK.shape[-1] - 1)
     weight_B1 = weights_BK.gather(-1, index_B1)
@@ -131,8 +133,8 @@ def _restrict(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch
     most = [vocabulary if p.top_k == -1 else min(p.top_k, vocabulary) for p in params]
     top_k = torch.tensor(most, device=order.device)
     top_p = torch.tensor([p.top_p for p in params], device=order.device)
-    before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
+    before = ordered.cumsum(-1) - ordered  # probability of the more likely tokens
     ranks = torch.arange(vocabulary, device=order.device)
-    # The likeliest stays, also where float32 rounds top-p to 0.
+    # The most likely token stays, even where float32 rounds top-p to 0.
     ordered[((ranks >= top_k[:, None]) | (before >= top_p[:, None])) & (ranks > 0)] = 0.0
     return torch.zeros_like(ordered).scatter_(-1, order, ordered)

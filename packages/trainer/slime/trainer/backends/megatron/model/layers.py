@@ -1,4 +1,4 @@
-"""Layers that megatron-core lacks, or has with a fault."""
+"""Layers that megatron-core lacks or computes wrongly."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Add = Callable[[Output, Tensor, float], Tensor]
 
 @dataclasses.dataclass
 class PostNormSubmodules(TransformerLayerSubmodules):
-    """Submodules of PostNormLayer. post_self_attn_layernorm, post_mlp_layernorm: what outputs go through before they
-    are added to the residual."""
+    """Submodules of PostNormLayer. post_self_attn_layernorm, post_mlp_layernorm: norms of the outputs before they are
+    added to the residual."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer as GLM-4 has it: h + norm(attention(norm(h))), then the same with the MLP."""
+    """GLM-4's layer: h + norm(attention(norm(h))), then the same with the MLP."""
 
     def __init__(self, config: TransformerConfig, submodules: PostNormSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -60,10 +60,10 @@ def _after(norm: nn.Module, bias_dropout_add: Callable[[bool, bool], Add]) -> Ca
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-latent attention whose compressed keys have their whole gradient under tensor parallelism.
+    """Multi-latent attention whose compressed keys get their full gradient under tensor parallelism.
 
-    The rotated part of a key belongs to all heads. Where the down projection is cut over ranks, Megatron hands each
-    rank the gradient of its own heads alone; here the gradients of all ranks are added up.
+    All heads share the rotated part of a key. Where the down projection is split over ranks, Megatron gives each rank
+    only the gradient of its own heads; here the gradients of all ranks are summed.
 
     Norms inside Transformer Engine's linear layers have the epsilon of `LatentNorm`.
     """
@@ -80,14 +80,14 @@ class LatentAttention(MLASelfAttention):
     def _whole(self, module: nn.Module, inputs: Any, output: Output) -> Output:
         """[s, b, width / ranks] -> [s / ranks, b, width]."""
         both = gather_from_tensor_model_parallel_region(output[0])
-        # The next layer gathers the rotated part along the sequence again, and adds up its gradients.
+        # The next layer gathers the rotated part along the sequence again, and sums its gradients.
         return scatter_to_sequence_parallel_region(both), output[1]
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """A layer of multi-token prediction that can be recomputed for packed rows.
+    """A multi-token prediction layer that can be recomputed with packed rows.
 
-    Megatron hands all arguments of the recomputed part to autograd, which takes no description of a packed row.
+    Megatron passes all arguments of the recomputed part to autograd, which cannot handle a description of packed rows.
     """
 
     def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
