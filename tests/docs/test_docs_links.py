@@ -51,6 +51,13 @@ def test_every_page_can_be_reached_from_the_index() -> None:
     assert [str(page.relative_to(ROOT)) for page in pages() if page not in seen] == []
 
 
+def test_every_result_of_a_benchmark_is_linked_by_a_page() -> None:
+    linked = {target for page in pages() for _, target, _ in targets(page)}
+    results = [path for path in (ROOT / "docs" / "benchmarks").glob("*/*") if path.suffix in (".json", ".png")]
+    assert results
+    assert [str(path.relative_to(ROOT)) for path in sorted(results) if path not in linked] == []
+
+
 def test_the_index_itself_links_every_page_of_docs() -> None:
     linked = {target for _, target, _ in targets(INDEX)}
     assert [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page not in linked | {INDEX}] == []

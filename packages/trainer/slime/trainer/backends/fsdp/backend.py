@@ -226,8 +226,8 @@ class FsdpBackend(Backend):
         return self._update(lr, self.settings.clip_grad), lr
 
     def adamw_step(self, step: AdamWStep) -> float:
-        """Updates the weights as `optimizer_step` does, with these numbers in place of the settings'; returns the gradient
-        norm."""
+        """Updates the weights as `optimizer_step` does, with these numbers in place of the settings'; returns the
+        gradient norm."""
         self._optimizer.configure(step)
         return self._update(step.lr, step.clip)
 
