@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from slime.launcher.config import run_config
 from slime.launcher.config.advice import EFFECTS, advice
-from slime.launcher.config.catalogue import declared
+from slime.launcher.config.catalogue import Flag, declared
 from slime.rollout.engines.registry import KINDS, choose_engine
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import ConfigError, InvalidSetting
+from slime.types.setting_values import value_type
 
 # For each setting: the flag with a value, and flags with which it is read (none: by itself); then flags without which
 # it is not.
@@ -97,10 +100,11 @@ CASES: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
-def parse(*flags: str) -> run_config.RunConfig:
+def parse(*flags: str, environment: Mapping[str, str] | None = None, **options: Any) -> run_config.RunConfig:
     source = () if "--disable-rollout-global-dataset" in " ".join(flags) else ("--prompt-data", "p")
     words = ["--hf-checkpoint", "m", *source, "--num-rollout", "1"]
-    return run_config.parse([*words, *" ".join(flags).split()], check=False, environment={})
+    typed = [*words, *" ".join(flags).split()]
+    return run_config.parse(typed, check=False, environment=environment or {}, **options)
 
 
 def said(name: str, config: run_config.RunConfig) -> list[str]:
@@ -127,6 +131,110 @@ def test_a_setting_that_nothing_reads_is_refused_or_named(name: str) -> None:
 
 def test_defaults_that_were_typed_are_not_named() -> None:
     assert list(advice(parse("--entropy-coef 0.0 --eps-clip 0.2 --loss-type sft_loss --micro-batch-size 1"))) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "sentence"),
+    [
+        (
+            "--debug-rollout-only", "--lr 0.5 --train-backend megatron --num-layers 2 --seed 7",
+            "--debug-rollout-only starts no trainer: no effect of --lr 0.5, --train-backend megatron, --num-layers 2, "
+            "--seed 7",
+        ),
+        (
+            "--debug-rollout-only", "--actor-num-gpus-per-node 4",
+            "--debug-rollout-only starts no trainer: no effect of --actor-num-gpus-per-node 4",
+        ),
+        (
+            "--debug-train-only --rollout-function-path f", "--rollout-engine-dtype float16 --sglang-tp-size 2",
+            "--debug-train-only starts no engine and evaluates nothing: no effect of --rollout-engine-dtype float16, "
+            "--rollout-num-gpus-per-engine 2",
+        ),
+        (
+            "--load-debug-rollout-data r{rollout_id}",
+            "--rm-type math --eval-prompt-data n f --sglang-context-length 9",
+            "--load-debug-rollout-data generates nothing: no effect of --rm-type math, --eval-prompt-data n f, "
+            "--sglang-context-length 9",
+        ),
+        (
+            "--num-rollout 0 --eval-prompt-data n f", "--eps-clip 0.1 --partial-rollout",
+            "--num-rollout 0 trains nothing: no effect of --eps-clip 0.1, --partial-rollout",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_a_part_that_the_mode_leaves_out_are_named_in_one_sentence(
+    mode: str, flags: str, sentence: str
+) -> None:
+    assert sentence in list(advice(parse(mode, flags)))
+
+
+def value_of(flag: Flag) -> list[str]:
+    kind, default, choices = value_type(flag.hint)[0], flag.default, flag.field.metadata.get("choices")
+    if kind is bool:
+        return []
+    if choices:
+        return [next(str(choice) for choice in choices if choice != default)]
+    if kind is float:
+        return [str(default / 2 if default else 0.5)]
+    return [str((default or 0) + 2) if kind is int else "word"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "package", "read_all_the_same"),
+    [
+        ("--debug-rollout-only", "trainer", {"load", "use_opd", "profile_target"}),
+        (
+            "--load-debug-rollout-data r{rollout_id}", "rollout",
+            {"rollout_max_response_len", "rollout_max_prompt_len", "rollout_max_context_len", "use_fault_tolerance"},
+        ),
+    ],
+)  # fmt: skip
+def test_no_setting_of_a_package_that_does_not_run_is_passed_over_in_silence(
+    mode: str, package: str, read_all_the_same: set[str]
+) -> None:
+    silent, tried = set(), 0
+    for name, flag in declared().items():
+        if flag.packages != (package,):
+            continue
+        try:
+            config = parse(mode, flag.spelling, *value_of(flag))
+        except ConfigError:
+            continue  # it says itself what it needs
+        tried += 1
+        if not any(flag.spelling in sentence for sentence in advice(config)):
+            silent.add(name)
+    assert tried > 30 and silent <= read_all_the_same, silent
+
+
+def test_ray_that_a_variable_names_reads_no_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(InvalidSetting, match="--ray-num-cpus 2 requires .* or RAY_ADDRESS"):
+        parse("--ray-num-cpus 2")
+
+
+def test_a_variable_that_nothing_reads_is_named_and_refuses_no_run() -> None:
+    config = parse("--ray-address auto", environment={"SLIME_RAY_NUM_CPUS": "2"})
+    assert [text for text in advice(config) if "ray-num-cpus" in text] == [
+        "--ray-num-cpus 2 (from SLIME_RAY_NUM_CPUS) has no effect: it requires a Ray that the run starts, without "
+        "--ray-address or RAY_ADDRESS"
+    ]
+    with pytest.raises(InvalidSetting, match="--ray-num-cpus 3 requires"):
+        parse("--ray-address auto --ray-num-cpus 3", environment={"SLIME_RAY_NUM_CPUS": "2"})
+
+
+def test_a_value_of_a_preset_that_nothing_reads_names_the_preset() -> None:
+    (said,) = [text for text in advice(parse("--preset grpo-math --loss-type sft_loss")) if "--use-kl-loss" in text]
+    assert said == "--use-kl-loss (from --preset grpo-math) has no effect: it requires --loss-type policy_loss"
+
+
+def test_nothing_is_said_of_settings_of_another_run_that_an_evaluation_keeps() -> None:
+    mode = "--num-rollout 0 --debug-rollout-only --eval-prompt-data n f"
+    environment = {"SLIME_ROLLOUT_SHUFFLE": "true"}
+    kept = {"rollout_shuffle", "rollout_engine_dtype"}
+    assert any("--rollout-shuffle" in text for text in advice(parse(mode, environment=environment)))
+    assert not list(advice(parse(mode, environment=environment, inherited=kept)))
+    own = advice(parse(mode, "--rollout-shuffle", inherited=kept))
+    assert any("--rollout-shuffle" in text for text in own)
 
 
 @pytest.mark.parametrize(

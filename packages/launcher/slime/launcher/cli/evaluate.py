@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,8 +89,11 @@ def evaluate(argv: list[str]) -> int:
 
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    words = words_of(model, run, data, flags, output, with_sets=not (data or named))
-    return _run(words, output, as_json=options.json)
+    with_sets = not (data or named)
+    words = words_of(model, run, data, flags, output, with_sets=with_sets)
+    # The run read these; what an evaluation does not read of them is no mistake of who asks for one.
+    inherited = () if run is None else evaluation_settings(run, with_sets=with_sets)
+    return _run(words, output, inherited, as_json=options.json)
 
 
 def words_of(
@@ -146,15 +149,15 @@ def plugin_attributes(run: RecordedRun) -> dict[str, Any]:
     return {} if path is None else read_custom(str(run.started_in / path))[1]
 
 
-def _run(words: list[str], output: Path, *, as_json: bool) -> int:
+def _run(words: list[str], output: Path, inherited: Collection[str], *, as_json: bool) -> int:
     """Runs the evaluation, writes its rows and scores, and prints the scores."""
     from slime.launcher.cli.train import run_train
     from slime.launcher.config import run_config
 
     # Raises for wrong flags; the run itself would print the error and return.
-    config = run_config.parse(words)
+    config = run_config.parse(words, inherited=inherited)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        code = run_train(words)
+        code = run_train(words, inherited=inherited)
     if code:
         return code
     rows = collect(output, config)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,10 @@ def parser(command: str) -> argparse.ArgumentParser:
     return training_parser()
 
 
-def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False) -> int:
+def run_train(
+    argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False, inherited: Collection[str] = ()
+) -> int:
+    """Runs a training and returns its exit code. inherited: that of `run_config.parse`."""
     # Imports below take seconds; Ctrl-C has to work from the start.
     from slime.launcher.platform.signals import Terminated, farewell, terminate_as_interrupt
 
@@ -46,7 +49,7 @@ def run_train(argv: Sequence[str], next_command: str = "", *, asynchronous: bool
             from slime.launcher.metrics.sinks.wandb import take_key
 
             argv = take_key(argv)
-            config = run_config.parse(argv)
+            config = run_config.parse(argv, inherited=inherited)
             (check_asynchronous if asynchronous else check_synchronous)(config.flat)
             for warning in advice(config, asynchronous=asynchronous):
                 log.warning(warning)

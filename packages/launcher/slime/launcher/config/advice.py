@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from slime.launcher.config.catalogue import as_typed, declared
@@ -12,6 +13,7 @@ from slime.launcher.config.derived import other_defaults
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.trainer.algorithms.estimators import find_estimator
 from slime.trainer.settings import checks as trainer
+from slime.trainer.settings.algorithm import AlgorithmSettings
 from slime.types.errors import InvalidSetting
 from slime.types.setting_values import flag_name
 
@@ -35,13 +37,44 @@ class Effect:
     refused: bool = False
 
     def without(self, config: RunConfig) -> Iterator[str]:
-        """Yields the settings, as they are typed, that were set and that nothing reads."""
+        """Yields the names of the settings that were set and that nothing reads."""
         for name in self.names:
-            value = config.explicit.get(name)
-            # A default that is a number or a switch says what is so without the flag, too.
-            unset = value is None or (not isinstance(value, str) and value == declared()[name].default)
-            if not unset and not self.holds(config.flat):
-                yield as_typed(name, " ".join(map(str, value)) if isinstance(value, list) else value)
+            if _is_set(config, name) and not self.holds(config.flat):
+                yield name
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A part of the system that a mode leaves out, and the settings that only that part reads."""
+
+    what: str
+    holds: Condition
+    names: frozenset[str]
+
+
+def _is_set(config: RunConfig, name: str) -> bool:
+    """Tells whether the user set a setting, to more than its default."""
+    value = config.explicit.get(name)
+    if value is None or name in config.inherited:
+        return False
+    # A default that is a number or a switch says what is so without the flag, too.
+    default = declared()[name].default
+    return value not in ({}, []) and (isinstance(value, str) and value != "" or value != default)
+
+
+def _spelled(config: RunConfig, name: str) -> str:
+    """Spells a setting as the user set it: by a flag, a variable or a preset."""
+    value = config.explicit[name]
+    if isinstance(value, dict) and name.endswith("_args"):
+        typed = " ".join(f"{flag_name(name.removesuffix('args') + key)} {item}" for key, item in value.items())
+    else:
+        typed = as_typed(name, " ".join(map(_word, value)) if isinstance(value, list) else value)
+    source = config.origins.get(name)
+    return typed if source is None else f"{typed} (from {source})"
+
+
+def _word(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _on(name: str, *values: Any) -> Condition:
@@ -99,8 +132,8 @@ EFFECTS = (
         lambda args: not args["custom_model_provider_path"],
     ),
     Effect(
-        ("ray_num_cpus",), "a Ray that the run starts, without --ray-address",
-        lambda args: not args["ray_address"], refused=True,
+        ("ray_num_cpus",), "a Ray that the run starts, without --ray-address or RAY_ADDRESS",
+        lambda args: not (args["ray_address"] or os.environ.get("RAY_ADDRESS")), refused=True,
     ),
     Effect(
         ("tb_project_name", "tb_experiment_name"), "--use-tensorboard", _on("use_tensorboard")
@@ -155,18 +188,102 @@ EFFECTS = (
 )  # fmt: skip
 
 
+def _of(*packages: str) -> set[str]:
+    """Returns the settings that these packages alone have."""
+    return {name for name, flag in declared().items() if {*flag.packages} <= {*packages}}
+
+
+def _starting_with(*prefixes: str) -> set[str]:
+    return {name for name in declared() if name.startswith(prefixes)}
+
+
+_EVALUATION = _starting_with("eval_") | {
+    "n_samples_per_eval_prompt", "skip_eval_before_train", "custom_eval_rollout_log_function_path",
+}  # fmt: skip
+_ENGINES = _starting_with(
+    "rollout_engine", "rollout_num_", "rollout_health_", "rollout_external_", "rollout_weight_", "update_weight",
+    "sglang_",
+) | {"offload_rollout", "check_weight_update_equal", "update_timeout_seconds"}  # fmt: skip
+_UPDATES = {field.name for field in fields(AlgorithmSettings)} | {
+    "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_iters", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "reset_optimizer_states", "skip_nonfinite_updates",
+    "num_steps_per_rollout", "balance_data", "balance_by_flops", "use_dynamic_global_batch_size",
+    "update_weights_interval", "train_timeout_seconds", "save_debug_train_data", "dynamic_sampling_filter_path",
+    "over_sampling_batch_size", "partial_rollout", "mask_offpolicy_in_partial_rollout", "rollout_sample_filter_path",
+    "rollout_all_samples_process_path", "custom_rollout_log_function_path", "rollout_prompt_wait_seconds",
+    "overlong_mask", "overlong_buffer_len", "overlong_penalty", "rollout_shuffle", "buffer_filter_path",
+}  # fmt: skip
+
+# Warnings: a part is left out by one flag more on the command line of a whole run.
+MODES = (
+    Mode(
+        "--debug-rollout-only starts no trainer", _on("debug_rollout_only"),
+        # Checkpoints may be named for the place in the data, and a teacher for its rewards.
+        frozenset(
+            _of("trainer", "megatron") - {"load", "use_opd"} | {
+                "train_backend", "seed", "train_timeout_seconds", "save_timeout_seconds", "update_timeout_seconds",
+                "update_weights_interval", "restart_point_interval", "train_env_vars", "true_on_policy_mode",
+                "initial_megatron_checkpoint", "megatron_to_hf_mode",
+            }
+        ),
+    ),
+    Mode(
+        "--debug-rollout-only starts no trainer", lambda args: args["debug_rollout_only"] and not args["colocate"],
+        frozenset({"actor_num_nodes", "actor_num_gpus_per_node"}),
+    ),
+    Mode(
+        "--load-debug-rollout-data generates nothing", _on("load_debug_rollout_data"),
+        # The dry run counts tokens by these lengths.
+        frozenset(
+            (_of("rollout") | _of("buffer", "rollout") | _ENGINES | _EVALUATION)
+            - {"rollout_max_response_len", "rollout_max_prompt_len", "rollout_max_context_len", "use_fault_tolerance"}
+            - {name for name in _of("buffer") if name.startswith(("max_", "lease_", "buffer_durability"))}
+            - {"prompt_data", "input_key", "label_key"}
+            | {"rollout_timeout_seconds", "update_weights_interval"}
+        ),
+    ),
+    Mode(
+        "--debug-train-only starts no engine and evaluates nothing", _on("debug_train_only"),
+        frozenset(_ENGINES | _EVALUATION),
+    ),
+    Mode("--num-rollout 0 trains nothing", lambda args: args["num_rollout"] == 0, frozenset(_UPDATES)),
+)  # fmt: skip
+
+
+def _left_out(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """Yields (the part that is left out, the names of the settings that only it reads), each name once."""
+    seen: set[str] = set()
+    for mode in MODES:
+        if mode.holds(config.flat):
+            names = [name for name in config.explicit if name in mode.names - seen and _is_set(config, name)]
+            seen.update(names)
+            if names:
+                yield mode.what, names
+
+
 def refuse_without_effect(config: RunConfig) -> None:
-    """Raises InvalidSetting for a setting that nothing in this run reads."""
+    """Raises InvalidSetting for a flag that nothing in this run reads.
+
+    Not for a value of a SLIME_* variable or a preset, which more runs than this one get.
+    """
+    left_out = {name for _, names in _left_out(config) for name in names}
     for effect in EFFECTS:
-        for typed in effect.without(config) if effect.refused else ():
-            raise InvalidSetting.requires(typed, effect.needs, "without it nothing reads this setting")
+        for name in effect.without(config) if effect.refused else ():
+            if name not in config.origins and name not in left_out:
+                typed = _spelled(config, name)
+                raise InvalidSetting.requires(typed, effect.needs, "without it nothing reads this setting")
 
 
 def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
     """Yields a sentence for each doubt."""
+    left_out: set[str] = set()
+    for what, names in _left_out(config):
+        left_out.update(names)
+        yield f"{what}: no effect of {', '.join(_spelled(config, name) for name in names)}"
     for effect in EFFECTS:
-        for typed in effect.without(config) if not effect.refused else ():
-            yield f"{typed} has no effect: it requires {effect.needs}"
+        for name in effect.without(config):
+            if name not in left_out and (not effect.refused or name in config.origins):
+                yield f"{_spelled(config, name)} has no effect: it requires {effect.needs}"
     if not config.launcher.debug_rollout_only:
         on_time = config.launcher.fully_async and staleness_bound(config.flat) == 0
         yield from trainer.advice(config.trainer, asynchronous=asynchronous and not on_time)

@@ -48,7 +48,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def apply_preset(values: dict[str, Any]) -> None:
-    """Adds the settings of the recipe `values["preset"]` that `values` does not have."""
-    for name, value in PRESETS.get(str(values.get("preset")), {}).items():
-        values.setdefault(name, value)
+def apply_preset(values: dict[str, Any]) -> list[str]:
+    """Adds the settings of the recipe `values["preset"]` that `values` does not have; returns their names."""
+    added = {name: value for name, value in PRESETS.get(str(values.get("preset")), {}).items() if name not in values}
+    values.update(added)
+    return list(added)

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +48,8 @@ class RunConfig:
     flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
         that were not given have Megatron's defaults.
     explicit: the settings that flags, files, environment variables or a preset set, by name.
+    origins: the variable or the preset that set a setting, for those that no flag and no file set.
+    inherited: settings of another run, of which this one need not read all.
     """
 
     launcher: LauncherSettings
@@ -57,6 +59,8 @@ class RunConfig:
     megatron: Any
     flat: dict[str, Any]
     explicit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+    inherited: frozenset[str] = frozenset()
 
     @property
     def output_dir(self) -> Path:
@@ -110,11 +114,18 @@ class RunConfig:
         return done % interval == 0 or bool(epoch and done % epoch == 0)
 
 
-def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, str] | None = None) -> RunConfig:
+def parse(
+    argv: Sequence[str],
+    *,
+    check: bool = True,
+    environment: Mapping[str, str] | None = None,
+    inherited: Collection[str] = (),
+) -> RunConfig:
     """Makes the configuration of a run from its flags.
 
     check: also look for its files and load its plug-ins.
     environment: variables that may be settings; those of this process where it is None.
+    inherited: settings of --config that another run had, by name.
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
     flags, parser, available = _command_line()
@@ -132,10 +143,13 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
         values, _ = sources.file(config_file, "--config")
     for newer in (variables, typed):
         _merge(values, {name: value for name, value in newer.items() if name != "config"})
+    custom: dict[str, Any] = {}
     if values.get("custom_config_path"):
         custom, extra = sources.file(values["custom_config_path"], "--custom-config-path", keep_unknown=True)
         _merge(values, custom)
-    apply_preset(values)
+    origins = {name: sources.variables[name] for name in variables.keys() - typed.keys() - custom.keys()}
+    of_preset = apply_preset(values)
+    origins |= dict.fromkeys(of_preset, f"--preset {values.get('preset')}")
     explicit = copy.deepcopy(values)
     apply_eval_config(values)
     imply(values)
@@ -146,7 +160,10 @@ def parse(argv: Sequence[str], *, check: bool = True, environment: Mapping[str, 
         # A repetition by the record of the run gets what this one got. Sets of --eval-config stay in their file.
         explicit |= {name: pinned for name, pinned in fetch(values).items() if name in explicit}
         _find_weights(values)
-    config = _assemble(flags, values, extra | {"load_root": load_root}, explicit)
+    config = dataclasses.replace(
+        _assemble(flags, values, extra | {"load_root": load_root}, explicit),
+        origins=origins, inherited=frozenset(inherited) - typed.keys(),
+    )  # fmt: skip
     refuse_without_effect(config)
     check_run(config.flat)
     decay_over_run(config.trainer, config.flat, config.launcher.num_rollout)

@@ -36,6 +36,8 @@ class Sources:
         self.flags = flags
         self.parser = parser
         self.available = available
+        # The variable of each setting that `environment` has read.
+        self.variables: dict[str, str] = {}
         self._by_key = {key: flag for flag in flags.values() for key in _keys(flag)}
         self._actions = {name: action for action in parser._actions for name in action.option_strings}
 
@@ -63,6 +65,7 @@ class Sources:
                 raise error.at(variable) from None
             for name, value in found.items():
                 merge(values, name, value, FAMILIES)
+                self.variables[name] = variable
         return values
 
     def _variable(self, key: str, text: str) -> dict[str, Any]:
