@@ -156,7 +156,7 @@ def test_a_dry_run_prints_its_plan_and_ends_as_the_run_would(
     words: list[str], used: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.launcher.plan.report.dry_run", lambda *_, **__: ("the plan\n", True))
-    monkeypatch.setattr("slime.launcher.doctor.preflight.check_start", lambda _: None)
+    monkeypatch.setattr("slime.launcher.doctor.preflight.check_start", lambda _: [])
     assert cli.main(["train", *words, "--dry-run"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "the plan\n" and shown.err.startswith("slime: error: --output-dir ")

@@ -9,6 +9,7 @@ import pytest
 from launcher_machines import write_model, write_rows
 
 from slime.launcher.cli import main
+from slime.launcher.doctor import data
 from slime.launcher.platform import probes
 from slime.launcher.services import session
 
@@ -132,6 +133,40 @@ def test_it_is_said_before_ray(
     error = capsys.readouterr().err
     assert message in error and error.startswith("slime: error: --") and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_that_the_model_has_no_weights_and_a_run_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(session, "ray_cluster", started)
+    for file in (tmp_path / "model").glob("*.safetensors*"):
+        file.unlink()
+    words += ["--rm-type", "math"]
+    assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr().err
+    assert f"note: --hf-checkpoint {tmp_path}/model: no .safetensors files yet" in capsys.readouterr().out
+    assert main(["train", *words]) == 2
+    assert f"--hf-checkpoint: {tmp_path}/model has no weights; expected" in capsys.readouterr().err
+    # Engines that others started have weights of their own.
+    external = ["--rollout-external-engine-addrs", "h:1", "--debug-rollout-only", "--dry-run"]
+    assert main(["train", *words, *external]) == 0, capsys.readouterr().err
+    assert "no .safetensors files" not in capsys.readouterr().out
+
+
+def test_a_dry_run_says_how_many_rows_it_read_and_a_run_reads_all(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SECONDS", 0.0)
+    rows = [json.dumps({"input": "x", "label": "y"})] * (data.ROWS + 1) + ['{"input": "x", "label": null}']
+    (tmp_path / "p.jsonl").write_text("\n".join(rows) + "\n")
+    words += ["--rm-type", "math"]
+    assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr().err
+    assert f"note: --prompt-data {tmp_path}/p.jsonl: only the first 2000 rows read" in capsys.readouterr().out
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err
+    assert f"p.jsonl, line {data.ROWS + 2}: no label" in error and "p.jsonl: 2,000 rows checked so far" in error
 
 
 def test_rows_may_name_their_own_reward(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,8 +120,8 @@ def _planned(config: RunConfig, asynchronous: bool) -> int | None:
         from slime.launcher.run_directory.earlier_run import check_unused
 
         text, fits = dry_run(config, asynchronous=asynchronous)
-        check_start(config)
-        print(text, end="", flush=True)
+        notes = check_start(config)
+        print(text, *(f"note: {note}\n" for note in notes), sep="", end="", flush=True)
         check_unused(config)
         return 0 if fits else DOES_NOT_FIT
     return None

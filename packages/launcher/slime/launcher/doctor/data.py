@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -22,7 +23,8 @@ from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeEr
 from slime.types.files import check_readable
 from slime.types.models.vision import IMAGE
 
-# The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all.
+# The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all, and says every SECONDS
+# how far it is.
 ROWS = 2000
 SECONDS = 5.0
 # Functions of the user's that may score samples, or label them.
@@ -32,12 +34,15 @@ OWN_SCORERS = (
 NO_LABEL = "label of a row"
 
 
-def check_data(subject: Subject) -> Iterator[Finding]:
+def check_data(subject: Subject, *, all_rows: bool = False) -> Iterator[Finding]:
+    """Checks each data set. all_rows: read each file to its end, however long that takes."""
     args = subject.args
     if args.get("prompt_data") and args.get("rollout_global_dataset", True):
-        yield from _file("--prompt-data", str(args["prompt_data"]), _columns(args), args, _scorer(args))
+        columns, scorer = _columns(args), _scorer(args)
+        yield from _file("--prompt-data", str(args["prompt_data"]), columns, args, scorer, all_rows)
     for name, path in _evaluation_sets(subject):
-        yield from _file(f"--eval-prompt-data {name}", path, _columns(args, name), args, _scorer(args, name))
+        columns, scorer = _columns(args, name), _scorer(args, name)
+        yield from _file(f"--eval-prompt-data {name}", path, columns, args, scorer, all_rows)
 
 
 def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
@@ -78,7 +83,9 @@ def _scorer(args: Mapping[str, Any], evaluation_set: str | None = None) -> str |
     return of_set.get("rm_type") or args.get("rm_type") or ""
 
 
-def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any], scorer: str | None) -> Iterator[Finding]:
+def _file(
+    flag: str, source: str, columns: Columns, args: Mapping[str, Any], scorer: str | None, all_rows: bool
+) -> Iterator[Finding]:
     try:
         path, rows = split_slice(source, flag)
     except SlimeError as error:
@@ -106,8 +113,11 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any], sco
     try:
         for where, row in islice(read(path), first, last):
             if count >= ROWS and time.monotonic() > deadline:
-                whole = False
-                break
+                if not all_rows:
+                    whole = False
+                    break
+                print(f"{flag} {path}: {count:,} rows checked so far", file=sys.stderr, flush=True)
+                deadline = time.monotonic() + SECONDS
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
             if scorer is not None and (reward := prompt.metadata.get("rm_type")) and reward not in rewards:
@@ -146,9 +156,14 @@ def _file(flag: str, source: str, columns: Columns, args: Mapping[str, Any], sco
             f"{flag} {path}: {unlabelled} of {counted(count, 'label is', 'labels are')} null",
             "rewards that compare with labels will fail",
         )
-    more = "" if whole else "the first "
     label = "" if columns.label is None else f" and {columns.label!r}"
-    yield ok(f"{flag} {path}: {more}{counted(count, 'row')} read, each with {columns.input!r}{label}")
+    if whole:
+        yield ok(f"{flag} {path}: {counted(count, 'row')} read, each with {columns.input!r}{label}")
+    else:
+        yield ok(
+            f"{flag} {path}: only the first {counted(count, 'row')} read, each with {columns.input!r}{label}; a run "
+            "checks all when it starts"
+        )
 
 
 def _check_reward(name: str, args: Mapping[str, Any], where: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.readers import reader_of
 from slime.launcher.config.catalogue import declared
+from slime.launcher.config.check_run import check_model
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
 from slime.launcher.doctor.finding import FAIL, Finding, Subject
@@ -28,18 +29,38 @@ TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added
 OWN_WAYS = ("rollout_function_path", "custom_generate_function_path", "custom_agent_path")
 
 
-def check_start(config: RunConfig) -> None:
-    """Raises InvalidFile or InvalidSetting naming the flag."""
+def check_start(config: RunConfig) -> list[str]:
+    """Raises InvalidFile or InvalidSetting naming the flag.
+
+    A dry run reads the first rows of large files and takes a model without weights, for which one may plan; returns a
+    sentence for each.
+    """
     subject = Subject(config.flat, frozenset(config.explicit), config)
+    dry = config.launcher.dry_run
+    notes = []
     if config.generates:
-        _raise_first(check_data(subject))
+        found = _all_good(check_data(subject, all_rows=not dry))
+        notes += [finding.what for finding in found if " only the first " in finding.what]
         check_rewards(config)
     directory = Path(config.trainer.hf_checkpoint)
     if config.generates:
         check_tokenizer(directory)
     # The weights may come from --load instead; files that exist have to be complete.
     if any(directory.glob("*.safetensors*")):
-        _raise_first(check_weights("--hf-checkpoint", directory))
+        _all_good(check_weights("--hf-checkpoint", directory))
+    elif _reads_weights(config):
+        if not dry:
+            check_model("--hf-checkpoint", directory, tokenizer=False, weights=True)
+        notes.append(f"--hf-checkpoint {directory}: no .safetensors files yet; a run is refused without them")
+    return notes
+
+
+def _reads_weights(config: RunConfig) -> bool:
+    """Tells whether the run loads weights from --hf-checkpoint: in the trainer, or in engines that it starts."""
+    rollout = config.rollout
+    starts_engines = config.has_engines and not rollout.rollout_external_engine_addrs
+    loads = starts_engines and rollout.sglang_args.get("load_format", "auto") == "auto"
+    return loads or (config.trainer.load is None and not config.launcher.debug_rollout_only)
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -102,8 +123,12 @@ def _rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from islice(reader_of(path, "--prompt-data")(path), first, first + ROWS)
 
 
-def _raise_first(findings: Iterator[Finding]) -> None:
+def _all_good(findings: Iterator[Finding]) -> list[Finding]:
+    """Returns the findings. Raises InvalidFile for the first that fails."""
+    good = []
     for finding in findings:
+        good.append(finding)
         if finding.status == FAIL:
             flag = finding.what.split(maxsplit=1)[0].rstrip(":")
             raise InvalidFile(f"{finding.what}; {finding.todo}", field=flag, expected=finding.todo)
+    return good
