@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -16,17 +17,17 @@ import pytest
 from slime.types import directories
 from slime.types.directories import (
     MARK,
-    SCRATCH_MARK,
-    ScratchDirectory,
     WholeDirectory,
     check_replaceable,
     foreign_files,
     read_mark,
     remove_directory,
+    remove_written,
     whole_directory,
 )
 from slime.types.errors import InvalidSetting, OutOfSpace
 from slime.types.files import whole_file, write_whole
+from slime.types.scratch import SCRATCH_MARK, ScratchDirectory
 
 
 def write(path: Path, text: str = "new", name: str = "weights") -> None:
@@ -130,6 +131,32 @@ def test_what_slime_did_not_write_is_not_removed(make, tmp_path: Path, monkeypat
     with pytest.raises(InvalidSetting, match=OTHERS[make]):
         remove_directory(tmp_path / "model")
     assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_of_what_others_put_into_a_directory_nothing_is_removed(make, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = tmp_path / "model"
+    make(target)
+    mark = None if target.is_symlink() else read_mark(target)
+    ours = set() if mark is None else {MARK, *mark["files"]}
+    before = entries(tmp_path)
+    assert remove_written(target, field="--dir")
+    # Directories that are empty then go, too.
+    kept = [name for name in before if name.removeprefix("model/") not in ours]
+    assert {*kept} - {*entries(tmp_path)} <= {"model/deep"} and {*entries(tmp_path)} <= {*kept}
+
+
+def test_a_mark_that_names_files_outside_removes_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path / "model")
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "model" / "mine").write_text("kept")
+    names = ["../precious", str(tmp_path / "precious"), "deep/weights"]
+    (tmp_path / "model" / MARK).write_text(json.dumps({"files": names}))
+    assert remove_written(tmp_path / "model")
+    assert entries(tmp_path) == ["model", "model/mine", "precious"]
+    write(tmp_path / "whole")
+    assert remove_written(tmp_path / "whole") is None and not (tmp_path / "whole").exists()
 
 
 def test_what_slime_wrote_is_removed(tmp_path: Path) -> None:
@@ -249,7 +276,7 @@ def test_what_a_living_writer_writes_stays(tmp_path: Path) -> None:
 
 SCRATCH = """
 import os, signal, sys
-from slime.types.directories import ScratchDirectory
+from slime.types.scratch import ScratchDirectory
 directory = ScratchDirectory("slime-test-", sys.argv[1])
 (directory.path / "payloads").mkdir()
 (directory.path / "payloads" / "0").write_text("samples")

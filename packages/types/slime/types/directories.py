@@ -35,7 +35,6 @@ from typing import Any
 from slime.types.errors import InvalidSetting, OutOfSpace, SlimeError
 
 MARK = "slime-files.json"
-SCRATCH_MARK = "slime-scratch"  # in a ScratchDirectory: the host of its process
 # Files that identify directories of versions that wrote no mark.
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
@@ -143,47 +142,33 @@ def _moved_aside(path: Path, field: str) -> Iterator[None]:
         os.close(handle)
 
 
-class ScratchDirectory:
-    """A temporary directory `path`, until `close`; the next one with its prefix removes those of dead processes of this
-    host and user. parent: where it is made (default: where the system has such)."""
-
-    def __init__(self, prefix: str, parent: str | None = None) -> None:
-        directory = Path(parent or tempfile.gettempdir())
-        for other in directory.glob(f"{prefix}*"):
-            with suppress(OSError):  # somebody else's, or gone
-                _remove_scratch(other)
-        self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-        self._handle = os.open(self._outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        self.path = self._outer / "run"
-        self.path.mkdir()
-        if _lock(self._handle):  # without locks nobody could tell that it is in use
-            (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
-
-    def close(self) -> None:
-        """Removes it; call this once."""
-        _empty_scratch(self._outer)
-        os.close(self._handle)
-
-
-def _remove_scratch(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        is_ours = os.fstat(handle).st_uid == os.geteuid()
-        if is_ours and (path / SCRATCH_MARK).read_bytes() == socket.gethostname().encode() and _lock(handle):
-            _empty_scratch(path)
-    finally:
-        os.close(handle)
-
-
-def _empty_scratch(path: Path) -> None:
-    for each in (path / "run", path):  # the mark last
-        shutil.rmtree(each, ignore_errors=True)
-
-
 def remove_directory(path: Path, *, field: str = "path") -> None:
     """Removes a directory that slime wrote, as a whole. Raises InvalidSetting where it holds anything else."""
     with path_errors(path, field), _moved_aside(path, field):
         pass
+
+
+def remove_written(path: Path, *, field: str = "path") -> str | None:
+    """Removes what slime wrote in a directory, and the directory where nothing else is in it.
+
+    Returns the reason why the directory stays; None where it is gone.
+    """
+    with path_errors(path, field):
+        reason = _not_ours(path)
+        if reason is None:
+            remove_directory(path, field=field)
+            return None
+        mark = None if os.path.islink(path) or os.path.ismount(path) else read_mark(path)
+        if mark is not None:
+            files = {MARK, *map(str, mark["files"])}
+            for directory, _, names in os.walk(path, topdown=False):
+                here = Path(directory)
+                for name in names:
+                    if (here / name).relative_to(path).as_posix() in files:
+                        (here / name).unlink()
+                with suppress(OSError):  # something else is in it
+                    here.rmdir()
+        return reason
 
 
 @contextmanager
@@ -288,7 +273,7 @@ def _locked_directory(path: Path, kind: str) -> tuple[Path, int]:
     while True:
         created = Path(tempfile.mkdtemp(prefix=_leftover_prefix(path, kind), dir=path.parent))
         handle = os.open(created, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        if _lock(handle) is not False and _same(created, handle):
+        if try_lock(handle) is not False and _same(created, handle):
             return created, handle
         # Another process mistook it for the leftover of a dead one.
         os.close(handle)
@@ -301,7 +286,7 @@ def _same(path: Path, handle: int) -> bool:
         return False
 
 
-def _lock(handle: int) -> bool | None:
+def try_lock(handle: int) -> bool | None:
     """Tries to lock; returns whether it succeeded, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,7 +317,7 @@ def _clear_leftovers(path: Path) -> bool:
             except OSError:
                 continue  # gone, or no directory of ours
             try:
-                locked = _lock(handle) if os.fstat(handle).st_uid == os.geteuid() else None
+                locked = try_lock(handle) if os.fstat(handle).st_uid == os.geteuid() else None
                 alive |= locked is False
                 if locked and kind == "partial":
                     shutil.rmtree(leftover, ignore_errors=True)

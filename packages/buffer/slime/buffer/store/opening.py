@@ -15,8 +15,9 @@ from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres import PostgresStore
 from slime.buffer.store.sqlite import SqliteStore
-from slime.types.directories import ScratchDirectory, path_errors
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.scratch import ScratchDirectory
 
 DATABASE, PAYLOADS = "state.sqlite", "payloads"
 STORE_ID = "store_id"

@@ -16,8 +16,8 @@ from slime.launcher.services.start import Progress, StartedServices
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.weight_updates import TrainerRanks
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
-from slime.types.directories import ScratchDirectory
 from slime.types.errors import InvalidSetting, OutOfSpace
+from slime.types.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from slime.types.directories import ScratchDirectory
 from slime.types.errors import Unavailable
+from slime.types.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 

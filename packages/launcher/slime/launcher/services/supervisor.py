@@ -18,9 +18,9 @@ from slime.launcher.faults.watch import LOOK_SECONDS, HealthProbe, WatchedProces
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
 from slime.launcher.services.processes import Process, Repeats, Start
-from slime.types.directories import ScratchDirectory
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
+from slime.types.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

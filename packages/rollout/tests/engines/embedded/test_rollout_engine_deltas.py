@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from pathlib import Path
 
@@ -109,6 +110,24 @@ def test_a_checkpoint_is_not_made_of_a_directory_that_is_gone(tmp_path: Path) ->
     with pytest.raises(MissingFile, match="no whole directory"):
         pull(str(tmp_path / "weight_v000001"), str(local), 1, "a")
     assert not list(local.glob("weight_v*"))
+
+
+def test_a_file_of_others_in_an_old_version_blocks_no_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = tmp_path / "local"
+    for version in (1, 2, 3):
+        with whole_directory(tmp_path / f"v{version}", "test") as partial:
+            (partial / "model.safetensors").write_bytes(b"weights")
+    first = pull(str(tmp_path / "v1"), str(local), 1, "a")
+    (first / "notes").write_text("mine")
+    with caplog.at_level(logging.WARNING):
+        for version in (2, 3):
+            target = pull(str(tmp_path / f"v{version}"), str(local), version, "a")
+            assert (target / "model.safetensors").read_bytes() == b"weights"
+    assert [path.name for path in first.iterdir()] == ["notes"]
+    (said,) = caplog.messages
+    assert f"{first} holds what slime did not write (notes): only the weights were removed" in said
 
 
 def test_a_version_gets_its_name_once_its_bytes_are_on_the_disk(

@@ -10,22 +10,28 @@ of another, and each removes its own versions only.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.types.directories import ScratchDirectory, path_errors, remove_directory
+from slime.types.directories import path_errors, remove_written
+from slime.types.scratch import ScratchDirectory
 
 FIELD = "--update-weight-disk-dir"
 PREFIX = "slime-weights-"
+SHOWN = 3
+
+log = logging.getLogger(__name__)
 
 
 class PublishedVersions:
     """Directories of versions. keep: leave them when the engines have read them.
 
-    Without it, the next process removes what this one leaves if it is killed.
+    Without it, the next process of this host removes what this one leaves if it is killed. Files of others in a version
+    stay, and so does what processes of other hosts left; each is said once.
     """
 
     def __init__(self, directory: str, *, keep: bool) -> None:
@@ -33,6 +39,7 @@ class PublishedVersions:
         self._keep = keep
         self._scratch: ScratchDirectory | None = None
         self._place: Path | None = None
+        self._holds_others = False
 
     @contextmanager
     def version(self, version: int) -> Iterator[Path]:
@@ -42,7 +49,13 @@ class PublishedVersions:
             yield path
         finally:
             if not self._keep and path.is_dir():
-                remove_directory(path, field=FIELD)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        reason = remove_written(path, field=FIELD)
+        if reason is not None and not self._holds_others:
+            self._holds_others = True
+            log.warning("%s: %s %s: only the weights were removed, there and in later versions", FIELD, path, reason)
 
     def _open(self) -> Path:
         if self._place is None:
@@ -54,11 +67,20 @@ class PublishedVersions:
                     self._scratch = ScratchDirectory(PREFIX, str(self._directory))
                     self._place = self._scratch.path
                     self._place.parent.chmod(0o755)
+                    _tell_of_others(self._scratch)
                 # Engines may run as another user.
                 self._place.chmod(0o755)
         return self._place
 
     def close(self) -> None:
         if self._scratch is not None:
-            self._scratch.close()
+            self._scratch.close(keep=self._holds_others)
         self._scratch = self._place = None
+
+
+def _tell_of_others(scratch: ScratchDirectory) -> None:
+    others = sorted((str(path), host) for path, host in scratch.of_other_hosts().items())
+    if others:
+        named = ", ".join(f"{path} of host {host}" for path, host in others[:SHOWN])
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        log.warning("%s: remove weights that ended runs on other hosts have left: %s%s", FIELD, named, more)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_directory, sync, whole_directory
+from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_written, sync, whole_directory
 from slime.types.errors import DataLoss, InvalidFile, MissingFile, WrongState
 from slime.types.weight_deltas import checkpoint_name, process_of
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, read_index
@@ -115,7 +115,10 @@ def _remove_unused(root: Path, lineage: str, but: Path | None = None) -> None:
     for old in [*root.glob("weight_v*"), *root.glob(".weight_v*.updating")]:
         theirs = _lineage(old) if old.is_dir() and old != but else None
         if theirs is not None and (process_of(theirs) == process_of(lineage) or _is_unlocked(old)):
-            remove_directory(old, field=FIELD)
+            reason = remove_written(old, field=FIELD)
+            if reason is not None:
+                # Without its mark it is not looked at again.
+                log.warning("%s: %s %s: only the weights were removed", FIELD, old, reason)
 
 
 def _is_unlocked(path: Path) -> bool:
