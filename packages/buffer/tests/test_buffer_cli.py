@@ -12,6 +12,7 @@ from slime.buffer.cli import main
 from slime.buffer.settings import BufferSettings
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidSetting
+from slime.types.rpc.roles import Role
 from slime.types.settings import parse
 
 
@@ -55,6 +56,13 @@ def test_wrong_settings_exit_with_2(capsys, argv, message):
     assert main(argv) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("slime-buffer: error: ") and message in shown
+
+
+def test_the_help_of_token_describes_every_role_and_the_file(capsys):
+    assert main(["token", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [role for role in Role if f"  {role}" not in shown] == []
+    assert "--token-file FILE  File (mode 0600)" in shown
 
 
 def test_a_port_in_use_exits_with_1(capsys):

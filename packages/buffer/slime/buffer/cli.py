@@ -193,9 +193,22 @@ def look_after_storage(command: str, words: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
+TOKEN_HELP = """\
+Prints the token of a role, derived from the token of the service.
+
+roles:
+  feed     Adds prompts
+  rollout  Leases groups, returns and completes them
+  train    Seals and reads steps, sends weights, writes checkpoints
+  read     Reads, and changes nothing
+
+options:
+  --token-file FILE  File (mode 0600) with the service's own token (required)"""
+
+
 def print_token(words: Sequence[str]) -> int:
     if words[:1] in (["-h"], ["--help"]):
-        print(f"usage: {PROG} token {{{','.join(Role)}}} --token-file FILE\n\nPrint the token of a role.")
+        print(f"usage: {PROG} token {{{','.join(Role)}}} --token-file FILE\n\n{TOKEN_HELP}")
         return 0
     if not words or words[0] not in [*Role]:
         raise wrong_command(words, list(Role), "role")

@@ -78,7 +78,7 @@ def test_an_address_that_is_none_is_refused(address, capsys):
     [
         ("groups", "a groups command is required: one of list, show, reject, quarantine; see --help"),
         ("groups lst", "unknown groups command 'lst'; did you mean list?"),
-        ("groups list", "--address or --buffer-dir is required"),
+        ("groups list", "--address, --buffer-dir or --buffer-store is required"),
         ("groups show --address h:1", "INDEX is required: Index of a group"),
         ("groups show x --address h:1", "INDEX must be an integer, got 'x'"),
         ("groups list --address h:1 --buffer-dir d", "--buffer-dir and --address cannot be used together"),

@@ -101,7 +101,7 @@ class VerifySettings:
     """Compares the tensors of two directories or files: Hugging Face or torch_dist."""
 
     atol: float = setting(0.0, "Largest difference that counts as equal; 0 compares bits and dtypes", minimum=0)
-    max_shown: int = setting(10, "Most differing tensors to name", minimum=1)
+    max_shown: int = setting(10, "Maximum number of differing tensors to name", minimum=1)
 
 
 @dataclass(kw_only=True)

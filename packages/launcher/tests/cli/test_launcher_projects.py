@@ -184,7 +184,8 @@ def test_an_evaluation_of_a_run_has_its_gpus_evaluator_and_attributes(
         (["model", "a.jsonl", "b.jsonl"], "unexpected argument 'b.jsonl'"),
         (["model", "a.jsonl", "--eval-prompt-data", "b.jsonl"], "DATA a.jsonl and --eval-prompt-data cannot be used"),
         (["model", "data/prompts.jsonl", "--rm-typ", "math"], "unknown option --rm-typ; did you mean --rm-type?"),
-        (["nowhere", "data/prompts.jsonl", "--rm-type", "math"], "--hf-checkpoint: no such directory nowhere"),
+        (["nowhere", "data/prompts.jsonl", "--rm-type", "math"], "RUN|MODEL nowhere: no such directory"),
+        (["data", "data/prompts.jsonl", "--rm-type", "math"], "RUN|MODEL data: neither the output directory of a run"),
     ],
 )
 def test_a_wrong_evaluation_is_told_at_once(

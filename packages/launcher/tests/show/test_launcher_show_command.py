@@ -67,6 +67,7 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
     [
         (["show", "nowhere"], "nowhere: not the directory of a run"),
         (["runs", "nowhere"], "nowhere: no such directory"),
+        (["runs", "FILE"], "metrics.jsonl: is not a directory; name the directory that holds"),
         (["show", "ABOVE"], "lists the runs below it"),
         (["show", "RUN", "--text", "--step", "88"], "step"),
         (["show", "RUN", "--html", "."], "--html"),
@@ -82,7 +83,7 @@ def test_a_wrong_argument_is_one_line(
     tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run")
-    places = {"RUN": str(run), "ABOVE": str(tmp_path)}
+    places = {"RUN": str(run), "ABOVE": str(tmp_path), "FILE": str(run / "metrics.jsonl")}
     assert main([places.get(word, word) for word in words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

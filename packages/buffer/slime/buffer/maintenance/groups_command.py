@@ -121,7 +121,7 @@ def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
                 ) from None  # fmt: skip
         return
     if not stopped:
-        raise InvalidSetting.required("--address or --buffer-dir")
+        raise InvalidSetting.required("--address, --buffer-dir or --buffer-store")
     from slime.buffer.buffer import Buffer
     from slime.buffer.service import serve_buffer
 

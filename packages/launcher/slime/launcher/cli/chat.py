@@ -28,7 +28,7 @@ def parser(command: str) -> CommandParser:
     reader.add_argument("model", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
     reader.add_argument("--system", metavar="TEXT", help="System message (default: none)")
     reader.add_argument("--temperature", type=float, default=1.0, metavar="X", help="Sampling temperature; 0 is greedy")
-    reader.add_argument("--max-tokens", type=int, default=512, metavar="N", help="Most tokens of an answer")
+    reader.add_argument("--max-tokens", type=int, default=512, metavar="N", help="Maximum tokens per answer")
     reader.add_argument("--engine", choices=tuple(KINDS), default="embedded", help="Engine to start")
     return reader
 

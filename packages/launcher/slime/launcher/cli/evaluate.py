@@ -80,11 +80,13 @@ def evaluate(argv: list[str]) -> int:
     if data is not None and named:
         raise InvalidSetting.conflict(f"DATA {data}", min(named), "both name what to evaluate on")
     run = read_run(Path(model)) if is_run(Path(model)) else None
-    if run is None and data is None and not named:
+    if run is None:
         from slime.launcher.hub.names import model_name
 
-        if not Path(model).exists() and model_name(model) is None:
+        found = (Path(model) / "config.json").is_file() if Path(model).exists() else model_name(model) is not None
+        if not found:
             raise no_run_or_model(Path(model))
+    if run is None and data is None and not named:
         raise InvalidSetting.required("DATA", "a model alone has no evaluation sets")
 
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]

@@ -40,7 +40,7 @@ class LoopSettings:
     )
     async_buffer_size: int | None = setting(
         None,
-        "Most rollouts that `slime train-async` generates ahead of the trainer, the one in progress included "
+        "Maximum number of rollouts that `slime train-async` generates ahead of the trainer, with the one in progress "
         "(default: 1)",
         minimum=1,
     )
@@ -51,8 +51,8 @@ class LoopSettings:
     )
     max_staleness: int | None = setting(
         None,
-        "Most weight updates between a sample's oldest token and the training on it, with --fully-async; 0 trains like "
-        "`slime train` (default: 2)",
+        "Maximum number of weight updates between a sample's oldest token and the training on it, with "
+        "--fully-async; 0 trains like `slime train` (default: 2)",
         minimum=0,
     )
     staleness_policy: str | None = setting(
@@ -194,12 +194,12 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
         above=0,
     )
     service_max_restarts: int = setting(
-        5, "Most restarts of one service within --service-restart-window; one more ends the run", minimum=1
+        5, "Maximum number of restarts of one service within --service-restart-window; one more ends the run", minimum=1
     )
     service_restart_window: float = setting(600.0, "Seconds over which the restarts of a service are counted", above=0)
     restart_point_interval: float = setting(
         30.0,
-        "Least seconds between two writes of the trainer's state to recovery/ in --output-dir, from which lost ranks "
+        "Minimum seconds between two writes of the trainer's state to recovery/ in --output-dir, from which lost ranks "
         "are started again; they take 5 % of the run's time at most",
         minimum=0,
     )

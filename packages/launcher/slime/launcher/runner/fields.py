@@ -37,9 +37,9 @@ class RunnerFields:
 
     model_id: str = setting("default", "Name of the model in the agents' requests")
     acr_timeout: int = setting(900, "Seconds that an episode may take", minimum=1)
-    acr_tps_limit: int = setting(25, "Most invocations of agents per second", minimum=1)
-    max_concurrent: int = setting(100, "Most episodes in flight", minimum=1)
-    max_pool_connections: int = setting(100, "Most connections to AWS", minimum=1)
+    acr_tps_limit: int = setting(25, "Maximum number of agent invocations per second", minimum=1)
+    max_concurrent: int = setting(100, "Maximum number of episodes in flight", minimum=1)
+    max_pool_connections: int = setting(100, "Maximum number of connections to AWS", minimum=1)
     gateway_port: int = setting(9090, "Port of the endpoint that agents talk to", minimum=0, maximum=65535)
     reward_postprocessing: str = setting("grpo", "Normalization of episodes' rewards", choices=STRATEGIES)
     sglang_tool_call_parser: str = setting("qwen", "Tool-call syntax of the model")

@@ -57,8 +57,9 @@ def find_runs(directory: Path) -> list[Path]:
                     visit(child, depth - 1)
 
     if not directory.is_dir():
+        problem = "is not a directory" if directory.exists() else "no such directory"
         raise InvalidSetting(
-            f"{directory}: no such directory; name the one that holds the output directories of your runs",
+            f"DIR {directory}: {problem}; name the directory that holds the output directories of your runs",
             field="DIR", value=str(directory), expected="a directory with runs",
         )  # fmt: skip
     visit(directory, DEPTH)

@@ -58,7 +58,7 @@ def parser(command: str) -> CommandParser:
         help=f"File with the API key, which begins with {PREFIX} (default: ${VARIABLE}, else a new key in a file that "
         "only this user can read)",
     )  # fmt: skip
-    reader.add_argument("--max-models", type=int, default=2, metavar="N", help="Most models in training at a time")
+    reader.add_argument("--max-models", type=int, default=2, metavar="N", help="Maximum number of models in training")
     reader.add_argument(
         "--keep-snapshots", type=int, default=4, metavar="N",
         help="Unnamed snapshots of a model that can be sampled from: the newest N",

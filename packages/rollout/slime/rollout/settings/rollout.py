@@ -71,7 +71,7 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         None, "Function that logs an evaluation; returning true skips the default metrics"
     )
     max_turns: int | None = setting(
-        None, "Most turns of a conversation: `args.max_turns` of your generate function", minimum=1
+        None, "Maximum number of turns of a conversation: `args.max_turns` of your generate function", minimum=1
     )
     data_source_path: str = setting(
         DEFAULT_DATA_SOURCE, "Class that provides the prompts in place of the buffer's own: CLASS(args)", metavar="PATH"
@@ -91,7 +91,7 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     rollout_lease_seconds: float = setting(600.0, "Seconds that a lease lasts without renewal", minimum=1)
 
     # Sampling.
-    rollout_max_response_len: int = setting(1024, "Most new tokens per sample", minimum=1)
+    rollout_max_response_len: int = setting(1024, "Maximum new tokens per sample", minimum=1)
     overlong_mask: bool = setting(False, "Train nothing of responses that were cut off (DAPO's overlong filtering)")
     overlong_buffer_len: int | None = setting(
         None,
@@ -103,7 +103,7 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         None, "Longest prompt in tokens; longer ones are rejected (default: --rollout-max-context-len - 1)", minimum=1
     )
     rollout_max_context_len: int | None = setting(
-        None, "Most tokens of prompt and response together (default: the model's)", minimum=2
+        None, "Maximum tokens of prompt and response together (default: the model's)", minimum=2
     )
     rollout_stop: list[str] | None = setting(None, "Strings that end a response")
     rollout_stop_token_ids: list[int] | None = setting(None, "Token ids that end a response", minimum=0)
@@ -145,18 +145,18 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         None, "Top-k sampling of evaluation; -1 turns it off (default: --rollout-top-k)", minimum=-1
     )
     eval_max_response_len: int | None = setting(
-        None, "Most new tokens per sample in evaluation (default: --rollout-max-response-len)", minimum=1
+        None, "Maximum new tokens per sample in evaluation (default: --rollout-max-response-len)", minimum=1
     )
     eval_max_prompt_len: int | None = setting(
         None, "Longest evaluation prompt in tokens; longer ones are left out", minimum=1
     )
     eval_max_context_len: int | None = setting(
         None,
-        "Most tokens of prompt and response together in evaluation (default: --rollout-max-context-len)",
+        "Maximum tokens of prompt and response together in evaluation (default: --rollout-max-context-len)",
         minimum=2,
     )
     eval_min_new_tokens: int | None = setting(
-        None, "Fewest new tokens per sample in evaluation: the response cannot end before", minimum=0
+        None, "Minimum new tokens per sample in evaluation: the response cannot end before", minimum=0
     )
     eval_overrides: dict[str, Any] = setting(
         dict, "Settings of single evaluation sets by name: {NAME: {temperature: 0}}", flag=False
@@ -199,17 +199,17 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         minimum=1,
     )
     rollout_engine_max_running_requests: int | None = setting(
-        None, "Most sequences that an embedded engine decodes together (default: 256)", minimum=1
+        None, "Maximum number of sequences that an embedded engine decodes together (default: 256)", minimum=1
     )
     rollout_engine_max_total_tokens: int | None = setting(
         None,
-        "Most tokens, of all running sequences together, whose keys and values an engine holds; more sequences wait "
+        "Maximum tokens, of all running sequences together, whose keys and values an engine holds; more sequences wait "
         "(default: as many as half of the memory holds, which embedded engines that share it divide; SGLang's own "
         "choice)",
         minimum=1,
     )
     rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
-    sglang_server_concurrency: int = setting(512, "Most samples in flight per engine", minimum=1)
+    sglang_server_concurrency: int = setting(512, "Maximum number of samples in flight per engine", minimum=1)
     sglang_router_request_timeout_secs: int = setting(14400, "Seconds that one generation request may take", minimum=1)
     rollout_health_check_interval: float = setting(30.0, "Seconds between health probes of an engine", above=0)
     rollout_health_check_timeout: float = setting(30.0, "Seconds until a health probe counts as failed", above=0)
@@ -222,7 +222,9 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         "the trainer)",
     )
     rollout_engine_max_restarts: int = setting(
-        5, "Most restarts of one engine within --rollout-engine-restart-window; one more ends the run", minimum=1
+        5,
+        "Maximum number of restarts of one engine within --rollout-engine-restart-window; one more ends the run",
+        minimum=1,
     )
     rollout_engine_restart_window: float = setting(
         600.0, "Seconds over which the restarts of an engine are counted", above=0

@@ -245,7 +245,7 @@ def refuse_groups_of_one(settings: TrainerSettings) -> None:
         raise InvalidSetting.conflict(
             "--n-samples-per-prompt 1",
             spelled(settings, "advantage_estimator"),
-            "every advantage would be 0, for it compares the samples of a prompt with each other; use "
+            "every advantage would be 0, because it compares the samples of a prompt with each other; use "
             "--n-samples-per-prompt 2 or more, or another estimator",
         )
 

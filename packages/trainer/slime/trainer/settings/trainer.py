@@ -117,9 +117,9 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     num_steps_per_rollout: int | None = setting(None, "Optimizer updates per iteration", minimum=1)
     micro_batch_size: int = setting(1, "Samples per forward pass", minimum=1)
     use_dynamic_batch_size: bool = setting(False, "Fill forward passes up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int | None = setting(None, "Most tokens per forward pass", minimum=1)
+    max_tokens_per_gpu: int | None = setting(None, "Maximum tokens per forward pass", minimum=1)
     log_probs_max_tokens_per_gpu: int | None = setting(
-        None, "Most tokens per forward pass that only computes log-probs (default: --max-tokens-per-gpu)", minimum=1
+        None, "Maximum tokens per forward pass that only computes log-probs (default: --max-tokens-per-gpu)", minimum=1
     )
     balance_data: bool = setting(False, "Give ranks micro-batches of equal work")
     balance_by_flops: bool = setting(

@@ -61,7 +61,7 @@ def check_exposure(settings: RpcSettings) -> None:
     raise InvalidSetting.requires(
         f"--host {settings.host}",
         "--tls-cert, --tls-key and --token-file, or --insecure",
-        "it is no loopback address, and others can reach it",
+        "it is not a loopback address, so others can reach it",
     )
 
 

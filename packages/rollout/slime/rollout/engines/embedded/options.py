@@ -44,16 +44,16 @@ class EmbeddedOptions:
     )
     threads: int | None = setting(None, "CPU threads of torch; OMP_NUM_THREADS or all cores by default", minimum=1)
     context_length: int | None = setting(
-        None, "Most tokens of prompt and response; from config.json by default", minimum=2
+        None, "Maximum tokens of prompt and response; from config.json by default", minimum=2
     )
     enable_return_routed_experts: bool = setting(
         False, "Record which experts each token is sent to, for requests with return_routed_experts"
     )
-    max_running_requests: int = setting(256, "Most sequences decoded together; more wait", minimum=1)
-    max_prefill_tokens: int = setting(16384, "Most prompt tokens, padding included, in one forward pass", minimum=1)
+    max_running_requests: int = setting(256, "Maximum number of sequences decoded together; more wait", minimum=1)
+    max_prefill_tokens: int = setting(16384, "Maximum prompt tokens, padding included, in one forward pass", minimum=1)
     max_total_tokens: int | None = setting(
         None,
-        "Most tokens of running sequences, padding included, whose keys and values are held; more wait. As many as "
+        "Maximum tokens of running sequences, padding included, whose keys and values are held; more wait. As many as "
         "--memory-fraction holds by default",
         minimum=1,
     )
