@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from slime.buffer.cli import main
 from slime.buffer.service import RunningBuffer, serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import postgres_session
+from slime.buffer.store.objects import ObjectPayloads
 from slime.types.clients import BufferClient
 
 DATABASES = ("postgresql", "postgresql and s3")
@@ -146,6 +148,37 @@ def test_a_backup_brings_objects_as_files(objects, tmp_path, capsys):
     with serve(BufferSettings(buffer_dir=str(copy))) as service, BufferClient(service.address) as client:
         client.get_run()
         assert [s.response for s in client.read_step(0, [0, 1])] == ["345", "345"]
+
+
+def test_a_look_at_a_buffer_creates_nothing_in_its_directory(tmp_path, capsys):
+    state = tmp_path / "state"
+    fill({"buffer_dir": str(state)}).stop()
+    shutil.rmtree(state / "payloads")
+    before = sorted(path.name for path in state.iterdir() if not path.name.startswith("state.sqlite-"))
+    command(capsys, "backup", state, tmp_path / "copy", expect=1)
+    assert not (state / "payloads").exists()
+    for words, expect in ((["check"], 1), (["repair"], 0), (["groups", "list", "--buffer-dir"], 0)):
+        command(capsys, *words, state, expect=expect)
+    assert sorted(path.name for path in state.iterdir() if not path.name.startswith("state.sqlite-")) == before
+    (state / "payloads").write_text("a file")
+    assert "payloads: Not a directory" in command(capsys, "check", state, expect=2)
+
+
+def test_a_store_whose_first_server_was_killed_before_its_claim_is_whole(objects, capsys, monkeypatch):
+    def killed(self, owner):
+        raise KeyboardInterrupt
+
+    settings = BufferSettings(**objects)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ObjectPayloads, "claim", killed)
+        serve(settings)
+    flags = [word for name, value in objects.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert command(capsys, "check", *flags).endswith(": whole\n")
+    # Nothing is claimed by a look.
+    assert ObjectPayloads(objects["buffer_payloads"]).owner() is None
+    with serve(settings) as service, BufferClient(service.address) as client:
+        assert client.stats().groups
+    assert ObjectPayloads(objects["buffer_payloads"]).owner() is not None
 
 
 def test_a_damaged_database_is_not_copied(tmp_path, capsys):

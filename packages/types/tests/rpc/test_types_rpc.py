@@ -94,7 +94,8 @@ KINDS = [
     *(
         cls("what was wrong: ü", field="f", value="v", expected="e")
         for name, cls in sorted(errors.error_classes().items())
-        if cls.__module__ == errors.__name__ and cls not in (errors.InvalidField, errors.Unavailable, errors.PortInUse)
+        if cls.__module__ == errors.__name__
+        and cls not in (errors.InvalidField, errors.Unavailable, errors.PortInUse, errors.Busy)
     ),
 ]
 
@@ -150,7 +151,7 @@ def test_long_messages_of_any_script_fit(servicer: Scripted, stub: Any) -> None:
         assert caught.value.message.startswith(text[0].encode("utf-8", "backslashreplace").decode())
 
 
-def test_only_unavailable_is_repeated(servicer: Scripted, stub: Any) -> None:
+def test_what_has_begun_or_cannot_be_made_again_is_not_repeated(servicer: Scripted, stub: Any) -> None:
     def twice(call: int, context: grpc.ServicerContext) -> None:
         if call < 3:
             raise errors.Unavailable("not yet")
@@ -177,6 +178,28 @@ def test_only_unavailable_is_repeated(servicer: Scripted, stub: Any) -> None:
     next(stream)
     with pytest.raises(errors.Unavailable):
         next(stream)
+    assert servicer.calls == 1
+
+
+def test_a_busy_server_is_called_again_and_a_full_disk_is_not(servicer: Scripted, stub: Any, address: str) -> None:
+    def script(error: errors.SlimeError) -> None:
+        def twice(call: int, context: grpc.ServicerContext) -> None:
+            if call < 3:
+                raise error
+
+        servicer.calls, servicer.script = 0, twice
+
+    script(errors.Busy("16 calls run already"))
+    assert get_stats(stub).next_step == 3 and servicer.calls == 3
+    script(errors.Busy("16 calls run already"))
+    stub.CompleteGroup([buffer_pb2.CompleteGroupRequest(commit=True)])
+    assert servicer.calls == 3
+    servicer.script = raising(errors.Busy("16 calls run already", field="calls"))
+    with connect(address, RpcSettings(retry_seconds=0.1)) as channel, pytest.raises(errors.Busy, match="16 "):
+        get_stats(buffer_pb2_grpc.BufferServiceStub(channel))
+    script(errors.OutOfSpace("no space left"))
+    with pytest.raises(errors.OutOfSpace):
+        get_stats(stub)
     assert servicer.calls == 1
 
 

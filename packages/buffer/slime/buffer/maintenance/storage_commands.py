@@ -75,7 +75,7 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
         ) from None  # fmt: skip
     try:
         _copy_database(directory / DATABASE, partial / DATABASE)
-        _copy_owner(objects or FilePayloads(directory / PAYLOADS), partial, settings)
+        _copy_owner(objects or FilePayloads(directory / PAYLOADS, create=False), partial, settings)
         fetch = _from_files(directory / PAYLOADS) if objects is None else _from_objects(objects)
         for attempt in range(ATTEMPTS):
             try:

@@ -27,9 +27,12 @@ _PARTIAL = re.compile(_NAME.pattern + r"\.part")
 
 
 class FilePayloads(Payloads):
-    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those set aside, below `lost+found` beside it."""
+    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those set aside, below `lost+found` beside it.
 
-    def __init__(self, directory: Path, *, fsync: bool = False) -> None:
+    create: make the directory; without it, one that is missing holds nothing.
+    """
+
+    def __init__(self, directory: Path, *, fsync: bool = False, create: bool = True) -> None:
         self.directory = directory
         self.name = str(directory)
         self._aside = directory.parent / "lost+found"
@@ -37,7 +40,10 @@ class FilePayloads(Payloads):
         self._owner = directory.parent / "payloads-of"
         self.fsync = fsync
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            if create:
+                directory.mkdir(parents=True, exist_ok=True)
+            elif os.path.lexists(directory):
+                os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             raise InvalidFile(
                 f"{directory}: {error.strerror}: expected the directory of a buffer's payloads",
@@ -49,7 +55,7 @@ class FilePayloads(Payloads):
         path = self.directory / name
         partial = path.with_name(path.name + ".part")
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with open(partial, "wb") as file:
                 file.writelines(parts)
                 if self.fsync:

@@ -48,7 +48,7 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None, exist
             directory = Directory(settings.buffer_dir)
             held.callback(directory.close)
             path = directory.path
-        elif path is not None:
+        elif path is not None and not existing:
             # Not locked: the right to serve the database is that to its payloads, too, which `_check_owner` ties to it.
             with path_errors(path, "--buffer-dir"):
                 path.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None, exist
             payloads: Payloads = ObjectPayloads(settings.buffer_payloads)
         else:
             assert path is not None
-            payloads = FilePayloads(path / PAYLOADS, fsync=power)
+            payloads = FilePayloads(path / PAYLOADS, fsync=power, create=not existing)
             has_state = (path / DATABASE).exists()
             if settings.buffer_store is not None and has_state:
                 raise _used(path, f"has the {DATABASE} of a buffer without --buffer-store: name")
@@ -106,12 +106,15 @@ def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
     known, owner = store.get(STORE_ID), payloads.owner()
     if known is not None and owner == known:
         return
-    if existing or payloads.exist() or store.payload_names():
+    # A server that was killed before its claim has left none, and no samples.
+    if (existing and owner is not None) or payloads.exist() or store.payload_names():
         raise InvalidFile(
             f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
             "or name another place for the samples, which is theirs or new as the database is",
             field="--buffer-store", value=store.name, expected="the database that the samples belong to",
         )  # fmt: skip
+    if existing:
+        return
     if known is None:
         with store.transaction():
             store.put(STORE_ID, known := uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""Repeats calls whose server is unavailable or has just restarted, and no others."""
+"""Repeats calls whose server is unavailable, busy or has just restarted, and no others."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ class Attempts:
 
     def pause_after(self, outcome: Any) -> bool:
         """Pauses; returns whether to call again."""
-        code = outcome.code()
-        if code is grpc.StatusCode.UNAUTHENTICATED and self._token() != self._token_sent:
+        if outcome.code() is grpc.StatusCode.UNAUTHENTICATED and self._token() != self._token_sent:
             return True  # The service has just started, and made another token.
-        if code is not grpc.StatusCode.UNAVAILABLE:
+        if not _passes(outcome):
             return False
         wait = random.uniform(0, self._pause)
         if time.monotonic() - self._started + wait > self._limit:
@@ -73,7 +72,7 @@ def _passes(outcome: Any) -> bool:
 class RetryInterceptor(
     grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor
 ):
-    """Repeats a call on UNAVAILABLE for up to `seconds`, and where its token was replaced meanwhile.
+    """Repeats a call on UNAVAILABLE or Busy for up to `seconds`, and where its token was replaced meanwhile.
 
     A server stream is repeated before its first message only; a client stream where what is passed can be iterated
     again (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
