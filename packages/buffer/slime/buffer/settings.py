@@ -46,7 +46,7 @@ class BufferSettings(GroupSettings, PromptSettings):
         "item of that column",
         parse=json_object,
     )
-    rollout_shuffle: bool = setting(False, "Shuffle the prompts again in each epoch")
+    rollout_shuffle: bool = setting(False, "Shuffle the prompts differently in each epoch")
 
     eval_prompt_data: list[list[str]] | None = setting(
         None,

@@ -52,7 +52,7 @@ async def post(
     headers: dict[str, str] | None = None,
     action: str = "post",
 ) -> Any:
-    """Returns the answer's JSON, whatever its content type, or its text where it is none. Tries again after a second
+    """Returns the answer's JSON, whatever its content type, or its text if it is not JSON. Tries again after a second
     where the server fails or does not answer; raises Unavailable, with what the server said last, after the last try.
     Calls to the engines of a run carry their API key.
     """

@@ -229,7 +229,7 @@ class Trainer:
         """Writes a checkpoint at `path`, then commits every step up to `step` in the buffer.
 
         for_restart: for ranks of this run that are started again: with the optimizer, complete when this returns, and
-        without a commit, for a later start of the run may go on from an earlier checkpoint.
+        without a commit, because a later start of the run may resume from an earlier checkpoint.
         """
         if step != self.state.step:
             raise WrongState(

@@ -163,7 +163,7 @@ class ConfigError(SlimeError):
 
     @classmethod
     def one_of(cls, setting: str, choices: Iterable[object], *, got: object) -> Self:
-        """Reports a value that is none of the choices, with the nearest choice."""
+        """Reports a value that is not among the choices, with the nearest choice."""
         names = [str(choice) for choice in choices]
         error = cls.must_be(setting, f"one of {', '.join(names)}", got=got)
         near = nearest(str(got), names)

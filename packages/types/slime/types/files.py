@@ -22,7 +22,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_readable(path: str | Path, flag: str) -> None:
-    """Raises MissingFile, or InvalidFile for what is no regular file: a pipe would wait for its writer, and a device
+    """Raises MissingFile, or InvalidFile unless it is a regular file: a pipe would wait for its writer, and a device
     may have no end."""
     try:
         mode = os.stat(path).st_mode

@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "command") -> InvalidSetting:
-    """Returns the error for a command line whose first word is none of `known`, or which has none."""
+    """Returns the error for a command line that is empty or whose first word is not in `known`."""
     if words:
         return InvalidSetting.unknown(kind, words[0], known)
     return InvalidSetting.required(f"a {kind}", f"one of {', '.join(known)}; see --help")

@@ -129,7 +129,7 @@ class Leases:
     def _in_time(
         self, group: Group, samples: list[sample_pb2.Sample], pace: TrainerPace, deadlines: Deadlines
     ) -> list[sample_pb2.Sample]:
-        """Notes the version of the oldest token that the group will have; returns the samples that it goes on with."""
+        """Notes the version of the oldest token that the group will have; returns the samples that it continues."""
         begun = oldest_version(samples)
         group.weight_version = pace.weight_version if begun is None else min(begun, pace.weight_version)
         if deadlines.admit(group.weight_version) or begun is None:

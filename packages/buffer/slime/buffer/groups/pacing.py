@@ -90,7 +90,7 @@ def choose(
 ) -> tuple[list[int], list[int]] | None:
     """Returns the groups of `step` and those to reject as too old, by index; None where it has to wait.
 
-    A group that is overdue all the same, in a run that goes on with a smaller staleness, is trained on.
+    A group that is overdue all the same, because a run resumes with a smaller staleness, is trained on.
     """
     stale = [g.group_index for g in groups if pace.policy == DROP and g.weight_version + pace.max_staleness < step]
     groups = [group for group in groups if group.group_index not in set(stale)]

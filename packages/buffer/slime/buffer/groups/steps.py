@@ -213,7 +213,8 @@ class Steps:
     def rewind(self, last_committed_step: int) -> list[str]:
         """Makes `last_committed_step` the last one that is over; returns payloads as `commit` does.
 
-        Later steps are sealed again. Earlier ones are committed, for the checkpoint holds them. Raises WrongState where
+        Later steps are sealed again. Earlier ones are committed, because the checkpoint holds them. Raises WrongState
+        where
         the samples of a step that has to be replayed were released.
         """
         if not -1 <= last_committed_step <= MAX_STEP:

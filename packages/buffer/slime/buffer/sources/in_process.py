@@ -183,7 +183,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Gives what came back by `add_samples` before it goes on in the dataset.
 
     Which of it, says `buffer_filter`: the function of `--buffer-filter-path`, `pop_first` without one, or a method of a
-    subclass. It is not saved: what waits here at a restart is generated anew.
+    subclass. It is not saved: prompts waiting here at a restart are generated again.
     """
 
     def __init__(self, *dataset_and_args: Any) -> None:

@@ -98,7 +98,7 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises InvalidFile naming the line.
     """
     line = 1
-    # A setting of the process; there is none of a reader.
+    # A setting of the process: readers have none of their own.
     csv.field_size_limit(max(MOST_CHARACTERS, csv.field_size_limit()))
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -134,7 +134,7 @@ def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"row {number}", row
-    # Damaged pages show as errors of Python too, and as text that is none.
+    # Damaged pages also raise errors of Python's own, or decode to invalid text.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InvalidFile(
             f"{path}: not a parquet file, or damaged: {error}", value=path, expected="a parquet file"

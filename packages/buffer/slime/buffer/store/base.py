@@ -125,7 +125,7 @@ class Store(ABC):
         limit: int = -1,
         in_no_step: bool = False,
     ) -> list[Group]:
-        """Returns groups by ascending index; a negative limit is none."""
+        """Returns groups by ascending index; a negative limit means no limit."""
 
     @abstractmethod
     def group_of_token(self, token: str) -> Group | None:

@@ -191,7 +191,7 @@ class PostgresStore(SqlStore):
         return list(indexes)
 
     def _error_of(self, error: BaseException) -> SlimeError | None:
-        """Returns the error for callers; None for one that is none of the database's."""
+        """Returns the error for callers; None if `error` did not come from the database."""
         if not isinstance(error, self._psycopg.Error):
             return None
         state = error.sqlstate or ""

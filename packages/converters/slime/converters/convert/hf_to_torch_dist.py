@@ -92,7 +92,7 @@ def convert(
 ) -> Path:
     """Writes `save` from `hf_checkpoint`; returns the directory of the tensors.
 
-    megatron_args: those set, model and parallel sizes, by name; held against the config before a tensor is read.
+    megatron_args: model and parallel sizes that are set, by name; compared with the config before a tensor is read.
     model_name: the family, where that of config.json is not known.
     dtype: of floating-point weights, the source's by default; fp8 becomes bfloat16.
     A `save` that was made of the same files with the same arguments is kept; `overwrite` replaces another conversion.

@@ -65,7 +65,7 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         every = run.settings.get("save_interval")
         why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
         raise InvalidSetting(
-            f"RUN {run.path} has no checkpoint to go on from: {why}; to start it anew: slime train "
+            f"RUN {run.path} has no checkpoint to go on from: {why}; to start it over: slime train "
             f"{run.path / SETTINGS} --output-dir ANOTHER",
             field="RUN", value=str(run.path), expected="a run with a checkpoint",
         )  # fmt: skip

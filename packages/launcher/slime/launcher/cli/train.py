@@ -77,7 +77,7 @@ def run_train(
                 if settings.overwrite and not resumes(config):
                     overwrite(config)
                 if config.flat["load_root"] is not None and config.trainer.load is None:
-                    print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts anew")
+                    print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts from the beginning")
                 if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
                     write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
                 tracked = TrackedRun(

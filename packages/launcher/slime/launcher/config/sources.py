@@ -19,7 +19,7 @@ from slime.types.setting_values import check, flag_name
 from slime.types.settings import Parser, flag_names, merge
 
 PREFIX = "SLIME_"
-# Variables that begin like settings but are none: whole names and prefixes.
+# Variables that begin like settings but are not: whole names and prefixes.
 OTHER = ("SLIME_MEGATRON_FLAGS", "SLIME_PANTS_", "SLIME_TEST_", "SLIME_DIR")
 # The similarity from which a variable counts as a misspelled flag.
 SLIP = 0.85

@@ -122,7 +122,7 @@ def show_finding(finding: Finding, output: TextIO) -> None:
 
 
 def _refuse_slips(words: Sequence[str], doctor_flags: list[str]) -> None:
-    """Raises UnknownFlag for a flag that is none of `slime train` and nearer to one of the doctor's own."""
+    """Raises UnknownFlag for a flag that `slime train` lacks and that resembles one of the doctor's own."""
     from slime.launcher.config.catalogue import training_parser
 
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]

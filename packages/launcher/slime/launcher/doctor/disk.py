@@ -60,7 +60,7 @@ def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterato
     nearest, free = probes.disk_free(directory)
     text = f"{flag} {directory}: {byte_size(free)} free"
     if not nearest.is_dir():
-        yield fail(f"{flag} {directory}: {nearest} is no directory", "name another, or move the file away")
+        yield fail(f"{flag} {directory}: {nearest} is not a directory", "name another, or move the file away")
     elif not probes.writable(nearest):
         yield fail(f"{flag} {directory}: {nearest} is not writable", "name another, or have it made writable")
     elif free < needed:

@@ -1,6 +1,6 @@
 """Starts lost services again, each kind with what it needs: the buffer its directory, the trainer its state.
 
-The rollout service starts its engines anew; they get the trained weights before the next call of Generate or Evaluate.
+The rollout service starts its engines again; they get the trained weights before the next call of Generate or Evaluate.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class RunRepairs:
         self._repairs.start()
 
     def after_step(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
-        """Writes a restart point where it is time to. Returns what there is of
+        """Writes a restart point when one is due. Returns what there is of
 
         perf/restart_point_time  seconds that it took
         perf/service_restarts    services that were started again since the last step

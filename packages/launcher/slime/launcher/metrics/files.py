@@ -16,7 +16,7 @@ Metrics = dict[str, float]
 
 class MetricsLog:
     """metrics.jsonl: one JSON object a step, numbered from 0, and one of each evaluation, whose number is that of the
-    steps before it. What happened from `first_step` on is written anew; where it is None, all that is there stays.
+    steps before it. Rows from `first_step` on will be written again; with None, all rows stay.
     """
 
     def __init__(self, path: Path, first_step: int | None) -> None:

@@ -87,7 +87,7 @@ def remove_kept(run: Path, first_step: int = 0) -> None:
 class KeptSamples:
     """Writes the samples of a run; those of `first_step` or later, from before the run was resumed, are removed.
 
-    first_step: None where nothing is written anew.
+    first_step: None if nothing is written again.
     """
 
     def __init__(self, run: Path, first_step: int | None) -> None:

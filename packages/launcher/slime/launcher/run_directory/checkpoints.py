@@ -90,7 +90,7 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
 def continued_step(load: str | None, start_rollout_id: int | None) -> int | None:
     """Returns the step after which the checkpoint `load` continues; None if the run starts over.
 
-    A model without a run around it, or another --start-rollout-id than the next one, begins anew.
+    A model without a run around it, or another --start-rollout-id than the next one, starts afresh.
     """
     state = Path(load or "") / STATE_FILE
     if load is None or not state.is_file():

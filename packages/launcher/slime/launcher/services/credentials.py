@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 CURVE = ec.SECP256R1()
 CA, ADDRESSES = "ca.pem", "addresses.json"
-# Clocks of nodes differ. A short life would gain nothing, for the authority's key ends with the run.
+# Clocks of nodes differ. A short life would gain nothing: the authority's key ends with the run.
 EARLIER, LATER = datetime.timedelta(days=1), datetime.timedelta(days=3650)
 
 

@@ -36,7 +36,7 @@ class RolloutCalls:
     def generate(self, rollout_id: int, num_groups: int, *, alone: bool) -> Metrics:
         """Generates groups, and those that are lacking again where the service was lost.
 
-        alone: no group is complete that no step has taken: then all begin anew, in the batches of an undisturbed run.
+        alone: no group is complete that no step has taken: then all start over, in the batches of an undisturbed run.
         """
         before = 0 if alone or self._supervisor.repeats is None else self._complete()
         begun = False

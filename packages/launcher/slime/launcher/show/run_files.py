@@ -89,7 +89,7 @@ class RunFiles:
         self._kept_at: int | None = None
         self._places: dict[tuple[int, bool], KeptFile] = {}
         self._identity: tuple[int, int] | None = None
-        # Raised when the run begins its metrics anew, so that who has read some of them starts over.
+        # Raised when the run starts its metrics over, so that readers of the old ones start over too.
         self.edition = 0
 
     def steps(self) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class _Environment:
     async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
         openai = importlib.import_module("openai")
         clients = importlib.import_module("verifiers.clients")
-        # The run limits the time of an episode, and begins anew what it has to interrupt.
+        # The run limits the time of an episode, and starts interrupted ones over.
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
             # The run sets the sampling.
             adapted = clients.OpenAIChatCompletionsClient(client)

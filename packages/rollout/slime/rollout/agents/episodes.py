@@ -113,7 +113,7 @@ class Episodes:
         finally:
             await self.gateway.close_session(session_id)
         if session.ends_aborted and session.aborted:
-            # It is begun anew, like any sample that was aborted without a token.
+            # It starts over, like any sample that was aborted without a token.
             origin.status = Sample.Status.ABORTED
             return [origin]
         seconds = time.monotonic() - started

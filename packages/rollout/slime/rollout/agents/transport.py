@@ -64,7 +64,7 @@ def result_place(answer: JSON, bucket: str | None, payload: Mapping[str, Any], s
 
 
 def parse_result(body: bytes, where: str) -> JSON:
-    """Raises RemoteError for what is no JSON object."""
+    """Raises RemoteError for anything but a JSON object."""
     try:
         result = json.loads(body)
     except (ValueError, RecursionError):

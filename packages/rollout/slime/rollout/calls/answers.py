@@ -50,7 +50,7 @@ def evaluation_output(answer: Any, path: str) -> RolloutFnEvalOutput:
 
 
 def _check_set(name: Any, result: dict[str, Any], path: str) -> None:
-    """Raises PluginError where its lists are none, or not of one length, and for a reward that is no finite number."""
+    """Raises PluginError if its lists are not lists of one length, or its reward is not a finite number."""
     lengths = {}
     for key in ("rewards", "truncated", "samples"):
         values = result.get(key)

@@ -65,7 +65,7 @@ class Bodies:
         return b"".join(parts)
 
     async def json(self, request: web.Request) -> Any:
-        """Reads a body as JSON; None for an empty one. Raises Refused, or InvalidField for what is no JSON."""
+        """Reads a body as JSON; None for an empty one. Raises Refused, or InvalidField for anything but JSON."""
         raw = await self.read(request)
         return parse_json(raw) if raw else None
 

@@ -44,7 +44,7 @@ class Member:
         return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
 
     def replace(self, engine: RunningEngine, client: EngineClient) -> None:
-        """Puts a process that has just started in the place of one that has ended."""
+        """Replaces a process that has ended by one that has just started."""
         self.engine, self.client, self.url = engine, client, engine.url
         self.held = False
         self.released = set()
@@ -61,7 +61,7 @@ class Member:
         self.abilities = self.kind.abilities(info)
 
     async def read_version(self) -> int:
-        """Returns the weight version that the engine says it holds. Raises EngineError where that is no number."""
+        """Returns the weight version that the engine says it holds. Raises EngineError if that is not a number."""
         try:
             text = await self.client.weight_version()
         except DeadlineExceeded as error:

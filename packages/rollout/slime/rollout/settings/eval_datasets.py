@@ -43,7 +43,7 @@ class EvalDatasetConfig:
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises InvalidSetting, a ValueError, for a value that cannot be."""
+        """Raises InvalidSetting, a ValueError, for an invalid value."""
         if self.metadata_overrides is None:
             self.metadata_overrides = {}
         values = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}

@@ -205,5 +205,5 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimators_that(holds: Callable[[Estimator], bool]) -> str:
-    """Returns the names of the estimators of which `holds` is true, for a sentence."""
+    """Returns the names of the estimators for which `holds` is true, joined for a sentence."""
     return ", ".join(name for name, row in ESTIMATORS.items() if holds(row))

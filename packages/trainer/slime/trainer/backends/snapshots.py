@@ -28,7 +28,7 @@ class Snapshots:
 
     @torch.no_grad()
     def keep(self, name: str) -> None:
-        """Remembers the weights that the model has now, in the place of an earlier `name`."""
+        """Saves the model's current weights under `name`, replacing earlier ones."""
         if name not in self._kept:
             self._kept[name] = [_host_like(tensor) for tensor in self._tensors()]
         for kept, tensor in zip(self._kept[name], self._tensors(), strict=True):

@@ -5,7 +5,7 @@
                                                          number of ranks can load what any number saved
     trainer.json                                         format, step, updates, weight_version
     data_place.jsonl                                     the place in the data, as the buffer describes it
-    critic/                                              the same of a critic, without a place
+    critic/                                              the same for a critic, without a place
 
 Nothing in it is a pickle. A directory without trainer.json is a plain model.
 """
@@ -137,7 +137,7 @@ def _load_optimizer(backend: FsdpBackend, path: str, state: TrainerState) -> Non
     if state.has_optimizer and state.updates:
         backend.load_optimizer_state(read_optimizer(path), state.updates)
     elif state.updates:
-        log.warning("%s holds no optimizer state: its moments start anew", path)
+        log.warning("%s holds no optimizer state: its moments start from zero", path)
         backend.updates = state.updates
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 def listening_store(host: str, port: int, timeout: datetime.timedelta, *, members: int | None = None) -> dist.TCPStore:
     """Opens the store of rank 0 at `host`, an address of this machine; port 0 takes a free one.
 
-    A host name is not bound to, for it may be that of a service in front of this machine: then all addresses are.
+    A host name is not bound, because it may belong to a service in front of this machine: then all addresses are.
     members: number of ranks to wait for; None waits for none.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -52,7 +52,7 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
     Every call has a deadline (`call_timeout_seconds` where none is passed), is repeated while the server is unavailable
     (`RetryInterceptor` says which), and raises the SlimeError that the server raised. TLS where `tls_ca` is set. The
     token is that of `token_file`, or of a service of this user on the loopback, which `token_files` finds.
-    Raises InvalidSetting for an address that is none, or a token that would cross the network in plain text.
+    Raises InvalidSetting for an invalid address, or a token that would cross the network in plain text.
     """
     settings = settings or RpcSettings()
     check_address(address)

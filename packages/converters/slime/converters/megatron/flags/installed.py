@@ -67,7 +67,7 @@ def with_installed(path: Path, rows: Sequence[FlagRow]) -> tuple[FlagRow, ...]:
         partial.write_text(text, encoding="utf-8")
         partial.replace(cached)
     except OSError:
-        logger.warning("%s cannot be written: Megatron-LM's flags are read anew at each start", cached)
+        logger.warning("%s cannot be written: Megatron-LM's flags are read again at each start", cached)
     return tuple(load(text))
 
 

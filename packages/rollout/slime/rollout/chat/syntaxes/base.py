@@ -48,7 +48,7 @@ class Thinking:
 
 
 def load_object(text: str) -> JSON | None:
-    """Returns the JSON object that `text` is; None where it is none."""
+    """Parses `text` as a JSON object; None if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -63,7 +63,7 @@ def dump(value: Any) -> str:
 def typed(text: str, schema: Any) -> Any:
     """Reads the value of an argument that was written without quotes.
 
-    schema: of the parameter; without a type, what is no JSON is a text.
+    schema: of the parameter; without a type, anything but JSON is a string.
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":

@@ -135,7 +135,7 @@ def _is_unlocked(path: Path) -> bool:
 def _copy(source: Path, target: Path, lineage: str) -> None:
     mark = read_mark(source)
     if mark is None:
-        # Removed, for the trainer waits no longer.
+        # Removed, because the trainer no longer waits.
         raise MissingFile(f"{source} is no whole directory that slime wrote", field="source", value=str(source))
     with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
         for name in mark["files"]:

@@ -124,7 +124,7 @@ class StaticRow:
 
 
 def _fill(limits: Tensor, values: Tensor) -> None:
-    """Writes `values`, and their last for what there is not: prompts and responses without a token."""
+    """Writes `values`, and repeats the last one for the prompts and responses that have no token."""
     limits[: len(values)].copy_(values)
     limits[len(values) :].copy_(values[-1].expand(len(limits) - len(values)))
 

@@ -41,7 +41,7 @@ class Batch(ABC):
     @property
     @abstractmethod
     def free_tokens(self) -> int:
-        """Tokens of new sequences that there is memory for besides."""
+        """Tokens of further sequences that memory has room for."""
 
     def take_back(self) -> list[Response]:
         """Returns those that had to leave for want of memory since the last call, to be added again later."""

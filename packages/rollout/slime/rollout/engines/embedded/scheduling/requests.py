@@ -69,7 +69,7 @@ class Call:
 class Pieces:
     """Work that is done a piece at a time, between steps: `begin` makes an iterator whose last item is the answer.
 
-    It begins anew where the weights change in the middle.
+    It starts over if the weights change in the middle.
     """
 
     begin: Callable[[], Iterator[Any]]

@@ -17,7 +17,7 @@ rotate_as_megatron_does = rope_utils._apply_rotary_pos_emb_thd
 
 
 def install() -> None:
-    """Puts `rotate` in the place of Megatron's function, which rows keep that `set_positions` does not know.
+    """Replaces Megatron's function by `rotate`, except for rows that `set_positions` does not know.
     Idempotent."""
     rope_utils._apply_rotary_pos_emb_thd = rotate
 

@@ -67,14 +67,14 @@ class TorchDistCheckpoints:
         Raises MissingFile or InvalidFile naming --load.
         """
         if state.updates and not is_torch_dist(path):
-            log.warning("%s is of another backend: its weights are taken, the moments start anew", path)
+            log.warning("%s is of another backend: its weights are loaded, and the moments start from zero", path)
         elif state.updates and state.has_optimizer:
             checkpoint = TorchDist(path)
             optimizer, models = self._backend.optimizer.wrapped, self._backend.models
             sharded_state.load_optimizer(optimizer, models, reading(checkpoint, "--load"), state.updates)
             checkpoint.close()
         elif state.updates:
-            log.warning("%s holds no optimizer state: its moments start anew", path)
+            log.warning("%s holds no optimizer state: its moments start from zero", path)
         self._backend.updates = state.updates
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
