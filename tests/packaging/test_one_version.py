@@ -95,3 +95,12 @@ def test_every_requirement_has_a_version_that_fits() -> None:
         named = [re.split(r"[\[<>=!~ ]", line)[0] for line in requirements(project["project"])]
         missing = {requirement for requirement in named if not requirement.startswith("slime-")} - pinned - UNTESTED
         assert not missing, f"slime-{name}: {missing}"
+
+
+def test_a_test_that_hangs_is_named_before_any_time_limit_of_its_files() -> None:
+    pytest_options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert (
+        0
+        < pytest_options["faulthandler_timeout"]
+        < tomllib.loads((ROOT / "pants.toml").read_text())["test"]["timeout_default"]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from slime.launcher.platform.ray_access import (
     check_that_ray_asks_for_its_token,
 )
 from slime.launcher.platform.ray_cluster import ray_cluster
+from slime.launcher.platform.ray_processes import few_processes
 from slime.types.errors import Unavailable
 
 
@@ -102,3 +104,11 @@ def test_the_doctor_names_a_ray_without_a_token(open_ray: str, monkeypatch: pyte
     monkeypatch.setenv("RAY_ADDRESS", open_ray)
     words = "\n".join(str(finding) for finding in check_ray(Subject()))
     assert f"Ray at {open_ray} answers without a token" in words
+
+
+def test_a_ray_without_the_private_parts_that_are_left_out_starts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray._private", None)
+    before = dict(os.environ)
+    with few_processes():
+        pass
+    assert dict(os.environ) == before
