@@ -64,6 +64,12 @@ def test_rows_that_are_taken_have_the_log_probs_that_they_had(rows: list[tuple[s
     )
 
 
+def test_nuclei_take_four_bytes_for_each_id() -> None:
+    nuclei = lay([({1, 2, 3}, 1), ({4}, 4)])
+    assert {each.dtype for each in (nuclei.ids, nuclei.rows, nuclei.targets)} == {torch.int32}
+    assert {each.dtype for each in vars(nuclei.take(torch.tensor([1]))).values()} == {torch.int32}
+
+
 def test_the_whole_vocabulary_as_nucleus_gives_the_usual_log_probs() -> None:
     targets = [3, 0, 10]
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -107,6 +113,11 @@ def test_settings_that_a_nucleus_leaves_nothing_to_learn_from_are_refused(
 ) -> None:
     with pytest.raises(InvalidSetting, match=message):
         refuse_nuclei_without_gradient(make_settings(model, **values))
+
+
+def test_a_step_refuses_what_a_nucleus_leaves_nothing_to_learn_from(model: str) -> None:
+    with pytest.raises(InvalidSetting, match="--rollout-top-k must be -1 or more than 1, got 1"):
+        Runner(make_settings(model, rollout_top_k=1)).run(0, make_samples(nuclei=True))
 
 
 def test_samples_drawn_from_nuclei_are_refused_by_a_trainer_that_scores_the_whole_vocabulary(model: str) -> None:

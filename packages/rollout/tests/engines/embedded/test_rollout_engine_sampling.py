@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.rollout.engines.embedded.model import response as response_module
 from slime.rollout.engines.embedded.model.params import SamplingParams, parse_sampling_params
 from slime.rollout.engines.embedded.model.sampling import keyed_uniforms, sample
+from slime.types.errors import InvalidField
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
@@ -114,3 +116,14 @@ def test_a_nucleus_is_told_where_it_is_asked_for_and_the_log_prob_is_of_its_toke
     for row, nucleus in nuclei.items():
         expected[row] -= expected[row, nucleus.tolist()].logsumexp(-1)
     assert torch.allclose(log_probs, expected[range(5), ids], atol=1e-6)
+
+
+def test_nuclei_beyond_their_bound_end_their_response_with_what_to_change(monkeypatch) -> None:
+    monkeypatch.setattr(response_module, "MOST_NUCLEUS_IDS", 10)
+    response = response_module.Response("r", [1], SamplingParams(top_p=0.999))
+    response.add_nucleus(np.arange(10, dtype=np.int32))
+    with pytest.raises(InvalidField, match="more than 10 token ids after 1 tokens: lower --rollout-top-p 0.999"):
+        response.add_nucleus(np.arange(1, dtype=np.int32))
+    # One that is generated anew has none.
+    response.start_over()
+    response.add_nucleus(np.arange(10, dtype=np.int32))

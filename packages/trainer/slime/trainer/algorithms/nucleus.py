@@ -23,7 +23,7 @@ from slime.trainer.algorithms.logprobs import VocabularyShard, replicated_sum
 
 @dataclasses.dataclass(frozen=True)
 class Nuclei:
-    """The nucleus of each of J rows; int64 tensors on one device."""
+    """The nucleus of each of J rows; int32 tensors on one device."""
 
     ids: Tensor  # [M] token ids, none twice in a row
     rows: Tensor  # [M] the row of each
@@ -32,10 +32,10 @@ class Nuclei:
     def take(self, rows: Tensor) -> Nuclei:
         """Returns those of the rows [j], none twice, which become rows 0 to j - 1."""
         place = self.targets.new_full((len(self.targets),), -1)
-        place[rows] = torch.arange(len(rows), device=rows.device)
+        place[rows] = torch.arange(len(rows), device=rows.device, dtype=place.dtype)
         place_of_each = place[self.rows]
         kept = place_of_each >= 0
-        targets = (kept.cumsum(0) - 1)[self.targets[rows]]
+        targets = (kept.cumsum(0, dtype=place.dtype) - 1)[self.targets[rows]]
         return Nuclei(self.ids[kept], place_of_each[kept], targets)
 
 
@@ -49,7 +49,7 @@ def nucleus_log_probs(
     z = logits[nuclei.rows, local.clamp(0, logits.shape[-1] - 1)].float() / temperature
     # Only keeps exp() in range: the result does not depend on it, so it has no gradient.
     bounded = torch.where(here, z.detach(), -torch.inf)
-    maxima = bounded.new_full((len(nuclei.targets),), -torch.inf).scatter_reduce(0, nuclei.rows, bounded, "amax")
+    maxima = bounded.new_full((len(nuclei.targets),), -torch.inf).scatter_reduce(0, nuclei.rows.long(), bounded, "amax")
     if shard is not None:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=shard.group)
     z = torch.where(here, z - maxima[nuclei.rows], -torch.inf)

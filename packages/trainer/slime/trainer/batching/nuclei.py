@@ -11,6 +11,9 @@ from slime.trainer.algorithms.nucleus import Nuclei
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
 
+# Places of ids are int32.
+MOST = 2**31 - 1
+
 
 def check_nuclei(sample: Sample, mask: np.ndarray, vocab_size: int) -> None:
     """Raises InvalidField where a token with loss mask 1 has no nucleus, or one with ids outside the vocabulary.
@@ -68,5 +71,11 @@ def lay_nuclei(
     # One number for a row and an id, so that sorting them brings equal ones together.
     drawn = rows << 32 | targets.astype(np.int64)
     keys = np.unique(np.concatenate([of_each << 32 | every, drawn]))
+    if len(keys) > MOST:
+        raise InvalidField(
+            "rollout_top_p_token_ids", len(keys),
+            f"at most {MOST} ids in the nuclei of a micro-batch: lower --rollout-top-p, add --rollout-top-k, or make "
+            "micro-batches smaller",
+        )  # fmt: skip
     found = keys & 0xFFFFFFFF, keys >> 32, np.searchsorted(keys, drawn)
-    return Nuclei(*(torch.from_numpy(each).to(device) for each in found))
+    return Nuclei(*(torch.from_numpy(each.astype(np.int32)).to(device) for each in found))

@@ -27,6 +27,7 @@ from slime.trainer.batching.plan import assign, lengths_of
 from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
 from slime.trainer.debug.profiler import Profiler
 from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.checks import refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.trainer.step.critic import CriticStep
 from slime.trainer.step.dump import write_train_data
@@ -166,6 +167,7 @@ class TrainStep:
     ) -> list[Work]:
         s = self.settings
         needs_log_probs = s.reads_rollout_log_probs
+        refuse_nuclei_without_gradient(s)
         for position, sample in samples.items():
             check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             if s.use_opd and not s.loads_teacher:

@@ -66,7 +66,7 @@ class Batch(ABC):
             if response.finish_reason is None:
                 try:
                     if i in nuclei:
-                        response.nuclei.append(nuclei[i])
+                        response.add_nucleus(nuclei[i])
                     self._check_and_append(response, token, log_prob)
                 except Exception as error:
                     log.exception("sequence %s failed", response.rid)

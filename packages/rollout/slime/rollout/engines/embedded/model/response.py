@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.engines.embedded.model.params import SamplingParams
+from slime.types.errors import InvalidField
 
 TOKENS_AHEAD = 512
+# Ids in the nuclei of one response, 64 MiB: top-p near 1 leaves most of the vocabulary for each token.
+MOST_NUCLEUS_IDS = 1 << 24
 
 
 @dataclass(eq=False)
@@ -29,6 +32,8 @@ class Response:
     nuclei: list[np.ndarray] = field(default_factory=list)
     """int32 each: the ids that top-k and top-p left to draw a token from, where these are on and it is asked for.
     Written before `output_ids`."""
+    nucleus_ids: int = 0
+    """In all nuclei."""
     experts: list[np.ndarray] = field(default_factory=list)
     """[n, layers, k] each: of the tokens that the model was fed with, where it records them."""
     cached_tokens: int = 0
@@ -55,11 +60,23 @@ class Response:
         fed = len(self.prompt_ids) + len(self.output_ids)
         self.experts.append(rows[len(rows) - max(0, fed - known) :])
 
+    def add_nucleus(self, ids: np.ndarray) -> None:
+        """Records what the next token is drawn from. ids: int32 [n]. Raises InvalidField where that is too much."""
+        self.nucleus_ids += len(ids)
+        if self.nucleus_ids > MOST_NUCLEUS_IDS:
+            raise InvalidField(
+                "top_p", self.params.top_p, "a smaller top_p, or top_k as well",
+                f"the nuclei of a response hold more than {MOST_NUCLEUS_IDS:,} token ids after {len(self.nuclei):,} "
+                f"tokens: lower --rollout-top-p {self.params.top_p:g}, or set --rollout-top-k",
+            )  # fmt: skip
+        self.nuclei.append(ids)
+
     def start_over(self) -> None:
         """Forgets what was generated."""
         self.output_ids.clear()
         self.log_probs.clear()
         self.nuclei.clear()
+        self.nucleus_ids = 0
         self.experts.clear()
 
     @property
