@@ -4,7 +4,8 @@ Paths, bodies, status codes and answers are those of `entrypoints/http_server.py
 `srt/utils/common.py` makes it, payloads are read through the allow-list of its unpickler. gloo stands for NCCL, shared
 memory for CUDA IPC. GET /held tells what was loaded and asked. Prints its port, and ends with its standard input.
 
-FAULT at the BUCKET-th request for an update, from 0: `die`, `refuse` (status 400), or `silent` (no answer, no receive).
+FAULT at the BUCKET-th request for an update, from 0: `die`, `refuse` (status 400), `silent` (no answer, no receive), or
+`slow` (what was received is loaded when the next request is there).
 """
 
 import base64
@@ -64,6 +65,7 @@ class Fake:
         self.fault, _, bucket = fault.partition(":")
         self.faulty = int(bucket or -1)
         self.updates = 0
+        self.next_is_there = threading.Event()
         self.version = "0"
         self.held: dict[str, str] = {}
         self.calls: list[list[Any]] = []
@@ -73,7 +75,9 @@ class Fake:
         self.calls.append([path, {k: v for k, v in body.items() if k != "serialized_named_tensors"}])
         if path.startswith("/update_weights_from"):
             number, self.updates = self.updates, self.updates + 1
-            if number == self.faulty:
+            if number == self.faulty + 1:
+                self.next_is_there.set()
+            if number == self.faulty and self.fault != "slow":
                 if self.fault == "die":
                     os._exit(9)
                 if self.fault == "silent":
@@ -105,6 +109,8 @@ class Fake:
         ]
         flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in empty])
         dist.broadcast(flat, src=0, group=self.groups[body["group_name"]])
+        if self.fault == "slow" and self.updates == self.faulty + 1 and not self.next_is_there.wait(TIMEOUT.seconds):
+            return 400, {"success": False, "message": "the next request does not come"}
         start = 0
         for name, tensor in zip(body["names"], empty, strict=True):
             self.load(name, flat[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))

@@ -17,6 +17,7 @@ from trainer_processes import results_of
 from trainer_tiny import Runner, alone, make_settings, write_model
 
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.trainer.weight_sync import nccl
 from slime.trainer.weight_sync.sender import WeightSender, transport_for
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidSetting, NotAvailable, SlimeError
@@ -178,6 +179,37 @@ def test_a_failing_engine_is_named_and_nothing_hangs(
         updates.push(8)
     assert rollout.calls[0] == "begin 8" and rollout.calls[1].startswith(f"abort 8: {error.__name__}: rank 0 to engine")
     updates.close()
+
+
+class LargeWeights:
+    """Stands for a backend: tensors that no socket buffers."""
+
+    device = torch.device("cpu")
+    tensors = {f"model.{i}": torch.full((4 << 20,), float(i)) for i in range(3)}
+
+    def weights_stay(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def named_weights(self, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+
+def test_a_bucket_is_announced_while_engines_load_the_one_before(
+    model: str, start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(nccl, "ACKNOWLEDGED_BYTES", 16 << 20)
+    fakes = [start("slow:0"), start()]
+    rollout = StandInRollout([fake.describe(f"engine-{i}") for i, fake in enumerate(fakes)])
+    settings = make_settings(model, update_weight_buffer_size=16 << 20, update_weight_timeout_seconds=60.0)
+    weights: Any = LargeWeights()
+    updates = WeightSender(settings, alone(), weights, rollout, Path(model))
+    updates.push(1)
+    updates.close()
+    for fake in fakes:
+        told = fake.told()
+        assert (told["version"], told["held"]) == ("1", {name: digest(t) for name, t in weights.tensors.items()})
+        names = [body["names"] for path, body in told["calls"] if path == "/update_weights_from_distributed"]
+        assert names == [["model.0"], ["model.1"], ["model.2"]]
 
 
 def test_an_engine_that_is_gone_before_the_group_is_made(model: str, start: Start):

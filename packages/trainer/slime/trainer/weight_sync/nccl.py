@@ -1,8 +1,9 @@
 """Transport `nccl`: rank 0 broadcasts flattened buckets to SGLang engines on GPUs of their own.
 
 POST {engine}/init_weights_update_group once, while rank 0 joins the same group; then for each bucket
-/update_weights_from_distributed, load_format "flattened_bucket", while rank 0 broadcasts its bytes. The group stays
-until the engines are others, an update fails, or the trainer ends (/destroy_weights_update_group).
+/update_weights_from_distributed, load_format "flattened_bucket", while rank 0 broadcasts its bytes. While engines load
+a bucket, the next one is made and announced. The group stays until the engines are others, an update fails, or the
+trainer ends (/destroy_weights_update_group).
 
 Every rank gives its parts to rank 0, which sends: one sender whatever the trainer's layout. A sender for each
 pipeline stage would save the way to rank 0.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +32,19 @@ log = logging.getLogger(__name__)
 
 # Seconds to wait for an engine's own report of a failure, and for it to leave the group at the end.
 AFTERMATH_SECONDS = 5.0
+# A broadcast of so many bytes does not end before its receivers have begun: it is more than connections buffer. The
+# engine has the request for this bucket then, and cannot take the next one for it.
+ACKNOWLEDGED_BYTES = 256 << 20
 _numbers = itertools.count()
+
+
+@dataclass
+class Asked:
+    """A request to all engines. answers: one for each of them. acknowledged: see ACKNOWLEDGED_BYTES."""
+
+    what: str
+    answers: list[Future[Any]] = field(default_factory=list)
+    acknowledged: bool = False
 
 
 class NcclTransport(WeightTransport):
@@ -50,11 +66,7 @@ class NcclTransport(WeightTransport):
         if not engines:
             return 0
         try:
-            group = self._join(engines)
-            return sum(
-                self._send(group, number, bucket, version, last=last)
-                for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes))
-            )
+            return self._send_all(self._join(engines), version, weights)
         except BaseException:
             # After a failure its members may be at any place in the sequence of broadcasts.
             if self._group is not None:
@@ -71,23 +83,38 @@ class NcclTransport(WeightTransport):
         group = UpdateGroup(name, own_address(engines), size, self._device, self._timeout)
         self._group, self._members = group, list(engines)
         what = f"group of {size} ranks at {group.address}:{group.port}"
-        requests, offset = [], 1
+        joining, offset = Asked(what), 1
         for engine in engines:
             body = {
                 "master_address": group.address, "master_port": group.port, "rank_offset": offset, "world_size": size,
                 "group_name": group.name, "backend": group.backend,
             }  # fmt: skip
-            requests.append(self._requests.start(engine, "/init_weights_update_group", body, what))
+            joining.answers.append(self._requests.start(engine, "/init_weights_update_group", body, what))
             offset += engine.tp_size
-        self._supervise(group.join, requests, what)
+        self._supervise(group.join, joining, joining)
         return group
 
-    def _send(
-        self, group: UpdateGroup, number: int, bucket: dict[str, torch.Tensor], version: int, *, last: bool
-    ) -> int:
-        if not bucket:
-            return 0
-        what = describe(number, bucket, version)
+    def _send_all(self, group: UpdateGroup, version: int, weights: Weights) -> int:
+        sent, loading = 0, Asked("")
+        for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
+            if not bucket:
+                continue
+            asked = Asked(describe(number, bucket, version))
+            body, flat = self._body(group, bucket, version, last=last), flatten(bucket)
+            asked.acknowledged = flat.nbytes >= ACKNOWLEDGED_BYTES
+            if not loading.acknowledged:
+                self._supervise(None, loading, loading)
+            asked.answers = [
+                self._requests.start(engine, "/update_weights_from_distributed", body, asked.what)
+                for engine in self._members
+            ]
+            self._supervise(partial(group.broadcast, flat), asked, loading)
+            loading = asked
+            sent += flat.nbytes
+        self._supervise(None, loading, loading)
+        return sent
+
+    def _body(self, group: UpdateGroup, bucket: dict[str, torch.Tensor], version: int, *, last: bool) -> dict[str, Any]:
         body: dict[str, Any] = {
             "names": list(bucket),
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
@@ -99,31 +126,37 @@ class NcclTransport(WeightTransport):
         if last:
             # Engines report the last version that they were sent: send it with the last bucket.
             body["weight_version"] = str(version)
-        flat = flatten(bucket)
-        requests = [
-            self._requests.start(engine, "/update_weights_from_distributed", body, what) for engine in self._members
-        ]
-        self._supervise(lambda: group.broadcast(flat), requests, what)
-        return flat.nbytes
+        return body
 
-    def _supervise(self, broadcast: Callable[[], None], requests: list[Future[Any]], what: str) -> None:
-        """Returns when `broadcast` and all requests are done; gives up on all of them when one fails or time is up."""
-        ours = in_background(broadcast)
-        done, waiting = wait([ours, *requests], timeout=self._timeout, return_when=FIRST_EXCEPTION)
-        if not waiting and not any(future.exception() for future in done):
+    def _supervise(self, broadcast: Callable[[], None] | None, asked: Asked, needed: Asked) -> None:
+        """Returns when `broadcast` is done and `needed` is answered. Gives up on all of them when one of these, or an
+        answer to `asked`, fails, or when time is up."""
+        ours = [] if broadcast is None else [in_background(broadcast)]
+        required: set[Future[Any]] = {*ours, *needed.answers}
+        waiting = required | set(asked.answers)
+        deadline, failed = time.monotonic() + self._timeout, False
+        while waiting & required and not failed and (left := deadline - time.monotonic()) > 0:
+            done, waiting = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
+            failed = any(future.exception() for future in done)
+        if not failed and not waiting & required:
             return
-        if ours in done and ours.exception():
+        failures = [future.exception() for future in ours if future.done()]
+        if any(failures):
             # The request of the engine that is to blame fails a little later, and names it.
-            wait(requests, timeout=AFTERMATH_SECONDS, return_when=FIRST_EXCEPTION)
-        for request in requests:
-            if request.done():
-                request.result()
+            wait(asked.answers, timeout=AFTERMATH_SECONDS, return_when=FIRST_EXCEPTION)
+        for answer in (*needed.answers, *asked.answers):
+            if answer.done():
+                answer.result()
         names = ", ".join(engine.name for engine in self._members)
-        if ours.done() and (failure := ours.exception()):
-            raise EngineError(f"rank 0 to engines {names}, {what}: {failure}", field=names) from failure
-        late = [e.name for e, request in zip(self._members, requests, strict=True) if not request.done()]
+        for failure in failures:
+            if failure is not None:
+                raise EngineError(f"rank 0 to engines {names}, {asked.what}: {failure}", field=names) from failure
+        unanswered = asked if all(answer.done() for answer in needed.answers) else needed
+        late = [
+            engine.name for engine, answer in zip(self._members, unanswered.answers, strict=True) if not answer.done()
+        ]
         raise DeadlineExceeded(
-            f"rank 0 to engines {names}, {what}: not done within {self._timeout:g} s; still waiting for "
+            f"rank 0 to engines {names}, {unanswered.what}: not done within {self._timeout:g} s; still waiting for "
             + ("engine " + ", ".join(late) if late else "the broadcast on rank 0"),
             field=", ".join(late) or names,
             value=self._timeout,
