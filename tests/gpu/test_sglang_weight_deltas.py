@@ -38,6 +38,8 @@ MISSING = (
     if len(visible_gpus()) < NUM_GPUS
     else "SGLang is not installed"
     if importlib.util.find_spec("sglang") is None
+    else "zstandard is not installed"
+    if importlib.util.find_spec("zstandard") is None
     else "SLIME_TEST_MODEL names no model"
     if not MODEL
     else ""
