@@ -1,4 +1,4 @@
-"""`slime resume RUN`: goes on from the newest checkpoint of a run, with the settings and the command that it had."""
+"""`slime resume RUN`: continues from the newest checkpoint of a run, with its settings and its command."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def parser(command: str) -> CommandParser:
     reader = CommandParser(
         prog="slime resume",
         usage="slime resume RUN [flags of slime train]",
-        description="Goes on from the newest checkpoint of a run, with its settings, in the directory in which it was "
-        "started. Flags win over those settings. A run that is alive is refused; one that came to its end goes on with "
+        description="Continues from the newest checkpoint of a run, with its settings, in the directory in which it "
+        "was started. Flags win over those settings. A run that is alive is refused; a finished one continues with "
         "a larger --num-rollout.",
     )
     reader.add_argument("run", metavar="RUN", help="Output directory of a run that had --save-interval")
@@ -65,7 +65,7 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         every = run.settings.get("save_interval")
         why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
         raise InvalidSetting(
-            f"RUN {run.path} has no checkpoint to go on from: {why}; to start it over: slime train "
+            f"RUN {run.path} has no checkpoint to continue from: {why}; to start it over: slime train "
             f"{run.path / SETTINGS} --output-dir ANOTHER",
             field="RUN", value=str(run.path), expected="a run with a checkpoint",
         )  # fmt: skip
