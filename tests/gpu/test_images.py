@@ -27,7 +27,7 @@ from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
-from slime.rollout.generate.media import Media
+from slime.rollout.prompts.media import Media
 from slime.types import Sample
 
 NUM_GPUS = 1

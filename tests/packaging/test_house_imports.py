@@ -34,11 +34,6 @@ TWO_WAYS = {
     ("slime.launcher.faults", "slime.launcher.services"): "services are watched, and started again by what starts them",
     ("slime.launcher.metrics", "slime.launcher.run_directory"): "the state of a run, written with its metrics",
     ("slime.rollout.agents", "slime.rollout.generate"): "the default rollout plays episodes where an agent is given",
-    ("slime.rollout.calls", "slime.rollout.fleet"): "the fleet that a call generates with",
-    ("slime.rollout.calls", "slime.rollout.generate"): "the samples in what a rollout function returned",
-    ("slime.rollout.engines", "slime.rollout.generate"): "the processor of images",
-    ("slime.rollout.fleet", "slime.rollout.generate"): "the tokenizer",
-    ("slime.rollout.generate", "slime.rollout.rewards"): "the tokenizer",
     ("slime.trainer.backends", "slime.trainer.checkpoints"): "the interface of backends",
 }
 # Paths by which code written for slime imports: these take over names of ours.

@@ -16,8 +16,8 @@ import pytest
 import seed_plugins
 from contract_runs import check_sample, checkpoint, engine, main, running, users
 from slime.buffer.filters import BufferFilter
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.generate.group import flatten
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types import Sample

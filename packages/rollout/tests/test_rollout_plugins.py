@@ -10,7 +10,7 @@ from rollout_fakes import EOS, FakeBuffer, prompt_groups
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.calls.call import CALL, RolloutCall
-from slime.rollout.generate.group import flatten
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.plugins import CustomGenerate
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_and_rm, generate_rollout, get_model_url
 from slime.rollout.sources import LeasedDataSource

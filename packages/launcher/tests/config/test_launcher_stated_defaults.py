@@ -37,8 +37,8 @@ from slime.launcher.services.services import Services
 from slime.launcher.services.start import _Start
 from slime.rollout.engines.embedded import launch
 from slime.rollout.engines.registry import KINDS
-from slime.rollout.generate.prompts import context_length
 from slime.rollout.generate.state import eval_sampling_params, flat_args
+from slime.rollout.prompts.tokenizer import context_length
 from slime.trainer.algorithms.policy_loss import clipped_loss
 from slime.trainer.backends.fsdp import critic
 from slime.trainer.backends.fsdp.backend import FsdpBackend

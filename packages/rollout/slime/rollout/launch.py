@@ -15,9 +15,9 @@ from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
-from slime.rollout.generate.prompts import check_directory, check_transformers, load_tokenizer
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
 from slime.rollout.plugins import RolloutPlugins
+from slime.rollout.prompts.tokenizer import check_directory, check_transformers, load_tokenizer
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import split_url

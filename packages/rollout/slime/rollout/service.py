@@ -15,12 +15,11 @@ import grpc
 from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
-from slime.rollout.calls.outputs import RolloutFnEvalOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member
 from slime.rollout.generate.continuous import ContinuousCall, generate_on
-from slime.rollout.generate.group import flatten
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics

@@ -17,7 +17,7 @@ from slime.rollout.adapters.gym import TextArena, episodes, prompts
 from slime.rollout.adapters.trl import trl_reward
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.calls.call import CALL, RolloutCall
-from slime.rollout.generate.group import flatten
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource
 from slime.types import Sample

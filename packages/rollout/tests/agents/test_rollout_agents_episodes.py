@@ -30,10 +30,10 @@ from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.fleet.fleet import Fleet
-from slime.rollout.generate.prompts import load_tokenizer
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.plugins import RolloutPlugins
+from slime.rollout.prompts.tokenizer import load_tokenizer
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import EvaluationSource, MemorySource
 from slime.types import Sample, SampleGroup

@@ -14,8 +14,8 @@ from rollout_fakes import EOS, FakeBuffer, FakeEngine, prompt_groups, reverse
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.generate.evaluation import eval_rollout
-from slime.rollout.generate.prompts import unrendered
 from slime.rollout.generate.state import RolloutState
+from slime.rollout.prompts.encoder import unrendered
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.types import Sample, SampleGroup

@@ -22,8 +22,9 @@ from slime.rollout.engines.embedded.__main__ import main as embedded_main
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.generate.evaluation import fits
 from slime.rollout.generate.offline import check_output, read_prompts, write_samples
-from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer
 from slime.rollout.metrics import pass_rates
+from slime.rollout.prompts.encoder import PromptEncoder
+from slime.rollout.prompts.tokenizer import context_length, load_tokenizer
 from slime.rollout.recordings.torch_files import read_torch
 from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings.rollout import RolloutSettings

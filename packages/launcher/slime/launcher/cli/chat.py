@@ -139,8 +139,8 @@ def engine(directory: str, kind: str) -> Iterator[Conversation]:
     """Starts an engine for a conversation, and ends it with the block."""
     from slime.rollout.engines.gpus import visible_gpus
     from slime.rollout.engines.process import stop_all
-    from slime.rollout.generate.prompts import has_chat_template
     from slime.rollout.launch import start_engines
+    from slime.rollout.prompts.tokenizer import has_chat_template
     from slime.rollout.settings.rollout import RolloutSettings
 
     values: dict[str, Any] = {"hf_checkpoint": directory, "rollout_engine": kind}

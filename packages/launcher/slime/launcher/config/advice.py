@@ -295,7 +295,7 @@ def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
 def _lengths(config: RunConfig) -> Iterator[str]:
     """Yields limits of a response that the context is too short for."""
     # It imports gRPC, which --help does without.
-    from slime.rollout.generate.prompts import context_length
+    from slime.rollout.prompts.tokenizer import context_length
 
     rollout = config.rollout
     if rollout.sglang_args.keys() & {"context_length", "json_model_override_args"}:

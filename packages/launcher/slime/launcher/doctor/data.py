@@ -15,8 +15,8 @@ from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.readers import ENDINGS, reader_of
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
-from slime.rollout.generate.prompts import TOKENIZER_FILES, chat_template_fault, has_chat_template
 from slime.rollout.generate.supervised import FUNCTION as SUPERVISED
+from slime.rollout.prompts.tokenizer import TOKENIZER_FILES, chat_template_fault, has_chat_template
 from slime.rollout.rewards.registry import check_name, needs_label
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted

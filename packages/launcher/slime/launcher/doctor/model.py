@@ -78,7 +78,7 @@ def check_tokenizer(flag: str, directory: Path) -> Iterator[Finding]:
             f"{flag} {directory}: no tokenizer", f"copy the model's own files: one of {', '.join(TOKENIZER_FILES)}"
         )
         return
-    from slime.rollout.generate.prompts import load_tokenizer
+    from slime.rollout.prompts.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(directory))

@@ -19,7 +19,7 @@ from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
 from slime.launcher.doctor.finding import FAIL, Finding, Subject
 from slime.launcher.doctor.model import check_weights
-from slime.rollout.generate.prompts import load_tokenizer
+from slime.rollout.prompts.tokenizer import load_tokenizer
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
 from slime.types.errors import InvalidFile, InvalidSetting
 

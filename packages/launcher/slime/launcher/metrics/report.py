@@ -20,7 +20,7 @@ from slime.launcher.metrics.printable import printable
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.metrics.sinks.base import Sink
 from slime.launcher.run_directory.state import RunState
-from slime.rollout.generate.prompts import unrendered
+from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample
 from slime.types.errors import counted
 from slime.types.files import write_whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from slime.rollout.generate.prompts import unrendered
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.prompts.encoder import unrendered
 from slime.rollout.recordings.rollouts import head_and_tail, path_of, read_rollout
 from slime.types import SampleGroup
 from slime.types.clients import BufferClient

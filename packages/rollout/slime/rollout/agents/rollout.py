@@ -11,9 +11,9 @@ from typing import Any
 from slime.rollout.agents.episodes import Episodes, shared_episodes
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.calls.call import CALL
-from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten
 from slime.rollout.generate.filters import DynamicFilterOutput
-from slime.rollout.generate.group import flatten, run_hooks
+from slime.rollout.generate.group import run_hooks
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, rollout_sampling_params, state_of
 from slime.rollout.metrics import agent_metrics
 from slime.rollout.rewards import apply_overlong_rules

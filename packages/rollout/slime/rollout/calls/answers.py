@@ -6,8 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.generate.group import flatten
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten
 from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 

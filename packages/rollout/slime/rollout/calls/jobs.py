@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
 from slime.rollout.calls.call import CALL, RolloutCall
-from slime.rollout.fleet.fleet import Fleet
 from slime.types.errors import Busy, SlimeError, counted
+
+if TYPE_CHECKING:
+    from slime.rollout.fleet.fleet import Fleet
 
 T = TypeVar("T")
 

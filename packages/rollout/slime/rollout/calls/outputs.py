@@ -1,8 +1,8 @@
-"""Return types of rollout functions and of evaluation functions."""
+"""Outputs of rollout functions and of evaluation functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,3 +35,11 @@ def call_rollout_fn(
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
+
+
+def flatten(group: Sequence[Any]) -> list[Sample]:
+    """Returns the samples of a group, of any depth of lists, in order."""
+    flat: list[Sample] = []
+    for item in group:
+        flat.extend(flatten(item) if isinstance(item, (list, tuple)) else [item])
+    return flat

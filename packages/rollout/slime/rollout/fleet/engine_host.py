@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from slime.rollout.engines.base import HostedEngine, RunningEngine
 from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import ANY_ADDRESS, stop_all
-from slime.rollout.generate.prompts import check_directory
 from slime.rollout.launch import start_engines
+from slime.rollout.prompts.tokenizer import check_directory
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import EngineError
 from slime.types.rpc import RpcSettings

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime.rollout.calls.call import RolloutCall
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import RolloutIteration
-from slime.rollout.generate.group import Generated, flatten
+from slime.rollout.generate.group import Generated
 from slime.rollout.generate.state import state_of
 from slime.rollout.sources.paced import PacedSource
 from slime.types import Sample

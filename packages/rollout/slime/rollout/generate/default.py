@@ -19,13 +19,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from slime.rollout.calls.call import CALL
-from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten
 from slime.rollout.generate.evaluation import eval_rollout
 from slime.rollout.generate.filters import DynamicFilterOutput
 from slime.rollout.generate.group import (
     Generated,
     finish_group,
-    flatten,
     generate_and_rm_group,
     generate_batch,
     needs_single_calls,

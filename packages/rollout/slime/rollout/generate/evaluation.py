@@ -7,14 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.calls.call import CALL
-from slime.rollout.calls.outputs import RolloutFnEvalOutput
-from slime.rollout.generate.group import (
-    finish_group,
-    flatten,
-    generate_and_rm_group,
-    generate_batch,
-    needs_single_calls,
-)
+from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
+from slime.rollout.generate.group import finish_group, generate_and_rm_group, generate_batch, needs_single_calls
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, state_of
 from slime.rollout.rewards.score import check, reward_key, scores_by_group
 from slime.rollout.settings.eval_overrides import set_args

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from slime.rollout.agents.episodes import play
 from slime.rollout.calls.call import CALL
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.responses import complete_custom
 from slime.rollout.generate.sample import FINISHED, Request, generate, make_request, send
 from slime.rollout.generate.seeds import seeds_of
@@ -207,14 +208,6 @@ def _count_reward_time(started: float) -> None:
     call = CALL.get()
     if call is not None:
         call.reward_seconds += time.monotonic() - started
-
-
-def flatten(group: Sequence[Any]) -> list[Sample]:
-    """Returns the samples of a group, of any depth of lists, in order."""
-    flat: list[Sample] = []
-    for item in group:
-        flat.extend(flatten(item) if isinstance(item, (list, tuple)) else [item])
-    return flat
 
 
 # The state of a rollout, which is made before groups can be generated, lets functions of the user submit them.

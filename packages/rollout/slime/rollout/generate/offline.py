@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.calls.call import CALL, RolloutCall
+from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import generate_rollout
-from slime.rollout.generate.group import flatten
-from slime.rollout.generate.prompts import has_chat_template
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
+from slime.rollout.prompts.tokenizer import has_chat_template
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
 from slime.types import Sample

@@ -21,9 +21,10 @@ from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.restarts import RestartLimits
 from slime.rollout.fleet.watched import FleetOptions
-from slime.rollout.generate.prompts import PromptEncoder, context_length, load_tokenizer, reads_images
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import RolloutPlugins, load_generate
+from slime.rollout.prompts.encoder import PromptEncoder
+from slime.rollout.prompts.tokenizer import context_length, load_tokenizer, reads_images
 from slime.rollout.settings.eval_datasets import build_eval_dataset_configs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, NotAvailable

@@ -14,8 +14,8 @@ from typing import Any
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.default import generate_rollout as generate_with_engines
 from slime.rollout.generate.loss_masks import MultiTurnLossMaskGenerator
-from slime.rollout.generate.prompts import unrendered
 from slime.rollout.generate.state import state_of
+from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 

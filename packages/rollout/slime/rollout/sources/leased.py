@@ -25,7 +25,7 @@ REFUSED_IN_A_ROW = 1000
 MOST_STRANGERS = 64
 
 
-# `render` of slime.rollout.generate.prompts.PromptEncoder.
+# `render` of slime.rollout.prompts.encoder.PromptEncoder.
 Render: TypeAlias = Callable[[Iterable[Sample]], None]
 
 

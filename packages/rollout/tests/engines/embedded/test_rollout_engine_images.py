@@ -17,7 +17,7 @@ from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
-from slime.rollout.generate.media import Media, data_uri
+from slime.rollout.prompts.media import Media, data_uri
 
 RED, BLUE, WIDE = png("red"), png("blue"), png("green", (32, 16))
 CASES = [("<image>which?", [RED]), ("<image>which?", [BLUE]), ("a<image>b<image>", [WIDE, RED]), ("text", [])]

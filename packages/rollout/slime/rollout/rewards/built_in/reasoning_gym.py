@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from slime.rollout.generate.prompts import unrendered
+from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from slime.rollout.engines.embedded.model.routing import RoutingRecorder
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.rollout.generate.media import Media
+from slime.rollout.prompts.media import Media
 from slime.types.errors import InvalidFile, MissingFile, counted
 from slime.types.models.vision import Vision, vision_of
 

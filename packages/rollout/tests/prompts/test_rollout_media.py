@@ -16,8 +16,8 @@ from rollout_tiny_model import write_tiny_model
 from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl
 
 from slime.rollout.calls.call import CALL, RolloutCall
-from slime.rollout.generate.media import Media, data_uri
 from slime.rollout.generate.sample import generate
+from slime.rollout.prompts.media import Media, data_uri
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.sources import LeasedDataSource
 from slime.types import Sample, SampleGroup

@@ -1,0 +1,1 @@
+"""Prompts: the tokenizer, what the chat template makes of messages, and images."""

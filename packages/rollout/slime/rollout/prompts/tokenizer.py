@@ -1,0 +1,114 @@
+"""The tokenizer of a Hugging Face directory: loads it, and tells from its files what the model can do with a prompt."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.chat import template
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+from slime.types.files import no_directory
+from slime.types.models.vision import vision_of
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def check_directory(hf_checkpoint: str) -> None:
+    """Raises MissingFile where there is no directory or no tokenizer in it; loads nothing.
+
+    A name that is no path is left to transformers (its cache, or the hub).
+    """
+    path = Path(hf_checkpoint)
+    is_path = path.is_absolute() or hf_checkpoint.startswith(".") or path.exists()
+    if is_path and not path.is_dir():
+        raise no_directory(hf_checkpoint, "--hf-checkpoint")
+    if is_path and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise MissingFile(
+            f"--hf-checkpoint {hf_checkpoint} has no tokenizer: expected tokenizer.json",
+            field="--hf-checkpoint",
+            value=hf_checkpoint,
+            expected="tokenizer.json",
+        )
+
+
+def load_tokenizer(hf_checkpoint: str) -> Any:
+    """Returns the tokenizer as transformers loads it.
+
+    Raises MissingFile, InvalidFile where it cannot be read, or NotAvailable without transformers.
+    """
+    check_directory(hf_checkpoint)
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise _no_transformers(hf_checkpoint) from error
+
+    try:
+        return AutoTokenizer.from_pretrained(hf_checkpoint)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidFile(
+            f"--hf-checkpoint {hf_checkpoint}: its tokenizer cannot be loaded: {error}",
+            field="--hf-checkpoint",
+            value=hf_checkpoint,
+        ) from error
+
+
+def check_transformers(hf_checkpoint: str) -> None:
+    """Raises NotAvailable where transformers is not installed; imports nothing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise _no_transformers(hf_checkpoint)
+
+
+def _no_transformers(hf_checkpoint: str) -> NotAvailable:
+    return NotAvailable.not_installed(f"--hf-checkpoint {hf_checkpoint}", "transformers", "slime-rollout[transformers]")
+
+
+def has_chat_template(hf_checkpoint: str) -> bool:
+    """Tells whether the tokenizer has a chat template; loads it only where its files do not show one.
+
+    Raises what `load_tokenizer` raises.
+    """
+    if chat_template_texts(hf_checkpoint):
+        return True
+    return bool(getattr(load_tokenizer(hf_checkpoint), "chat_template", None))
+
+
+def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
+    """Returns the chat templates that the files of a tokenizer show, by file; transformers takes the first of them."""
+    directory, found = Path(hf_checkpoint), dict[str, str]()
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        try:
+            text: Any = (directory / name).read_text(encoding="utf-8")
+            text = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue  # the tokenizer may do without the file, or says what is wrong with it
+        if isinstance(text, list):  # several, by name
+            text = "".join(str(each.get("template", "")) for each in text if isinstance(each, dict))
+        if text:
+            found[name] = str(text)
+    return found
+
+
+def chat_template_fault(hf_checkpoint: str) -> str | None:
+    """Returns what keeps the chat template of these files from being read; None where nothing does."""
+    for name, text in chat_template_texts(hf_checkpoint).items():
+        fault = template.syntax_error(text)
+        return None if fault is None else f"{name}, {fault}"
+    return None
+
+
+def context_length(hf_checkpoint: str) -> int | None:
+    """Returns the model's longest sequence in tokens, where its config.json says one."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    return int(length) if length else None
+
+
+def reads_images(hf_checkpoint: str) -> bool:
+    """Returns True for a model of a family whose images are supported."""
+    path = Path(hf_checkpoint) / "config.json"
+    return path.is_file() and vision_of(json.loads(path.read_text())) is not None
