@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from slime.types import errors
 from slime.types.clients.buffer_records import chunk_samples
 from slime.types.rpc import Cancelled, MessageTooLarge, RpcSettings, RunningService, Server, connect
+from slime.types.rpc.channel import RECONNECT_MS
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
@@ -224,6 +226,36 @@ def test_a_server_that_starts_late_is_reached(servicer: Scripted) -> None:
         with serve(servicer, RpcSettings(port=port)):
             caller.join(WAIT)
     assert len(answers) == 1
+
+
+def test_a_server_whose_greeting_takes_seconds_is_reached(servicer: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token-of-this-test")
+    (tmp_path / "token").chmod(0o600)
+    settings = RpcSettings(token_file=str(tmp_path / "token"), retry_seconds=0)
+    with serve(servicer, settings) as service, socket.create_server(("127.0.0.1", 0)) as door:
+
+        def relay() -> None:
+            client, _ = door.accept()
+            with client, socket.create_connection(("127.0.0.1", int(service.address.rsplit(":", 1)[1]))) as server:
+                client_left = threading.Event()
+                threading.Thread(target=pass_on, args=(client, server, client_left)).start()
+                client_left.wait(2 * RECONNECT_MS[1] / 1000)
+                pass_on(server, client, client_left)
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        with connect(f"127.0.0.1:{door.getsockname()[1]}", settings) as channel:
+            get_stats(buffer_pb2_grpc.BufferServiceStub(channel))
+        relaying.join(WAIT)
+    assert servicer.calls == 1
+
+
+def pass_on(sender: socket.socket, receiver: socket.socket, ended: threading.Event) -> None:
+    with suppress(OSError):
+        while data := sender.recv(1 << 16):
+            receiver.sendall(data)
+        receiver.shutdown(socket.SHUT_WR)
+    ended.set()
 
 
 def test_every_call_has_a_deadline(servicer: Scripted, address: str) -> None:

@@ -17,6 +17,8 @@ from slime.types.rpc.settings import RpcSettings
 KEEPALIVE_MS = 30_000
 # First and longest pause before a channel reconnects.
 RECONNECT_MS = (100, 1000)
+# Longest time for an attempt to connect. A server whose machine is busy takes seconds to greet its clients.
+CONNECT_MS = 10_000
 
 
 class DeadlineInterceptor(
@@ -64,7 +66,8 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         # gRPC's default pauses grow to two minutes, so clients would return long after their server.
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
-        ("grpc.min_reconnect_backoff_ms", RECONNECT_MS[0]),
+        # The name misleads: it limits an attempt, whose failure ends a call, and no pause.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
     ]
     credentials = channel_credentials(settings)
