@@ -27,3 +27,14 @@ def test_a_run_with_a_critic_is_continued_from_its_checkpoint(tmp_path: Path) ->
     assert (first / "critic" / "model.safetensors").is_file()
     run(resumed, *PPO, "--num-rollout", "4", "--load", str(first))
     assert [learning(row) for row in metrics(resumed)] == [learning(row) for row in rows[2:]]
+
+
+def test_megatron_trains_and_saves_a_critic(tmp_path: Path) -> None:
+    """On two ranks that share every layer. Resuming has tests in packages/trainer."""
+    layout = ("--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    run(tmp_path / "run", *PPO, *layout, "--num-rollout", "2")
+    rows = metrics(tmp_path / "run")
+    assert [row["train/step"] for row in rows] == [0, 1], "the critic trains alone at first"
+    assert all(row["train/critic-grad_norm"] > 0 for row in rows) and rows[1]["train/grad_norm"] > 0
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("iter_*")
+    assert (saved / ".metadata").is_file() and (saved / "critic" / ".metadata").is_file()

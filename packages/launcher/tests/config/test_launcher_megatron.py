@@ -230,15 +230,17 @@ def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> Non
         run_config.parse([*megatron, "--initial-megatron-checkpoint", str(tmp_path / "none")])
 
 
-@pytest.mark.parametrize("flag", ["--load", "--ref-load"])
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load"])
 def test_a_checkpoint_of_megatrons_is_held_against_the_model(megatron: list[str], tmp_path: Path, flag: str) -> None:
     saved = tmp_path / "saved" / "release"
     (saved / "hf").mkdir(parents=True)
     (saved / ".metadata").touch()
     (saved.parent / "latest_checkpointed_iteration.txt").write_text("release")
     (saved / "hf" / "config.json").write_text(json.dumps(MODEL))
-    config = run_config.parse([*megatron, flag, str(saved.parent)])
-    assert str(saved.parent) in (config.trainer.load, config.trainer.ref_load)
+    if flag == "--critic-load":
+        megatron = [*megatron, "--advantage-estimator", "ppo"]
+    trainer = run_config.parse([*megatron, flag, str(saved.parent)]).trainer
+    assert str(saved.parent) in (trainer.load, trainer.ref_load, trainer.critic_load)
     (saved / "hf" / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 5, "hidden_size": 1024}))
     with pytest.raises(InvalidSetting, match=rf"by the checkpoint of {flag}") as caught:
         run_config.parse([*megatron, flag, str(saved.parent)])

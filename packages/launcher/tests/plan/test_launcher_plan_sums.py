@@ -135,6 +135,21 @@ def test_the_sums_of_a_megatron_rank() -> None:
     assert kept["activations", False] < whole["activations", False]
 
 
+def test_a_critic_on_megatron_takes_what_the_policy_takes() -> None:
+    sizes, held, shape = Sizes(data=4), Held(1000, 0), Shape.of(CONFIG)
+
+    def lasting(estimator: str, **args: object) -> float:
+        settings = TrainerSettings(
+            hf_checkpoint="m", train_backend="megatron", bf16=True, advantage_estimator=estimator, kl_coef=0.1
+        )
+        memory = trainer_memory(settings, shape, held, sizes, 10, args=args, on_gpu=False)
+        assert {item.name for item in memory.items if item.host} <= {"reference model"}
+        return memory.lasting
+
+    assert lasting("ppo") == 2 * 18 * 1000
+    assert lasting("ppo", use_distributed_optimizer=True) == 2 * (6 + 12 / 4) * 1000
+
+
 def test_layers_are_spread_over_stages_in_order() -> None:
     args = {"num_layers": 8, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}
     assert layers_of_stages(args, sizes_of(args, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

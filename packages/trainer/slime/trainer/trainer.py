@@ -61,7 +61,7 @@ class Trainer:
         self.backend = build_backend(
             settings, ranks, device, weights=settings.load, megatron=megatron, extra_args=extra_args
         )
-        self.critic = build_critic(settings, ranks, device)
+        self.critic = build_critic(settings, ranks, device, self.backend)
         self._source = Path(settings.hf_checkpoint)
         self._checkpoints = open_checkpoints(settings, self.backend, ranks, self._source, self.critic)
         if settings.load:

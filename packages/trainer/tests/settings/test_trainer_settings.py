@@ -11,7 +11,7 @@ from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.cli import PlaceSettings, main
 from slime.trainer.settings.checks import advice, require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting
 from slime.types.settings import parse
 
 
@@ -74,9 +74,16 @@ def test_a_contradiction_names_both_values(values: dict[str, Any], both: tuple[s
         assert part in str(caught.value)
 
 
-def test_known_values_without_an_implementation():
-    with pytest.raises(NotAvailable, match="not supported yet"):
-        settings(advantage_estimator="ppo", train_backend="megatron")
+def test_a_critic_has_learning_rates_of_its_own_and_trains_whole():
+    values = {"critic_lr": 3e-5, "critic_lr_warmup_iters": 2, "num_critic_only_steps": 4, "num_steps_per_rollout": 3}
+    policy = settings(
+        train_backend="megatron", advantage_estimator="ppo", lr_decay_style="linear", lr_decay_iters=10,
+        lr_warmup_fraction=0.5, freeze_params_name_list=["embedding"], **values,
+    )  # fmt: skip
+    critic = policy.of_critic()
+    assert (critic.lr, critic.warmup_updates, critic.lr_decay_iters) == (3e-5, 2, 22)
+    assert critic.freeze_params_name_list is None
+    assert settings(advantage_estimator="ppo", lr=2e-5).of_critic().lr == 2e-5
 
 
 @pytest.mark.parametrize(
@@ -167,10 +174,6 @@ SERVE = "serve --hf-checkpoint m --buffer-address a:1 --rollout-address b:2".spl
     [
         (["serve", "--hf-checkpoint", "m", "--lrr", "1"], "did you mean --lr"),
         (["serve", "--hf-checkpoint", "m"], "--buffer-address is required"),
-        (
-            ["serve", "--hf-checkpoint", "m", "--train-backend", "megatron", "--advantage-estimator", "ppo"],
-            "--advantage-estimator ppo with --train-backend megatron is not supported yet",
-        ),
         (
             [*SERVE, "--tensor-model-parallel-size", "2"],
             "--tensor-model-parallel-size 2 requires --train-backend megatron",

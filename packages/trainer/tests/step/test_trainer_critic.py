@@ -18,6 +18,7 @@ from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, writ
 
 from slime.trainer.algorithms.advantages import generalized_advantages
 from slime.trainer.backends.base import REFERENCE, TRAINING
+from slime.trainer.backends.build import open_checkpoints
 from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, HuggingFaceCheckpoints, TrainerState, read_state
 from slime.trainer.step.critic import clipped_value_loss
 from slime.trainer.step.device_memory import DeviceMemory
@@ -92,9 +93,15 @@ def write_model_of(path: Path, **values: Any) -> str:
     return str(path)
 
 
+def head_of(runner: Runner) -> Any:
+    if runner.settings.train_backend == "megatron":
+        return runner.critic.models[-1].output_layer.weight
+    return runner.critic.policy.get_output_embeddings().weight
+
+
 def with_head(runner: Runner, seed: int = 5) -> Tensor:
     """Gives the critic's head numbers; returns them in float64."""
-    head = runner.critic.policy.get_output_embeddings().weight
+    head = head_of(runner)
     drawn = 0.3 * torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
     head.data.copy_(drawn)
     return drawn.double()
@@ -107,7 +114,11 @@ def reference_values(model: Any, head: Tensor, sample: Any) -> Tensor:
     return (hidden @ head[0])[len(tokens) - 1 - sample.response_length : -1]
 
 
-@pytest.mark.parametrize("cut", [{}, {"use_dynamic_batch_size": False, "micro_batch_size": 1}])
+MEGATRON: dict[str, Any] = {"train_backend": "megatron"}
+BOTH = pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+
+
+@pytest.mark.parametrize("cut", [{}, {"use_dynamic_batch_size": False, "micro_batch_size": 1}, MEGATRON])
 @pytest.mark.parametrize("values", [{}, {"kl_coef": 0.1, "kl_loss_type": "k3"}, {"normalize_advantages": True}])
 def test_a_step_is_that_of_the_formulas(model: str, reference_model: str, cut: dict[str, Any], values: dict[str, Any]):
     s = make_settings(model, ref_load=reference_model, value_clip=10.0, **PPO, **values, **cut)
@@ -156,8 +167,9 @@ def test_a_step_is_that_of_the_formulas(model: str, reference_model: str, cut: d
     assert metrics["train/skipped_samples"] == 0 and metrics["train/critic-value_clipfrac"] == 0
 
 
-def test_values_are_learned_and_later_updates_are_clipped(model: str):
-    runner = Runner(make_settings(model, critic_lr=3e-2, num_steps_per_rollout=3, **PPO))
+@BOTH
+def test_values_are_learned_and_later_updates_are_clipped(model: str, backend: str):
+    runner = Runner(make_settings(model, train_backend=backend, critic_lr=3e-2, num_steps_per_rollout=3, **PPO))
     seen = [runner.run(step, make_samples(0)) for step in range(8)]
     assert seen[0]["train/critic-explained_variance"] == 0, "the values are 0 before the first update"
     assert seen[-1]["train/critic-explained_variance"] > 0.3
@@ -166,8 +178,11 @@ def test_values_are_learned_and_later_updates_are_clipped(model: str):
     assert seen[0]["train/critic-lr-pg_0"] == 3e-2 and seen[0]["train/lr-pg_0"] == 1e-2
 
 
-def test_the_policy_waits_for_the_critic(model: str):
-    runner = Runner(make_settings(model, num_critic_only_steps=2, critic_lr_warmup_iters=4, **PPO))
+@BOTH
+def test_the_policy_waits_for_the_critic(model: str, backend: str):
+    runner = Runner(
+        make_settings(model, train_backend=backend, num_critic_only_steps=2, critic_lr_warmup_iters=4, **PPO)
+    )
     before = runner.weights()
     rates = [runner.run(step)["train/critic-lr-pg_0"] for step in range(2)]
     assert rates == pytest.approx([2.5e-3, 5e-3])
@@ -186,19 +201,31 @@ def test_a_critic_sees_samples_whose_reward_is_zero(model: str):
     assert runner.run(0, samples)["train/critic-grad_norm"] > 0
 
 
+@BOTH
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Path, tied: bool):
-    values = PPO | {"lr_warmup_iters": 3, "critic_lr_warmup_iters": 2, "num_steps_per_rollout": 2}
+def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Path, tied: bool, backend: str):
+    values = PPO | {
+        "train_backend": backend,
+        "lr_warmup_iters": 3,
+        "critic_lr_warmup_iters": 2,
+        "num_steps_per_rollout": 2,
+    }
     start, path = tied_model if tied else model, tmp_path / "step_1"
     s = make_settings(start, num_critic_only_steps=1, **values)
     straight = Runner(s)
+
+    def checkpoints_of(runner: Runner) -> Any:
+        return found.setdefault(id(runner), open_checkpoints(s, runner.backend, alone(), Path(start), runner.critic))
+
+    found: dict[int, Any] = {}
     for step in range(2):
         straight.run(step)
     state = TrainerState(step=1, updates=straight.backend.updates, weight_version=2)
-    HuggingFaceCheckpoints(straight.backend, alone(), Path(start), straight.critic).save(path, state)
+    checkpoints_of(straight).save(path, state)
+    checkpoints_of(straight).finish(wait=True)
     assert read_state(str(path)).updates == 2 and read_state(str(path / CRITIC_DIR)).updates == 4
     resumed = Runner(make_settings(start, num_critic_only_steps=1, load=str(path), **values), weights=str(path))
-    HuggingFaceCheckpoints(resumed.backend, alone(), Path(start), resumed.critic).load(str(path), state)
+    checkpoints_of(resumed).load(str(path), state)
     assert (resumed.backend.updates, resumed.critic.updates) == (2, 4)
     for step in range(2, 4):
         a, b = straight.run(step), resumed.run(step)
@@ -210,9 +237,10 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
         assert all(torch.equal(weights[name], weight) for name, weight in mine.named_weights())
 
 
-def test_a_trainer_saves_and_resumes_its_critic(model: str, tmp_path: Path):
+@BOTH
+def test_a_trainer_saves_and_resumes_its_critic(model: str, tmp_path: Path, backend: str):
     """By the calls of a run; the two trainers have nothing but the checkpoint in common."""
-    values = PPO | {"num_critic_only_steps": 1, "critic_lr": 2e-2}
+    values = PPO | {"train_backend": backend, "num_critic_only_steps": 1, "critic_lr": 2e-2}
     straight, path = Stack(model, **values), str(tmp_path / "step_0")
     try:
         assert straight.client.train_step(0, 3, timeout=60)["train/step"] == 0
@@ -310,15 +338,17 @@ def test_weights_stay_whole_only_where_policy_and_critic_both_fit(model: str, mo
     assert not plain._keeps_weights_whole()
 
 
-def test_the_critics_memory_is_given_back_with_the_optimizers(model: str):
-    runner = Runner(make_settings(model, **PPO))
+@BOTH
+def test_the_critics_memory_is_given_back_with_the_optimizers(model: str, backend: str):
+    runner = Runner(make_settings(model, train_backend=backend, **PPO))
     runner.run()
     memory = DeviceMemory(runner.backend, runner.critic, enabled=True, device_types=("cpu",))
     before = {name: weight.clone() for name, weight in runner.critic.named_weights()}
     memory.release(TRAINING)
     # Tensors read from a file stay mapped to it on a CPU.
-    assert runner.critic.policy.get_output_embeddings().weight.untyped_storage().nbytes() == 0
-    assert all(p.untyped_storage().nbytes() > 0 for p in runner.backend.policy.parameters())
+    assert head_of(runner).untyped_storage().nbytes() == 0
+    (policy,) = runner.backend.models if backend == "megatron" else (runner.backend.policy,)
+    assert all(p.untyped_storage().nbytes() > 0 for p in policy.parameters())
     memory.need(TRAINING)
     assert all(torch.equal(before[name], weight) for name, weight in runner.critic.named_weights())
 

@@ -158,7 +158,7 @@ class Runner:
         self.ranks = ranks or alone()
         device = pick_device(self.ranks.rank)
         self.backend = build_backend(settings, self.ranks, device, weights=weights, megatron=megatron)
-        self.critic = build_critic(settings, self.ranks, device)
+        self.critic = build_critic(settings, self.ranks, device, self.backend)
         self.before_update: Callable[[], None] = lambda: None
         self._step = TrainStep(
             settings, self.backend, self.ranks, critic=self.critic, before_update=lambda: self.before_update()

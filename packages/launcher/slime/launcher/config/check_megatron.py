@@ -57,6 +57,7 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
             ("--load", trainer.load),
             ("--ref-load", trainer.ref_load),
             ("--opd-teacher-load", trainer.opd_teacher_load),
+            ("--critic-load", trainer.critic_load),
         ):
             _check_checkpoint(flag, directory, config, source, trainer.model_name)
         rank_layout.sizes_of(model_args(config, values), _ranks(launcher))

@@ -271,8 +271,8 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
 def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
     """Checks that models, prompts and --load are there."""
     for name in ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"):
-        # The reference may be a Megatron checkpoint; only the initial weights need a tokenizer beside them.
-        may_be_megatron = name in ("ref_load", "opd_teacher_load") and args["train_backend"] == "megatron"
+        # The others may be Megatron checkpoints; only the initial weights need a tokenizer beside them.
+        may_be_megatron = name != "hf_checkpoint" and args["train_backend"] == "megatron"
         if args[name] is not None and not (may_be_megatron and is_torch_dist(args[name])):
             check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
     if args["load"] is not None and not Path(args["load"]).is_dir():

@@ -10,7 +10,7 @@ estimate: KEPT is what autograd was seen to keep of a decoder layer with attenti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.converters.megatron.rank_layout import Sizes
@@ -222,6 +222,12 @@ def _megatron(settings: TrainerSettings, held: Held, sizes: Sizes, args: Mapping
         )
     if settings.loads_teacher:
         items.append(Item("teacher", weight * held.total, f"{weight} x {held.total:,}", host=True))
+    if settings.use_critic:
+        items += [
+            replace(item, name=f"critic's {item.name}")
+            for item in items
+            if item.name in ("weights", "gradients", "optimizer")
+        ]
     return items
 
 

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.trainer.backends.base import Backend
-from slime.trainer.checkpoints.checkpoint import CRITIC_DIR, Checkpoints, HuggingFaceCheckpoints
+from slime.trainer.checkpoints.checkpoint import Checkpoints, HuggingFaceCheckpoints, critic_directory
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.types.errors import InvalidSetting, NotAvailable
 
 if TYPE_CHECKING:
     from slime.trainer.backends.fsdp.critic import FsdpCritic
+    from slime.trainer.backends.megatron.critic import MegatronCritic
+
+    Critic = FsdpCritic | MegatronCritic
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +78,23 @@ def build_backend(
     return MegatronBackend(settings, ranks, device, args, config, weights, hooks)
 
 
-def build_critic(settings: TrainerSettings, ranks: Ranks, device: torch.device) -> FsdpCritic | None:
+def build_critic(settings: TrainerSettings, ranks: Ranks, device: torch.device, policy: Backend) -> Critic | None:
     """Builds the critic of an estimator that has one, with the weights of the checkpoint of --load if that has them."""
     if not settings.use_critic:
         return None
-    from slime.trainer.backends.fsdp.critic import FsdpCritic
-
-    weights = str(Path(settings.load, CRITIC_DIR)) if settings.load else None
-    if weights is not None and not Path(weights).is_dir():
+    weights = critic_directory(settings.load) if settings.load else None
+    if settings.load and weights is None:
         start = settings.critic_load or settings.hf_checkpoint
         log.warning("%s has no critic: it starts with the weights of %s", settings.load, start)
-        weights = None
-    return FsdpCritic(settings, ranks, device, weights)
+    if settings.train_backend == "fsdp":
+        from slime.trainer.backends.fsdp.critic import FsdpCritic
+
+        return FsdpCritic(settings, ranks, device, weights)
+    from slime.trainer.backends.megatron.backend import MegatronBackend
+    from slime.trainer.backends.megatron.critic import MegatronCritic
+
+    assert isinstance(policy, MegatronBackend)
+    return MegatronCritic(settings, policy, weights)
 
 
 def _refuse_dropped(settings: TrainerSettings, explicit: Mapping[str, Any]) -> None:
@@ -143,16 +151,16 @@ def _recomputed(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoints(
-    settings: TrainerSettings, backend: Backend, ranks: Ranks, source: Path, critic: FsdpCritic | None = None
+    settings: TrainerSettings, backend: Backend, ranks: Ranks, source: Path, critic: Critic | None = None
 ) -> Checkpoints:
     """Opens the checkpoints of `backend` and of the critic. source: directory of the config and the tokenizer."""
     if settings.train_backend == "fsdp":
         from slime.trainer.backends.fsdp.backend import FsdpBackend
 
-        assert isinstance(backend, FsdpBackend)
+        assert isinstance(backend, FsdpBackend) and (critic is None or isinstance(critic, FsdpBackend))
         return HuggingFaceCheckpoints(backend, ranks, source, critic)
     from slime.trainer.backends.megatron.backend import MegatronBackend
     from slime.trainer.backends.megatron.weights.checkpoint import TorchDistCheckpoints
 
-    assert isinstance(backend, MegatronBackend)
-    return TorchDistCheckpoints(backend, ranks, source, asynchronous=settings.async_save)
+    assert isinstance(backend, MegatronBackend) and (critic is None or isinstance(critic, MegatronBackend))
+    return TorchDistCheckpoints(backend, ranks, source, critic, asynchronous=settings.async_save)

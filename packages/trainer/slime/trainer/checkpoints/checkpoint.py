@@ -83,8 +83,8 @@ class HuggingFaceCheckpoints:
 
     def load(self, path: str, state: TrainerState) -> None:
         _load_optimizer(self._backend, path, state)
-        of_critic = str(Path(path, CRITIC_DIR))
-        if self._critic is not None and Path(of_critic).is_dir():
+        of_critic = critic_directory(path)
+        if self._critic is not None and of_critic is not None:
             _load_optimizer(self._critic, of_critic, read_state(of_critic))
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
@@ -131,6 +131,12 @@ def _state_file(path: Path) -> Path:
     tracker = path / TRACKER
     number = tracker.read_text().strip() if tracker.is_file() else ""
     return (path / f"iter_{int(number):07d}" if number.isdigit() else path) / STATE_FILE
+
+
+def critic_directory(path: str) -> str | None:
+    """Returns where the checkpoint has a critic, None where it has none."""
+    directory = _state_file(Path(path)).parent / CRITIC_DIR
+    return str(directory) if directory.is_dir() else None
 
 
 def _load_optimizer(backend: FsdpBackend, path: str, state: TrainerState) -> None:

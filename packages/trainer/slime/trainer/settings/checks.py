@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.trainer.algorithms.estimators import constant_ratio, estimators_that, find_estimator
-from slime.types.errors import InvalidSetting, NotAvailable, counted
+from slime.types.errors import InvalidSetting, counted
 from slime.types.setting_values import flag_name
 from slime.types.settings import spelled
 
@@ -29,19 +29,10 @@ POLICY_LOSS_ONLY = (
 )  # fmt: skip
 
 
-def refuse_unavailable(settings: TrainerSettings) -> None:
-    """Raises NotAvailable, and InvalidSetting for an unknown estimator."""
-    if find_estimator(settings.advantage_estimator).critic and settings.train_backend == "megatron":
-        raise NotAvailable.unavailable(
-            f"{spelled(settings, 'advantage_estimator')} with --train-backend megatron",
-            "that backend trains no critic",
-            "--train-backend fsdp",
-        )
-
-
 def refuse_contradictions(settings: TrainerSettings) -> None:
-    """Raises InvalidSetting, naming both settings."""
+    """Raises InvalidSetting, naming both settings, or an estimator that does not exist."""
     s = settings
+    find_estimator(s.advantage_estimator)
     if s.train_backend != "megatron":
         for field in MEGATRON_ONLY:
             if getattr(s, field):

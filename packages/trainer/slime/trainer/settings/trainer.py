@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from slime.trainer.settings.algorithm import AlgorithmSettings
-from slime.trainer.settings.checks import refuse_contradictions, refuse_unavailable
+from slime.trainer.settings.checks import refuse_contradictions
 from slime.trainer.settings.debug import DebugSettings
 from slime.types.settings import like, setting
 from slime.types.shared_settings import BatchSettings, GroupSettings, ModeSettings, PolicySettings, TrainingSettings
@@ -203,7 +203,6 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     def __post_init__(self) -> None:
         if self.balance_by_flops:
             self.balance_data = True
-        refuse_unavailable(self)
         self.check_debugging()
         refuse_contradictions(self)
 
@@ -220,6 +219,18 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     def critic_only_updates(self) -> int:
         """Updates of the critic before the first one of the policy."""
         return self.num_critic_only_steps * self.updates_per_iteration
+
+    def of_critic(self) -> TrainerSettings:
+        """Returns the settings of the critic: its own learning rates; all of its parameters train, without plug-ins for
+        the policy."""
+        decay = self.lr_decay_iters
+        return dataclasses.replace(
+            self, lr=self.critic_lr or self.lr, lr_warmup_iters=self.critic_lr_warmup_iters, lr_warmup_fraction=None,
+            lr_decay_iters=None if decay is None else decay + self.critic_only_updates,
+            only_train_params_name_list=None, freeze_params_name_list=None, enable_mtp_training=False,
+            custom_megatron_init_path=None, custom_megatron_before_log_prob_hook_path=None,
+            custom_megatron_before_train_step_hook_path=None, compile=False,
+        )  # fmt: skip
 
     @property
     def depends_on_length(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,7 @@ class FsdpCritic(FsdpBackend):
         self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
     ) -> None:
         """weights: a critic's directory in place of --critic-load (of a checkpoint to resume from)."""
-        decay = settings.lr_decay_iters
-        critic_settings = dataclasses.replace(
-            settings, lr=settings.critic_lr or settings.lr, lr_warmup_iters=settings.critic_lr_warmup_iters,
-            lr_warmup_fraction=None, compile=False,
-            lr_decay_iters=None if decay is None else decay + settings.critic_only_updates,
-        )  # fmt: skip
-        super().__init__(critic_settings, ranks, device, weights)
+        super().__init__(settings.of_critic(), ranks, device, weights)
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
         from transformers import AutoConfig

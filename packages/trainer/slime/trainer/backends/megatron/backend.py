@@ -49,6 +49,10 @@ class MegatronBackend(Backend):
     the object of config.json."""
 
     name = "megatron"
+    # True if other models may be loaded to compare the policy with.
+    _has_references = True
+    _replays_routing = True
+    _pipeline_class = Pipeline
 
     def __init__(
         self,
@@ -67,8 +71,7 @@ class MegatronBackend(Backend):
         self.args = dict(args)
         self.config = config
         self.hooks = hooks or Hooks()
-        parallel.initialize(self.args, ranks, seed=settings.seed)
-        self.hooks.after_initialization()
+        self._initialize()
         dtype = torch.bfloat16 if settings.bf16 else torch.float32
         self.transformer = transformer_config(self.args, params_dtype=dtype)
         # Losses carry their denominators: gradients are added up, over micro-batches and over replicas.
@@ -76,46 +79,57 @@ class MegatronBackend(Backend):
         aux_losses.use_whole_rows(self.transformer)
         # Two virtual stages of a rank may talk to the same neighbour at once, and Megatron would mix up their shapes.
         self.transformer.variable_seq_lengths = self.transformer.virtual_pipeline_model_parallel_size is None
-        provider = self.hooks.model_provider
-        chunks: list[torch.nn.Module] = [
-            adopted(chunk) for chunk in build_model(self.args, self.transformer, provider=provider)
-        ]
+        chunks = self._build()
         for chunk in chunks:
             chunk.to(device)
-        wanted = settings.compile and not provider
+        wanted = settings.compile and not self.hooks.model_provider
         budget = settings.activation_memory_budget
         compiler = compile_layers(chunks, self.args, self.transformer, budget) if wanted else None
         self.snapshots = Snapshots(chunks)
-        if settings.needs_reference:
+        if settings.needs_reference and self._has_references:
             reference = settings.ref_load or settings.hf_checkpoint
             initial.load(chunks, self.args, config, reference, flag="--ref-load")
             self.snapshots.keep(REFERENCE)
-        if settings.loads_teacher:
+        if settings.loads_teacher and self._has_references:
             assert settings.opd_teacher_load is not None
             initial.load(chunks, self.args, config, settings.opd_teacher_load, flag="--opd-teacher-load")
             self.snapshots.keep(TEACHER)
-        initial.load(chunks, self.args, config, weights_from or settings.hf_checkpoint, flag="--load")
+        self._load(chunks, weights_from)
         freeze(chunks, settings, ranks)
         self.models = chunks
         self.chunks = distributed(parallel.mixed_precision(chunks, self.transformer), self.args, settings)
         self.optimizer = Optimizer(self.chunks, self.args, settings)
         self.optimizer.zero_grad()
-        replays = replays_routing(settings, bool(self.transformer.num_moe_experts))
+        replays = self._replays_routing and replays_routing(settings, bool(self.transformer.num_moe_experts))
         replay = routing.attach(chunks, from_rollout=settings.use_rollout_routing_replay) if replays else None
         if replays:
             # It chooses inside a kernel.
             self.transformer.moe_router_fusion = False
-        if settings.use_rollout_routing_replay:
+        if replays and settings.use_rollout_routing_replay:
             t = self.transformer
             self.replayed_experts = Experts(t.num_layers, t.moe_router_topk, t.num_moe_experts or 0)
         scoring = Scoring(int(self.args["vocab_size"]), settings.rollout_temperature, settings.log_probs_chunk_size)
-        self._pipeline = Pipeline(
+        self._pipeline = self._pipeline_class(
             self.chunks, self.transformer, scoring, device,
             row_multiple=settings.data_pad_size_multiplier, recompute=settings.recompute_loss_function,
             fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=replay,
         )  # fmt: skip
         self.can_share_prompts = self._can_share_prompts()
         self._describe()
+
+    def _initialize(self) -> None:
+        """Makes the process groups."""
+        parallel.initialize(self.args, self.ranks, seed=self.settings.seed)
+        self.hooks.after_initialization()
+
+    def _build(self) -> list[torch.nn.Module]:
+        """Builds this rank's chunks, with any weights."""
+        provider = self.hooks.model_provider
+        return [adopted(chunk) for chunk in build_model(self.args, self.transformer, provider=provider)]
+
+    def _load(self, chunks: list[torch.nn.Module], weights_from: str | None) -> None:
+        """Loads the weights that training begins with."""
+        initial.load(chunks, self.args, self.config, weights_from or self.settings.hf_checkpoint, flag="--load")
 
     def _describe(self) -> None:
         self.updates = 0

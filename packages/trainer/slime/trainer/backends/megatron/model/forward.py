@@ -73,8 +73,7 @@ class Pipeline:
             if batch is None:
                 return logits.new_zeros(()), None
             outputs = self._outputs(batch, row, logits, "value" if entropy else "none")
-            found = [outputs.log_probs, *([] if outputs.entropy is None else [outputs.entropy])]
-            return logits.new_zeros(()), torch.stack(found)
+            return logits.new_zeros(()), torch.stack(self._numbers(outputs))
 
         if self.routing is not None:
             # Before another model too: its weights are in layers that the policy's last row told what to choose.
@@ -83,7 +82,7 @@ class Pipeline:
             results = self._from_last_stage(
                 batches, self._run(batches, collect, forward_only=True, replays=replays), 1 + entropy
             )
-        return [None if r is None else Outputs(r[0], r[1] if entropy else None) for r in results]
+        return [None if found is None else self._of_numbers(found) for found in results]
 
     def train(
         self,
@@ -197,6 +196,14 @@ class Pipeline:
             return Outputs(log_probs, None)
         with torch.set_grad_enabled(entropy == "gradient"):
             return Outputs(log_probs, self._gather(batch, row, token_entropy(columns, temperature, chunk, shard)))
+
+    def _numbers(self, outputs: Outputs) -> list[Tensor]:
+        """Returns what other stages need of outputs without gradient: [K] each."""
+        return [outputs.log_probs, *([] if outputs.entropy is None else [outputs.entropy])]
+
+    def _of_numbers(self, numbers: Tensor) -> Outputs:
+        """Makes outputs of what `_numbers` returned, stacked."""
+        return Outputs(numbers[0], numbers[1] if len(numbers) > 1 else None)
 
     def _gather(self, batch: PackedBatch, row: RankRow, values: Tensor) -> Tensor:
         """[j] of this rank's part of the sequences -> [K] of all of it."""

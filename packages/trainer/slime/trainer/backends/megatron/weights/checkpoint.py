@@ -5,6 +5,7 @@
       hf/, slime.json                                       Hugging Face config and tokenizer, Megatron's arguments:
                                                             `slime-convert torch-dist-to-hf` needs nothing else
       trainer.json, data_place.jsonl                        where the run stands, in its updates and in its data
+      critic/                                               the same of a critic, without hf/ and a place
     latest_checkpointed_iteration.txt                       the newest
 
 Every rank writes the parts that it alone has, into a file of its own; the first rank joins them, and only then does the
@@ -30,7 +31,13 @@ from slime.converters.torch_dist.writer import ChunkFile, WrittenChunk, write_co
 from slime.trainer.backends.megatron.backend import MegatronBackend
 from slime.trainer.backends.megatron.weights import sharded_state
 from slime.trainer.backends.megatron.weights.initial import reading
-from slime.trainer.checkpoints.checkpoint import TrainerState, write_state
+from slime.trainer.checkpoints.checkpoint import (
+    CRITIC_DIR,
+    TrainerState,
+    critic_directory,
+    read_state,
+    write_state,
+)
 from slime.trainer.checkpoints.hf_directory import WRITER, copy_side_files
 from slime.trainer.process.collective import Ranks
 from slime.types.directories import WholeDirectory, path_errors
@@ -40,42 +47,94 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
+class _Model:
+    """The tensors of one backend that this rank writes into a checkpoint.
+
+    directory: inside the checkpoint's; common: what of the optimizer is the same on all ranks; chunks: as written.
+    """
+
+    backend: MegatronBackend
+    directory: str
+    state: TrainerState
+    parts: list[sharded_state.Part]
+    common: dict[str, Any]
+    chunks: list[WrittenChunk] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, backend: MegatronBackend, directory: str, state: TrainerState, optimizer: bool) -> _Model:
+        """Collects the parts, views of the backend's tensors. Collective."""
+        state = dataclasses.replace(state, updates=backend.updates) if directory else state
+        state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
+        backend.optimizer.settle()
+        parts = list(sharded_state.model_parts(backend.models))
+        common: dict[str, Any] = {}
+        if state.has_optimizer:
+            moments, common = sharded_state.optimizer_parts(backend.optimizer.wrapped, backend.models)
+            parts += moments
+        return cls(backend, directory, state, parts, common)
+
+    def copy_parts(self) -> None:
+        """Takes copies in host memory, which further training leaves as they are."""
+        self.parts = [dataclasses.replace(part, tensor=_copied(part.tensor)) for part in self.parts]
+
+    def write(self, partial: Path, rank: int) -> None:
+        latent = bool(self.backend.args.get("multi_latent_attention"))
+        self.chunks = _write(partial / self.directory, rank, self.parts, latent=latent)
+
+
+@dataclasses.dataclass
 class _Save:
     """A checkpoint on its way to the disk."""
 
     step: int
+    models: list[_Model]
     directory: WholeDirectory | None  # on the first rank
     partial: Path
     thread: threading.Thread | None = None
-    chunks: list[WrittenChunk] = dataclasses.field(default_factory=list)
     error: Exception | None = None
 
 
 class TorchDistCheckpoints:
-    """Saves and restores one backend; every method is collective. source: directory of the config and the tokenizer."""
+    """Saves and restores a backend and a critic; every method is collective. source: directory of the config and the
+    tokenizer."""
 
-    def __init__(self, backend: MegatronBackend, ranks: Ranks, source: Path, *, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        backend: MegatronBackend,
+        ranks: Ranks,
+        source: Path,
+        critic: MegatronBackend | None = None,
+        *,
+        asynchronous: bool = False,
+    ) -> None:
         self._backend = backend
+        self._critic = critic
         self._ranks = ranks
         self._source = source
         self._asynchronous = asynchronous
         self._pending: _Save | None = None
 
     def load(self, path: str, state: TrainerState) -> None:
-        """Loads the optimizer, where the checkpoint has one; the backend was made with its weights.
+        """Loads the optimizers, where the checkpoint has them; the backends were made with its weights.
 
         Raises MissingFile or InvalidFile naming --load.
         """
+        self._load(self._backend, path, state)
+        of_critic = critic_directory(path)
+        if self._critic is not None and of_critic is not None:
+            self._load(self._critic, of_critic, read_state(of_critic))
+
+    def _load(self, backend: MegatronBackend, path: str, state: TrainerState) -> None:
         if state.updates and not is_torch_dist(path):
             log.warning("%s is of another backend: its weights are loaded, and the moments start from zero", path)
         elif state.updates and state.has_optimizer:
             checkpoint = TorchDist(path)
-            optimizer, models = self._backend.optimizer.wrapped, self._backend.models
+            optimizer, models = backend.optimizer.wrapped, backend.models
             sharded_state.load_optimizer(optimizer, models, reading(checkpoint, "--load"), state.updates)
             checkpoint.close()
         elif state.updates:
             log.warning("%s holds no optimizer state: its moments start from zero", path)
-        self._backend.updates = state.updates
+        backend.updates = state.updates
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
         """Begins to write; `finish` says when it is done. An earlier one is waited for.
@@ -83,45 +142,51 @@ class TorchDistCheckpoints:
         Raises OutOfSpace or InvalidSetting, here or in `finish`; then nothing lies at `path` but what lay there before.
         """
         self.finish(wait=True)
-        optimizer = optimizer and state.updates > 0
-        state = dataclasses.replace(state, has_optimizer=optimizer)
-        self._backend.optimizer.settle()
-        parts = list(sharded_state.model_parts(self._backend.models))
-        common: dict[str, Any] = {}
-        if optimizer:
-            moments, common = sharded_state.optimizer_parts(self._backend.optimizer.wrapped, self._backend.models)
-            parts += moments
-        size = sum(of_rank for of_rank in self._ranks.gather(sum(part.tensor.nbytes for part in parts)))
-        first = self._ranks.rank == 0
-        directory = self._ranks.together(lambda: WholeDirectory(path, need_bytes=size) if first else None)
+        models = [_Model.of(self._backend, "", state, optimizer)]
+        if self._critic is not None:
+            models.append(_Model.of(self._critic, CRITIC_DIR, state, optimizer))
+        size = sum(self._ranks.gather(sum(part.tensor.nbytes for model in models for part in model.parts)))
+        directory = self._ranks.together(lambda: self._begin(path, size, models))
         partial = Path(self._ranks.gather(str(directory.partial) if directory else "")[0])
-        job = self._pending = _Save(state.step, directory, partial)
-        latent = bool(self._backend.args.get("multi_latent_attention"))
+        job = self._pending = _Save(state.step, models, directory, partial)
 
         def write() -> None:
             try:
                 with path_errors(path):
-                    job.chunks = _write(partial, self._ranks.rank, parts, latent=latent)
-                    if directory is not None:
-                        self._describe(partial, state, common, place)
+                    for model in models:
+                        model.write(partial, self._ranks.rank)
+                        if directory is not None:
+                            self._describe(model, partial / model.directory, None if model.directory else place)
             except Exception as error:  # raised on every rank by `finish`
                 job.error = error
 
         if self._asynchronous:
-            parts = [dataclasses.replace(part, tensor=_copied(part.tensor)) for part in parts]
+            for model in models:
+                model.copy_parts()
             job.thread = threading.Thread(target=write, name=f"checkpoint-{state.step}")
             job.thread.start()
         else:
             write()
 
-    def _describe(self, partial: Path, state: TrainerState, common: dict[str, Any], place: bytes | None) -> None:
-        backend = self._backend
-        dtype = "bfloat16" if backend.settings.bf16 else "float32"
-        write_common(partial, backend.args, state.step, common)
-        describe(partial, backend.args, dtype)
-        (partial / HF_DIR).mkdir()
-        copy_side_files(self._source, partial / HF_DIR, dtype)
-        write_state(partial, state, place)
+    def _begin(self, path: Path, size: int, models: list[_Model]) -> WholeDirectory | None:
+        """Creates the directories, on the first rank."""
+        if self._ranks.rank != 0:
+            return None
+        directory = WholeDirectory(path, need_bytes=size)
+        for model in models:
+            (directory.partial / model.directory).mkdir(exist_ok=True)
+        return directory
+
+    def _describe(self, model: _Model, directory: Path, place: bytes | None) -> None:
+        args, state = model.backend.args, model.state
+        dtype = "bfloat16" if model.backend.settings.bf16 else "float32"
+        write_common(directory, args, state.step, model.common)
+        describe(directory, args, dtype)
+        if model.backend is self._backend:
+            # config.json describes no model with a value head.
+            (directory / HF_DIR).mkdir()
+            copy_side_files(self._source, directory / HF_DIR, dtype)
+        write_state(directory, state, place)
 
     def finish(self, *, wait: bool) -> int | None:
         """Gives a checkpoint that is written its name; its step, or None where none is (ready).
@@ -137,13 +202,16 @@ class TorchDistCheckpoints:
             if any(self._ranks.gather(job.thread.is_alive())):
                 return None
         self._pending = None
-        chunks = self._join(job)
+        self._check(job)
+        joined = [(model.directory, self._join(model)) for model in job.models]
 
         def complete() -> None:
             if job.directory is not None:
                 with path_errors(job.directory.path):
-                    write_metadata(job.partial, chunks)
-                job.directory.complete(WRITER, files={chunk.file for chunk in chunks})
+                    for name, chunks in joined:
+                        write_metadata(job.partial / name, chunks)
+                files = {Path(name, chunk.file).as_posix() for name, chunks in joined for chunk in chunks}
+                job.directory.complete(WRITER, files=files)
                 write_whole(job.directory.path.parent / TRACKER, str(job.step))
 
         try:
@@ -153,8 +221,8 @@ class TorchDistCheckpoints:
                 job.directory.discard()
         return job.step
 
-    def _join(self, job: _Save) -> list[WrittenChunk]:
-        """Returns the chunks of all ranks; raises where one of them failed, after cleaning up."""
+    def _check(self, job: _Save) -> None:
+        """Raises where one of the ranks failed, after cleaning up."""
 
         def check() -> None:
             if job.error is not None:
@@ -166,7 +234,10 @@ class TorchDistCheckpoints:
             if job.directory is not None:
                 job.directory.discard()
             raise
-        plain = [[*dataclasses.astuple(chunk)] for chunk in job.chunks]
+
+    def _join(self, model: _Model) -> list[WrittenChunk]:
+        """Returns the chunks of all ranks."""
+        plain = [[*dataclasses.astuple(chunk)] for chunk in model.chunks]
         for chunk in plain:
             chunk[1] = str(chunk[1]).removeprefix("torch.")
         joined = []

@@ -13,20 +13,36 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.families import find_family
-from slime.converters.families.mapping import Index, Parameter, Shape, Slice
+from slime.converters.families.mapping import Index, Parameter, Shape, Slice, copy
 from slime.converters.megatron.args import padded_vocab_size
 from slime.trainer.backends.megatron.model.names import EMBEDDING, parameter_names, unwrapped
 from slime.types.errors import InvalidFile
 
 Chunks = Sequence[torch.nn.Module]
 Config = Mapping[str, Any]
+OUTPUT = "output_layer.weight"
+# Set in the config of a critic: no model has this key.
+_VALUE_HEAD = "slime_value_head"
+
+
+def config_of_critic(config: Config) -> dict[str, Any]:
+    """Returns the config of the same model with one value for each token in place of logits."""
+    return {**config, "tie_word_embeddings": False, _VALUE_HEAD: True}
+
+
+def has_value_head(config: Config) -> bool:
+    return bool(config.get(_VALUE_HEAD))
 
 
 def table(args: Mapping[str, Any], config: Config) -> dict[str, Parameter]:
     """Returns the parameters of the whole model that `args` describe, by name."""
     mtp = bool(args.get("mtp_num_layers"))
     parameters = find_family(config).parameters(config)
-    return {parameter.name: parameter for parameter in parameters if mtp or not parameter.name.startswith("mtp.")}
+    found = {parameter.name: parameter for parameter in parameters if mtp or not parameter.name.startswith("mtp.")}
+    if has_value_head(config):
+        (block,) = found[OUTPUT].blocks
+        found[OUTPUT] = copy(OUTPUT, block.name, (1, block.shape[1]))
+    return found
 
 
 def hf_shapes(args: Mapping[str, Any], config: Config) -> dict[str, Shape]:
@@ -37,16 +53,22 @@ def hf_shapes(args: Mapping[str, Any], config: Config) -> dict[str, Shape]:
 def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str | Path) -> None:
     """Copies what this rank holds from the safetensors of `hf_dir`, slice by slice, converted to the model's dtypes.
 
-    Rows of padding become zeros; fp8 in blocks is undone. Raises MissingFile, and InvalidFile naming the tensors that
-    are missing, unexpected or of another shape.
+    Rows of padding become zeros, and a value head where `hf_dir` has none; fp8 in blocks is undone. Raises MissingFile,
+    and InvalidFile naming the tensors that are missing, unexpected or of another shape.
     """
     parameters = table(args, config)
     rows = padded_vocab_size(args)
     source = HfSource(hf_dir, config)
     try:
         left_out = [re.escape(name) for name in hf_names_left_out(args, config)]
+        without_head = has_value_head(config) and not _has_head(source, parameters[OUTPUT])
+        if without_head:
+            left_out += [re.escape(block.name) for block in parameters.pop(OUTPUT).blocks]
         source.check(parameters.values(), [*find_family(config).ignored(config), *left_out])
         for name, tensor in parameter_names(chunks):
+            if name == OUTPUT and without_head:
+                tensor.detach().zero_()
+                continue
             parameter = _described(parameters, name)
             rank, size = _place(parameter, tensor)
             _check_shape(parameter, tensor, parameter.local_shape(size, rows))
@@ -57,6 +79,12 @@ def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str
                 _read(source, piece, target[piece.index])
     finally:
         source.close()
+
+
+def _has_head(source: HfSource, head: Parameter) -> bool:
+    """Tells a critic's output layer from that of a language model."""
+    tensors = source.tensors
+    return all(block.name in tensors and tensors[block.name].shape == block.shape for block in head.blocks)
 
 
 def hf_names_left_out(args: Mapping[str, Any], config: Config) -> list[str]:

@@ -26,7 +26,8 @@ def load(chunks: Chunks, args: Mapping[str, Any], config: Mapping[str, Any], pat
         return
     checkpoint = TorchDist(path)
     _check_shapes(checkpoint, args, config, flag)
-    sharded_state.load_model(chunks, reading(checkpoint, flag))
+    read = reading(checkpoint, flag)
+    sharded_state.load_model(chunks, _reading_values(checkpoint, read) if hf.has_value_head(config) else read)
     checkpoint.close()
 
 
@@ -34,6 +35,8 @@ def _check_shapes(checkpoint: TorchDist, args: Mapping[str, Any], config: Mappin
     """Refuses other shapes: a part of a larger tensor would be read as the whole. Missing ones are found by reading."""
     found = Parameters(checkpoint, args)
     for parameter in hf.table(args, config).values():
+        if parameter.name == hf.OUTPUT and hf.has_value_head(config):
+            continue
         try:
             found.check(parameter)
         except NotFound:
@@ -55,6 +58,20 @@ def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
             checkpoint.read(found, (slice(index[0].start, index[0].start + kept), *index[1:]), out[:kept])
 
     return read
+
+
+def _reading_values(checkpoint: TorchDist, read: sharded_state.Read) -> sharded_state.Read:
+    """Returns `read` for a critic: its head is zeros where the checkpoint is of a model without one."""
+    saved = checkpoint.tensors.get(hf.OUTPUT)
+    has_head = saved is not None and saved.shape[0] == 1
+
+    def read_part(key: str, index: Index, out: Tensor) -> None:
+        if key == hf.OUTPUT and not has_head:
+            out.zero_()
+        else:
+            read(key, index, out)
+
+    return read_part
 
 
 def _names(key: str) -> list[str]:
