@@ -26,8 +26,8 @@ import torch
 
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
-from slime.trainer.backends.base import as_dtype
 from slime.trainer.checkpoints.checkpoint import write_model
+from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.weight_sync.base import Weights, WeightTransport
 from slime.trainer.weight_sync.delta import DeltaTransport
 from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier

@@ -7,7 +7,7 @@ import random
 import sys
 from pathlib import Path
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 
 directory = Path(sys.argv[1])
 write_model(directory / "model", characters="0123456789:", seed=0)

@@ -7,7 +7,7 @@ import random
 import sys
 from pathlib import Path
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 
 KEYS = "abcd"
 

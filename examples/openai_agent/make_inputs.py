@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 
 # The text of every message, one after the other.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from game import make  # pants: no-infer-dep
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 from slime.rollout.adapters.gym import prompts
 
 directory = Path(sys.argv[1])

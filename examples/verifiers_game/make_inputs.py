@@ -7,7 +7,7 @@ from pathlib import Path
 
 from environment import load_environment  # pants: no-infer-dep
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 from slime.rollout.adapters.verifiers import prompts
 
 # The text of every message, one after the other.

@@ -15,7 +15,7 @@ import pytest
 import uv
 
 import slime.rollout.recordings
-from slime.launcher.metrics.kept_samples import kept_files, read_rows
+from slime.launcher.run_directory.kept_samples import kept_files, read_rows
 
 Rows = Callable[[Path], list[dict[str, Any]]]
 

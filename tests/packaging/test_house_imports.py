@@ -23,18 +23,12 @@ SLIPS = {
     "slime.launcher.quickstart.*": "one for each task, whose reward a command names by its path",
     "slime.launcher.cli.template.*": "files of the project that `slime init` writes",
 }
-# Folders side by side that import each other, and what the lighter side takes from the other. No new ones.
+# Folders side by side that import each other, and why. No new ones.
 TWO_WAYS = {
-    ("slime.buffer.groups", "slime.buffer.sources"): "prompts of a file become groups, and a source returns groups",
-    ("slime.converters.families", "slime.converters.files"): "shapes of the tensors in a directory",
-    ("slime.launcher.cli", "slime.launcher.config"): "the grouping of --help",
-    ("slime.launcher.cli", "slime.launcher.doctor"): "what `train` looks at before it starts",
-    ("slime.launcher.cli", "slime.launcher.quickstart"): "the model that `slime init` writes",
-    ("slime.launcher.cli", "slime.launcher.show"): "the page of `train --watch`",
-    ("slime.launcher.faults", "slime.launcher.services"): "services are watched, and started again by what starts them",
-    ("slime.launcher.metrics", "slime.launcher.run_directory"): "the state of a run, written with its metrics",
-    ("slime.rollout.agents", "slime.rollout.generate"): "the default rollout plays episodes where an agent is given",
-    ("slime.trainer.backends", "slime.trainer.checkpoints"): "the interface of backends",
+    (
+        "slime.rollout.agents",
+        "slime.rollout.generate",
+    ): "an agent's episodes make a group, of what a rollout knows",
 }
 # Paths by which code written for slime imports: these take over names of ours.
 SHIMS = {

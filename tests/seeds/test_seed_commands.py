@@ -48,7 +48,7 @@ def test_the_reward_function_and_the_data_sources_as_printed(
     assert len(rewards(tmp_path / "run")) == 2
     # Each label is that of its prompt, and the text that is compared with it has no stop token, which the tokens have.
     columns = ["prompt", "label", "response", "reward", "tokens"]
-    code = "import json, sys; from pathlib import Path; from slime.launcher.metrics.kept_samples import *\n"
+    code = "import json, sys; from pathlib import Path; from slime.launcher.run_directory.kept_samples import *\n"
     code += (
         f"print(json.dumps([row for file in kept_files(Path(sys.argv[1])) for row in read_rows(file.path, {columns})]))"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slime.launcher.quickstart.tiny_model import write_model
+from slime.launcher.tiny_model import write_model
 
 NUM_GPUS = 0
 KEY = "tml-of-the-test"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.launcher.metrics.kept_samples import kept_files, read_rows
+from slime.launcher.run_directory.kept_samples import kept_files, read_rows
 from slime.launcher.show.checks import Rules, run_checks
 from tiny_runs import evaluations, metrics, run, run_command, timeless, write_inputs
 

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 from slime.buffer.detached import DetachedSteps
 from slime.buffer.filters import BufferFilter
+from slime.buffer.groups.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.groups.leases import Leased, Leases
+from slime.buffer.groups.place import place_lines, restore_place
 from slime.buffer.groups.prompts import Prompts
 from slime.buffer.groups.quarantine import Quarantine
 from slime.buffer.groups.run_lock import RunLock, WriterId
@@ -25,8 +27,6 @@ from slime.buffer.maintenance.strays import set_strays_aside
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns
 from slime.buffer.sources.dataset import Dataset, read_dataset
-from slime.buffer.sources.evaluation import EvaluationSets, read_evaluation_files
-from slime.buffer.sources.place import place_lines, restore_place
 from slime.buffer.store.base import Group, State, Wait
 from slime.buffer.store.opening import open_storage
 from slime.buffer.waits import COMPLETED, READY, Caller, Waits

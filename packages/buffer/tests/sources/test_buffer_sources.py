@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.buffer.groups.evaluation import read_evaluation_files
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import Cursor, Dataset, read_dataset
-from slime.buffer.sources.evaluation import read_evaluation_files
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 
 

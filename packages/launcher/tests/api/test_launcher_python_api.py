@@ -19,8 +19,8 @@ from slime.launcher.api.reward_file import reward_path
 from slime.launcher.api.trained_run import TrainedRun
 from slime.launcher.api.training import train
 from slime.launcher.config import run_config
-from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.quickstart import reverse
+from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.state import RunState
 from slime.types import Sample
 from slime.types.errors import ConfigError, InvalidSetting, MissingFile, UnknownFlag

@@ -14,9 +14,9 @@ import pytest
 
 from slime.launcher import cli
 from slime.launcher.cli import line_parser
-from slime.launcher.cli.help import FIRST, print_coloured
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import declared
+from slime.launcher.config.help import FIRST, print_coloured
 
 NUM_GPUS = 0
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 from launcher_machines import CONFIG, write_rows, write_tokenizer
 
-from slime.buffer.sources.evaluation import read_evaluation_files
+from slime.buffer.groups.evaluation import read_evaluation_files
 from slime.buffer.store.opening import Directory
 from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import declared
+from slime.launcher.loops.services import Services
 from slime.launcher.metrics.sinks.base import TrackedRun
 from slime.launcher.metrics.sinks.mlflow import Mlflow
 from slime.launcher.metrics.sinks.swanlab import Swanlab
@@ -33,7 +34,6 @@ from slime.launcher.plan.report import hardware_of
 from slime.launcher.platform import probes, ray_cluster
 from slime.launcher.run_directory.checkpoints import continued_step, prune
 from slime.launcher.services.generation import pace_of
-from slime.launcher.services.services import Services
 from slime.launcher.services.start import _Start
 from slime.rollout.engines.embedded import launch
 from slime.rollout.engines.registry import KINDS

@@ -11,7 +11,7 @@ import pytest
 from slime.launcher.config import run_config
 from slime.launcher.faults.restart_points import RestartPoints
 from slime.launcher.faults.run_repairs import RunRepairs
-from slime.launcher.services.services import Services
+from slime.launcher.loops.services import Services
 from slime.launcher.services.supervisor import Supervisor
 from slime.types.directories import whole_directory
 

@@ -22,11 +22,11 @@ from slime.launcher.faults.repairs import RepairLimits, Repairs
 from slime.launcher.faults.restart_points import RestartPoints
 from slime.launcher.faults.restarts import ServiceRestarts
 from slime.launcher.faults.run_repairs import RunRepairs
-from slime.launcher.faults.watch import WatchedProcess
 from slime.launcher.placement.plan import Placement
 from slime.launcher.services.processes import Process, Start
 from slime.launcher.services.rollout_calls import RolloutCalls
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
+from slime.launcher.services.watch import WatchedProcess
 from slime.types.clients.rollout import StopSignal
 from slime.types.directories import WholeDirectory, whole_directory
 from slime.types.errors import InvalidField, SlimeError, Unavailable

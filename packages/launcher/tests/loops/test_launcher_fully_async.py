@@ -12,7 +12,7 @@ import pytest
 from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.config.advice import advice
-from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
+from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, check_asynchronous, check_synchronous
 from slime.launcher.loops.fully_async import loop_fully_async
 from slime.launcher.metrics import report as files_report
 from slime.launcher.services.generation import ContinuousGeneration, pace_of

@@ -8,7 +8,7 @@ import pytest
 
 from slime.launcher.cli import main
 from slime.launcher.config import run_config
-from slime.launcher.config.check_loop import check_asynchronous, check_synchronous
+from slime.launcher.config.checks.loop import check_asynchronous, check_synchronous
 from slime.launcher.placement.plan import plan_placement
 from slime.types.errors import ConfigError, InvalidSetting
 

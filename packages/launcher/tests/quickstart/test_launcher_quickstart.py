@@ -13,7 +13,7 @@ from slime.launcher.placement.plan import plan_placement
 from slime.launcher.quickstart import __main__ as quickstart
 from slime.launcher.quickstart import arithmetic, reverse
 from slime.launcher.quickstart.__main__ import COMMON
-from slime.launcher.quickstart.tiny_model import SPECIAL
+from slime.launcher.tiny_model import SPECIAL
 from slime.types import Sample
 
 

@@ -10,10 +10,10 @@ from slime.launcher import cli
 from slime.launcher.config import run_config
 from slime.launcher.doctor import run as doctor_run
 from slime.launcher.doctor.finding import Subject
-from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.quickstart import reverse
 from slime.launcher.run_directory import checkpoints
 from slime.launcher.run_directory.earlier_run import check_unused, overwrite, resumes
+from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.lock import run_directory
 from slime.launcher.run_directory.state import recorded
 from slime.types import Sample

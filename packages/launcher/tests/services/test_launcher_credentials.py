@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
+from slime.launcher.loops.services import Services
 from slime.launcher.placement.plan import Placement
 from slime.launcher.services.credentials import Authority, Identity, remove_access
-from slime.launcher.services.services import Services
 from slime.types import errors
 from slime.types.clients import BufferClient
 from slime.types.rpc import RpcSettings, RunningService, Server
@@ -123,7 +123,7 @@ def test_tokens_of_a_run_that_was_killed_are_gone_at_the_next_start(
         assert not (tmp_path / "access").exists()
         raise errors.Unavailable("as far as this test goes")
 
-    monkeypatch.setattr("slime.launcher.services.services.start_services", start)
+    monkeypatch.setattr("slime.launcher.loops.services.start_services", start)
     numbers = dict(start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0)
     settings = SimpleNamespace(**numbers, use_fault_tolerance=False)
     config: Any = SimpleNamespace(launcher=settings, rollout=settings, trainer=settings, flat={})

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from slime.launcher.loops.services import Services
 from slime.launcher.placement.plan import Placement
-from slime.launcher.services.services import Services
 
 
 class Rollout:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from launcher_run_files import add_steps, checked, group, kept_row, make_run, metrics_row
 
-from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
+from slime.launcher.run_directory.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import recorded
 from slime.launcher.show import answers as answers_module
 from slime.launcher.show.answers import POINTS, Answers, ranges, spread

@@ -21,8 +21,8 @@ import pytest
 from launcher_run_files import add_steps, group, make_run, metrics_row
 
 from slime.launcher.cli import main
-from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory import state as run_state
+from slime.launcher.run_directory.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import RunState, read_state
 from slime.launcher.show.answers import POINTS, Answers
 from slime.launcher.show.command import serve

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launcher_run_files import Row, add_steps, group, make_run
 
-from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
+from slime.launcher.run_directory.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import recorded
 from slime.launcher.show.answers import Answers
 from slime.launcher.show.command import serve

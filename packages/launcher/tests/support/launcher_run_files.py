@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.launcher.metrics.kept_samples import DIRECTORY, write_file
+from slime.launcher.run_directory.kept_samples import DIRECTORY, write_file
 from slime.launcher.show.answers import Answers
 
 Row = dict[str, Any]

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.launcher.quickstart.tiny_model import write_model
 from slime.launcher.tinker import messages
 from slime.launcher.tinker.command import main
+from slime.launcher.tiny_model import write_model
 
 KEY = "tml-of-the-test"
 FORWARD_BACKWARD = "/api/v1/forward_backward"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.launcher.quickstart.tiny_model import write_model
 from slime.launcher.tinker import rows as rows_module
 from slime.launcher.tinker.messages import ForwardBackwardOutput
 from slime.launcher.tinker.requests import Adam, Datum, PassRequest, read_adam
 from slime.launcher.tinker.training import TrainedModel
+from slime.launcher.tiny_model import write_model
 from slime.types.errors import InvalidField, NotAvailable, Unavailable, WrongState
 
 CHARACTERS = "0123456789+=>"

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load, load_file
 from trainer_tiny import Runner, alone, make_settings
 
-from slime.trainer.backends.base import as_dtype
 from slime.trainer.checkpoints import checkpoint
+from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.weight_sync.base import Weights, WeightTransport, buckets
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.tensor import TensorTransport

@@ -1,1 +1,1 @@
-"""Sources of prompts: files of prompts and evaluation sets, their readers and the place in the data."""
+"""Sources of prompts: files of prompts and their readers, and sources in the process of a rollout function."""

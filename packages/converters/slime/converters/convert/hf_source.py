@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from slime.converters.families.mapping import Index, Parameter, Shape
+from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
 from slime.converters.files.dtypes import DTYPES
-from slime.converters.files.rectangles import Stored
+from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.files.safetensors_dir import SafetensorsDir, TensorInfo
 from slime.types.errors import InvalidFile, NotAvailable, NotFound
 

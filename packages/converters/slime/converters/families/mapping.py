@@ -16,10 +16,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from slime.converters.files.rectangles import Index, Shape
 from slime.types.errors import InvalidField
-
-Shape = tuple[int, ...]
-Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from slime.converters.families.mapping import Index, Shape
 from slime.converters.files import rectangles
 from slime.converters.files.dtypes import NAMES
-from slime.converters.files.rectangles import Stored
+from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.files.safetensors_dir import INDEX, SHARD_BYTES, SINGLE, disk_errors
 from slime.types.errors import InvalidSetting
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.converters.families.mapping import Index, Shape
 from slime.types.directories import write_error
 from slime.types.errors import InvalidFile, MissingFile
 
 if TYPE_CHECKING:
     import torch
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
 
 BUFFER_BYTES = 16 << 20
 # Most bytes of a tensor that are held while it is copied between files.

@@ -12,7 +12,8 @@ from slime.converters.torch_dist.directory import is_torch_dist
 if TYPE_CHECKING:
     import torch
 
-    from slime.converters.families.mapping import Index, Slice
+    from slime.converters.families.mapping import Slice
+    from slime.converters.files.rectangles import Index
 
 
 class Weights(Protocol):

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from slime.converters.families.mapping import Shape
-from slime.converters.files.rectangles import Stored
+from slime.converters.files.rectangles import Shape, Stored
 from slime.converters.torch_dist.unpickle import AllowList, loads_saved
 from slime.types.errors import InvalidFile
 

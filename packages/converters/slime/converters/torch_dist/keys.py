@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.converters.families.mapping import Shape
+from slime.converters.files.rectangles import Shape
 from slime.types.errors import InvalidSetting
 
 _LAYER = re.compile(r"(decoder\.layers|mtp\.layers)\.(\d+)\.(.*)")

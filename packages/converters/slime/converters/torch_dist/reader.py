@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from slime.converters.families.mapping import Index, Parameter, Shape
+from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
+from slime.converters.files.rectangles import Index, Shape
 from slime.converters.torch_dist.blob import find_tensor, read_saved
 from slime.converters.torch_dist.description import DESCRIPTION, FORMAT
 from slime.converters.torch_dist.directory import COMMON, HF_DIR, METADATA, TRACKER, iteration_directory

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from slime.converters.families.mapping import Shape
+from slime.converters.files.rectangles import Shape
 from slime.converters.files.safetensors_dir import disk_errors
 from slime.converters.torch_dist.description import plain
 from slime.converters.torch_dist.directory import COMMON, CONFIG, METADATA

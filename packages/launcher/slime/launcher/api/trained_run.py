@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.metrics.files import is_evaluation, read_metrics
-from slime.launcher.metrics.kept_samples import kept_files, read_rows
 from slime.launcher.run_directory.earlier_run import MODEL
+from slime.launcher.run_directory.kept_samples import kept_files, read_rows
 from slime.launcher.run_directory.state import read_state
 from slime.types.errors import MissingFile
 

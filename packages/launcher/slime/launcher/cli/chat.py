@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.launcher.cli.help import CommandParser
+from slime.launcher.config.help import CommandParser
 from slime.rollout.engines.registry import KINDS
 from slime.types.errors import ConfigError, EngineError, InvalidSetting, SlimeError
 from slime.types.settings import build
@@ -64,7 +64,7 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
     Raises MissingFile, InvalidFile without tokenizer or weights, InvalidSetting for a checkpoint in another form.
     """
     from slime.launcher.cli.export import model_of
-    from slime.launcher.config.check_run import check_model
+    from slime.launcher.config.checks.run import check_model
     from slime.launcher.hub.fetch import local_model
 
     path = Path(local_model(text, "MODEL"))

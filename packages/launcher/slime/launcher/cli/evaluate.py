@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slime.launcher.cli.help import CommandParser
 from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model, read_run
+from slime.launcher.config.help import CommandParser
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import whole_file, write_whole
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from slime.launcher.cli.help import CommandParser
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
+from slime.launcher.config.help import CommandParser
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
 
 FORMATS = ("hf", "gguf")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from slime.launcher.cli.help import CommandParser
+from slime.launcher.config.help import CommandParser
 from slime.types.directories import path_errors
 from slime.types.errors import InvalidSetting, SlimeError
 from slime.types.files import write_whole
@@ -81,6 +81,6 @@ def write_project(directory: Path) -> None:
         write_whole(directory / "data" / "prompts.jsonl", rows, field="NAME")
         write_whole(directory / "README.md", README.format(name=directory.resolve().name), field="NAME")
     # torch is imported for this, which takes seconds.
-    from slime.launcher.quickstart.tiny_model import write_model
+    from slime.launcher.tiny_model import write_model
 
     write_model(directory / "model", "0123456789:", seed=0)

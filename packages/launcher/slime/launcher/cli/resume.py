@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.launcher.cli.help import CommandParser
 from slime.launcher.cli.recorded_run import RecordedRun, read_run
+from slime.launcher.config.help import CommandParser
 from slime.launcher.config.record import SETTINGS
 from slime.launcher.run_directory.checkpoints import steps
 from slime.launcher.run_directory.state import read_state

@@ -44,7 +44,7 @@ def run_train(
         with terminate_as_interrupt():
             from slime.launcher.config import run_config
             from slime.launcher.config.advice import advice
-            from slime.launcher.config.check_loop import check_asynchronous, check_synchronous
+            from slime.launcher.config.checks.loop import check_asynchronous, check_synchronous
             from slime.launcher.doctor.preflight import check_start
             from slime.launcher.metrics.sinks.wandb import take_key
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from slime.launcher.config.catalogue import as_typed, declared
-from slime.launcher.config.check_loop import staleness_bound
+from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.trainer.algorithms.estimators import find_estimator

@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron.flags import MegatronSettings
-from slime.launcher.cli.help import PrintHelp, short_help
+from slime.launcher.config.help import PrintHelp, short_help
 from slime.launcher.config.settings import LauncherSettings
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings

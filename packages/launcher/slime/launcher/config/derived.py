@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
-from slime.launcher.config.check_loop import FULLY_ASYNC_FUNCTION, imply_debugging
+from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, imply_debugging
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
 

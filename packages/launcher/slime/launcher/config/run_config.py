@@ -22,8 +22,14 @@ from slime.converters.megatron.flags import defaults, given
 from slime.converters.megatron.rank_layout import ranks_needed
 from slime.launcher.config.advice import refuse_without_effect
 from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
-from slime.launcher.config.check_megatron import check_megatron, check_model
-from slime.launcher.config.check_run import check_files, check_learning, check_plugins, check_run, check_tensor_parallel
+from slime.launcher.config.checks.megatron import check_megatron, check_model
+from slime.launcher.config.checks.run import (
+    check_files,
+    check_learning,
+    check_plugins,
+    check_run,
+    check_tensor_parallel,
+)
 from slime.launcher.config.completion import with_needs_of_training
 from slime.launcher.config.derived import decay_over_run, imply, share_optimizer
 from slime.launcher.config.eval_config import apply_eval_config

@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from slime.launcher.cli.help import CommandParser
+from slime.launcher.config.help import CommandParser
 from slime.launcher.doctor.cluster import check_ray
 from slime.launcher.doctor.data import check_data
 from slime.launcher.doctor.disk import check_disk

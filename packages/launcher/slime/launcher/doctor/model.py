@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.converters.families import find_family, read_config
 from slime.converters.files.safetensors_dir import INDEX, TensorInfo, read_header
-from slime.launcher.config.check_run import TOKENIZER_FILES
+from slime.launcher.config.checks.run import TOKENIZER_FILES
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import model_name
 from slime.launcher.plan.trainer_memory import GIB

@@ -14,7 +14,7 @@ from typing import Any
 from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.readers import reader_of
 from slime.launcher.config.catalogue import declared
-from slime.launcher.config.check_run import check_model
+from slime.launcher.config.checks.run import check_model
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
 from slime.launcher.doctor.finding import FAIL, Finding, Subject

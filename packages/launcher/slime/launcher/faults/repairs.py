@@ -13,8 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from slime.launcher.faults.watch import LOOK_SECONDS
 from slime.launcher.services.supervisor import ServiceDied
+from slime.launcher.services.watch import LOOK_SECONDS
 from slime.types.errors import SlimeError, counted
 
 log = logging.getLogger(__name__)

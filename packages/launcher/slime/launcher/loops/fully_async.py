@@ -12,9 +12,9 @@ import time
 from functools import partial
 
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.loops.services import Services
+from slime.launcher.loops.session import evaluates_at_start
 from slime.launcher.metrics.report import Report
-from slime.launcher.services.services import Services
-from slime.launcher.services.session import evaluates_at_start
 
 
 def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:

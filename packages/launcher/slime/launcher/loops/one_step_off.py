@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import time
 
-from slime.launcher.config.check_loop import check_asynchronous
+from slime.launcher.config.checks.loop import check_asynchronous
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.loops.fully_async import loop_fully_async
 from slime.launcher.loops.prefetch import Prefetch
+from slime.launcher.loops.services import Services
+from slime.launcher.loops.session import evaluates_at_start, session
 from slime.launcher.metrics.report import Report
-from slime.launcher.services.services import Services
-from slime.launcher.services.session import evaluates_at_start, session
 
 
 def train_async(config: RunConfig, report: Report) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from slime.launcher.config.check_loop import check_synchronous
+from slime.launcher.config.checks.loop import check_synchronous
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.loops.services import Services
+from slime.launcher.loops.session import evaluates_at_start, session
 from slime.launcher.metrics.report import Report
-from slime.launcher.services.services import Services
-from slime.launcher.services.session import evaluates_at_start, session
 
 
 def train(config: RunConfig, report: Report) -> None:

@@ -14,11 +14,11 @@ from rich.status import Status
 from rich.table import Table
 
 from slime.launcher.metrics.files import Metrics, MetricsLog, is_evaluation, plot_reward
-from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
-from slime.launcher.metrics.kept_samples import KeptSamples
 from slime.launcher.metrics.printable import printable
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.metrics.sinks.base import Sink
+from slime.launcher.run_directory.kept_samples import DIRECTORY as SAMPLES
+from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.state import RunState
 from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.launcher.config.catalogue import as_typed
-from slime.launcher.config.check_loop import staleness_bound
+from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.presets import PRESETS
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan

@@ -9,7 +9,7 @@ from typing import Any
 from slime.converters.megatron.args import model_args, read_model_config
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
-from slime.launcher.config.check_run import refuse_nuclei
+from slime.launcher.config.checks.run import refuse_nuclei
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement

@@ -7,7 +7,7 @@ import itertools
 import random
 from pathlib import Path
 
-from slime.launcher.quickstart import tiny_model
+from slime.launcher import tiny_model
 from slime.launcher.quickstart.rows import write_rows
 from slime.types import Sample
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.launcher.metrics.kept_samples import DIRECTORY as SAMPLES
-from slime.launcher.metrics.kept_samples import kept_files, remove_kept
 from slime.launcher.run_directory import checkpoints, writable
+from slime.launcher.run_directory.kept_samples import DIRECTORY as SAMPLES
+from slime.launcher.run_directory.kept_samples import kept_files, remove_kept
 from slime.launcher.run_directory.state import FILE as STATE
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidSetting

@@ -1,1 +1,1 @@
-"""Starts, supervises and calls the services of one run."""
+"""Starts, watches and calls the services of one run."""

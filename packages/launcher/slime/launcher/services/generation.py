@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
-from slime.launcher.config.check_loop import staleness_bound
+from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.run_config import RunConfig
 from slime.types.clients.rollout import StopSignal
 from slime.types.pace import WAIT, TrainerPace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slime.launcher.faults.watch import HealthProbe, WatchedProcess
+from slime.launcher.services.watch import HealthProbe, WatchedProcess
 from slime.types.errors import SlimeError
 from slime.types.rpc import RpcSettings
 

@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slime.launcher.faults.watch import LOOK_SECONDS, HealthProbe, WatchedProcess, kill_all
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
 from slime.launcher.services.processes import Process, Repeats, Start
+from slime.launcher.services.watch import LOOK_SECONDS, HealthProbe, WatchedProcess, kill_all
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
 from slime.types.scratch import ScratchDirectory

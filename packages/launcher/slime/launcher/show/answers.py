@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slime.launcher.metrics.kept_samples import ROW_GROUP, KeptFile, count_rows, iterate_rows, read_rows
+from slime.launcher.run_directory.kept_samples import ROW_GROUP, KeptFile, count_rows, iterate_rows, read_rows
 from slime.launcher.show.checks import CHECKS, COLUMNS, REGRADED, Rules, SampleFinding, run_checks
 from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts

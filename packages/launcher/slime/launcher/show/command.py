@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from slime.launcher.cli.help import CommandParser
+from slime.launcher.config.help import CommandParser
 from slime.launcher.metrics.printable import printable
 from slime.launcher.show.run_files import RunFiles, find_runs, names
 from slime.types.errors import InvalidSetting, SlimeError

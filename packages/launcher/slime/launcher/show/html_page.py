@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slime.launcher.metrics.kept_samples import KeptFile
+from slime.launcher.run_directory.kept_samples import KeptFile
 from slime.launcher.show.answers import Answers, ranges, spread
 from slime.launcher.show.run_files import RunFiles
 from slime.types.directories import path_errors

@@ -17,8 +17,8 @@ import yaml
 
 from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.metrics.files import is_evaluation
-from slime.launcher.metrics.kept_samples import DIRECTORY, KeptFile, kept_files
 from slime.launcher.metrics.report import REWARD, evaluation_scores
+from slime.launcher.run_directory.kept_samples import DIRECTORY, KeptFile, kept_files
 from slime.launcher.run_directory.state import FILE as STATE
 from slime.launcher.run_directory.state import RunStatus, read_state
 from slime.types.errors import InvalidSetting

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.launcher.cli.help import CommandParser
+from slime.launcher.config.help import CommandParser
 from slime.launcher.platform.signals import Terminated, terminate_as_interrupt
 from slime.rollout.engines.keys import read_key
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError

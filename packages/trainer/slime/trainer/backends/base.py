@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.types.errors import SlimeError
 from slime.types.models.experts import Experts
 from slime.types.models.vision import Vision
@@ -26,8 +27,6 @@ class NonFiniteGradient(SlimeError):
         super().__init__(message, field="grad_norm", value=norm)
         self.update, self.norm, self.parameters = update, norm, list(parameters)
 
-
-NamedTensors = Iterator[tuple[str, Tensor]]
 
 # Names of weights: those that train, those of the reference model, and those of the model to distil from.
 POLICY = ""
@@ -184,10 +183,3 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def weight_sizes(self) -> dict[str, int]:
         """Returns the number of elements of every weight, in the order of `named_weights`."""
-
-
-def as_dtype(weights: NamedTensors, dtype: torch.dtype, *, on_device: bool = False) -> NamedTensors:
-    """Yields floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
-    for name, tensor in weights:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        yield name, tensor.detach().to(tensor.device if on_device else "cpu", wanted).contiguous()

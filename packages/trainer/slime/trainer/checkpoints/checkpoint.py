@@ -25,8 +25,7 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
-from slime.trainer.backends.base import NamedTensors, as_dtype
-from slime.trainer.checkpoints.hf_directory import WRITER, copy_side_files
+from slime.trainer.checkpoints.hf_directory import WRITER, NamedTensors, as_dtype, copy_side_files
 from slime.trainer.process.collective import Ranks
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile

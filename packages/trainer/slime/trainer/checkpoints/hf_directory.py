@@ -1,10 +1,16 @@
-"""Files of a Hugging Face directory beside its weights."""
+"""Weights by name as a Hugging Face directory takes them, and the files beside them."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 WRITER = "slime-trainer"
 # Files of a model directory beside its weights, copied from the directory that the weights came from.
@@ -25,3 +31,10 @@ def copy_side_files(source: Path, target: Path, dtype: str) -> None:
     config.pop("quantization_config", None)
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def as_dtype(weights: NamedTensors, dtype: torch.dtype, *, on_device: bool = False) -> NamedTensors:
+    """Yields floating-point tensors in `dtype`, others as they are; on the CPU unless `on_device`, contiguous."""
+    for name, tensor in weights:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        yield name, tensor.detach().to(tensor.device if on_device else "cpu", wanted).contiguous()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slime.trainer.backends.base import NamedTensors
+from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from slime.trainer.backends.base import Backend, as_dtype
+from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints import checkpoint
+from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.weight_sync.base import Weights, WeightTransport

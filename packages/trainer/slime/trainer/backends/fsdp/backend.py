@@ -23,7 +23,6 @@ from slime.trainer.backends.base import (
     Backend,
     LossFunction,
     MaybeBatch,
-    NamedTensors,
     NonFiniteGradient,
     Outputs,
 )
@@ -37,6 +36,7 @@ from slime.trainer.backends.fsdp.passes import Passes
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
+from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole, whole_bytes
 from slime.trainer.settings.trainer import TrainerSettings

@@ -21,7 +21,6 @@ from slime.trainer.backends.base import (
     Backend,
     LossFunction,
     MaybeBatch,
-    NamedTensors,
     Outputs,
 )
 from slime.trainer.backends.megatron.hooks import Hooks
@@ -36,6 +35,7 @@ from slime.trainer.backends.megatron.weights import hf, initial
 from slime.trainer.backends.megatron.weights.export import Part, gather
 from slime.trainer.backends.routing import replays_routing
 from slime.trainer.backends.snapshots import Snapshots
+from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import WrongState

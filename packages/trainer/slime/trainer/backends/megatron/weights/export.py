@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.converters.families.mapping import Index, Shape
+from slime.converters.files.rectangles import Index, Shape
 from slime.trainer.process.collective import Ranks
 from slime.types.errors import InvalidField
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.families import find_family
-from slime.converters.families.mapping import Index, Parameter, Shape, Slice, copy
+from slime.converters.families.mapping import Parameter, Slice, copy
+from slime.converters.files.rectangles import Index, Shape
 from slime.converters.megatron.args import padded_vocab_size
 from slime.trainer.backends.megatron.model.names import EMBEDDING, parameter_names, unwrapped
 from slime.types.errors import InvalidFile

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.converters.families.mapping import Index, Shape
+from slime.converters.files.rectangles import Index, Shape
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.converters.torch_dist.keys import other_keys
 from slime.converters.torch_dist.reader import Parameters, TorchDist

@@ -30,7 +30,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from slime.converters.families.mapping import Index, Shape
+from slime.converters.files.rectangles import Index, Shape
 from slime.trainer.backends.megatron.optim.offload import allocate, settle
 
 Chunks = list[torch.nn.Module]

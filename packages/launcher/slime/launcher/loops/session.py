@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.config.settings import LauncherSettings
+from slime.launcher.loops.services import Services
 from slime.launcher.metrics.prometheus import PrometheusServer
 from slime.launcher.metrics.report import Report
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.placement.reserve import place_run
 from slime.launcher.platform.ray_cluster import OBJECT_STORE_BYTES, ray_cluster
-from slime.launcher.services.services import Services
 from slime.trainer.settings.checks import compares_rewards
 from slime.types.rpc.roles import Role, role_token
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime.launcher.metrics.kept_samples import (
+from slime.launcher.run_directory.kept_samples import (
     DIRECTORY,
     ROW_GROUP,
     SCHEMA,

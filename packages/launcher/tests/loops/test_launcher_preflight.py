@@ -10,8 +10,8 @@ from launcher_machines import write_model, write_rows
 
 from slime.launcher.cli import main
 from slime.launcher.doctor import data
+from slime.launcher.loops import session
 from slime.launcher.platform import probes
-from slime.launcher.services import session
 
 
 @pytest.fixture

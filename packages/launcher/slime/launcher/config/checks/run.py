@@ -20,7 +20,7 @@ from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed, declared
-from slime.launcher.config.check_loop import check_loop, check_recordings
+from slime.launcher.config.checks.loop import check_loop, check_recordings
 from slime.launcher.config.derived import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.faults.run_repairs import RunRepairs
-from slime.launcher.metrics.kept_samples import SAMPLES_PER_GROUP
 from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
+from slime.launcher.run_directory.kept_samples import SAMPLES_PER_GROUP
 from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.memory_turns import MemoryTurns

@@ -1,0 +1,1 @@
+"""Checks of the settings of a whole run."""
