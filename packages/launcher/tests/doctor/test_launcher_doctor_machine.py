@@ -169,7 +169,7 @@ def test_a_directory_that_is_a_file_fails(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "file"
     file.write_text("")
     (failed,) = lines("disk", "FAIL", "--output-dir", str(file / "runs"))
-    assert f"{file} is no directory" in failed
+    assert f"{file} is not a directory" in failed
 
 
 def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
