@@ -72,7 +72,7 @@ signal.pause()
 
 @contextmanager
 def local_postgresql() -> Iterator[str]:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "packages" / "buffer" / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "packages" / "buffer" / "tests" / "support"))
     import postgres_server
 
     if reason := postgres_server.missing():

@@ -1,8 +1,9 @@
 """An engine that answers at once, with SGLang's answers of N tokens and their log-probs, encoded beforehand.
 
-    python benchmarks/gpu/canned_engine.py PORT_FILE [--tokens 256] [--delay-ms 0]
+    python benchmarks/gpu/canned_engine.py PORT_FILE [--tokens 256] [--delay-ms 0] [--engines 1]
 
-What is measured against it is the client's side alone. It writes the port that it listens on into PORT_FILE.
+What is measured against it is the client's side alone. It writes the port that it listens on into PORT_FILE; with
+`--engines N` it listens on N ports, as so many engines, and writes one a line.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ def application(tokens: int, delay_seconds: float) -> web.Application:
     return app
 
 
-async def serve(port_file: Path, tokens: int, delay_seconds: float) -> None:
+async def serve(port_file: Path, tokens: int, delay_seconds: float, engines: int = 1) -> None:
     runner = web.AppRunner(application(tokens, delay_seconds), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-    await site.start()
-    sockets: Any = site._server
+    ports = []
+    for _ in range(engines):
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        sockets: Any = site._server
+        ports.append(str(sockets.sockets[0].getsockname()[1]))
     partial = port_file.with_suffix(".partial")
-    partial.write_text(str(sockets.sockets[0].getsockname()[1]))
+    partial.write_text("\n".join(ports))
     partial.rename(port_file)
     await asyncio.Event().wait()
 
@@ -74,8 +78,9 @@ def main() -> None:
     parser.add_argument("port_file", type=Path)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--engines", type=int, default=1, help="Ports to listen on (default: 1)")
     options = parser.parse_args()
-    asyncio.run(serve(options.port_file, options.tokens, options.delay_ms / 1000))
+    asyncio.run(serve(options.port_file, options.tokens, options.delay_ms / 1000, options.engines))
 
 
 if __name__ == "__main__":
