@@ -95,3 +95,10 @@ def test_any_text_survives_csv(rows: list[str], tmp_path_factory: pytest.TempPat
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["input", "n"], *([text, str(n)] for n, text in enumerate(rows))])
     assert [row["input"] for _, row in read_csv(str(path))] == rows
+
+
+def test_a_slice_behind_any_end_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"input": "x"}\n')
+    with pytest.raises(InvalidFile, match="no rows"):
+        read_dataset(f"{tmp_path}/p.jsonl@[99999999999999999999999:]", Columns())
+    assert len(read_dataset(f"{tmp_path}/p.jsonl@[:99999999999999999999999]", Columns())) == 1

@@ -60,6 +60,11 @@ def row_without_a_label(directory: Path) -> str:
     return "line 2: no label, and the reward math compares with it; fix or remove that row"
 
 
+def prompt_that_is_no_text(directory: Path) -> str:
+    (directory / "p.jsonl").write_text('{"input": "x", "label": "y"}\n{"input": "\\ud800", "label": "y"}\n')
+    return "line 2: column 'input' holds \"\\ud800\", expected text that UTF-8 can hold"
+
+
 def empty_file(directory: Path) -> str:
     (directory / "p.jsonl").write_text("")
     return "no rows"
@@ -111,6 +116,7 @@ def missing_shard(directory: Path) -> str:
         chat_messages_without_a_template,
         unknown_reward_of_a_row,
         row_without_a_label,
+        prompt_that_is_no_text,
         empty_file,
         broken_tokenizer,
         broken_settings_of_the_tokenizer,
@@ -167,6 +173,39 @@ def test_a_dry_run_says_how_many_rows_it_read_and_a_run_reads_all(
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
     assert f"p.jsonl, line {data.ROWS + 2}: no label" in error and "p.jsonl: 2,000 rows checked so far" in error
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"model_type": ["qwen3"]}', '{"architectures": 3}', "{"]
+)
+def test_a_damaged_config_of_a_model_is_no_traceback(
+    words: list[str], tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(text)
+    assert main(["train", *words, "--rm-type", "math", "--dry-run"]) == 2
+    assert str(config.parent) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--save-interval", "1", "--save-hf", "out/{rollout_id.__class__}"], "--save-hf must be a path with"),
+        (["--rollout-stop", ""], "--rollout-stop must be strings that are not empty"),
+        (["--tb-project-name", "../../x"], "--tb-project-name must be a name below tensorboard/, without .., got"),
+        (["--tb-experiment-name", "/x"], "--tb-experiment-name must be a name below tensorboard/, without .., got"),
+        (["--train-env-vars", '{"A=B": "x"}'], "--train-env-vars must be names of variables, without = and NUL"),
+        (["--train-env-vars", '{"A": "x\\u0000"}'], "--train-env-vars A must be text without NUL"),
+        (["--custom-config-path", "custom.yaml"], "'__class__' is no name of a setting or attribute"),
+    ],
+)
+def test_values_that_would_reach_beyond_their_place_are_refused(
+    words: list[str], tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "custom.yaml").write_text("__class__: 3\n")
+    assert main(["train", *words, "--rm-type", "math", "--dry-run", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_rows_may_name_their_own_reward(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,4 +102,17 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
     for name, value in ((columns.input, prompt), (columns.label, label), (columns.metadata, metadata)):
         if not isinstance(value, str) and too_deep(value):
             raise invalid(str(name), value, f"a tree of {SHALLOW}")
+    for name, value in ((columns.input, prompt), (columns.label, label)):
+        if not _is_utf8(value):
+            raise invalid(str(name), value, "text that UTF-8 can hold, without halves of surrogate pairs")
     return Prompt(prompt, label, metadata, images)
+
+
+def _is_utf8(value: Any) -> bool:
+    """Tells whether a JSON value is text that UTF-8 can hold; JSON's \\ud800 is none."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import sys
 from dataclasses import dataclass
 from itertools import islice
 
@@ -134,7 +135,8 @@ def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
         raise InvalidSetting.must_be(
             flag, "PATH@[a:b] with integers a and b, each of which may be left out", got=source
         )
-    start, stop = (int(text) if text else None for text in match.groups())
+    # Files have fewer rows than the largest index.
+    start, stop = (min(int(text[:20]), sys.maxsize) if text else None for text in match.groups())
     return local_file(path, flag), slice(start, stop)
 
 

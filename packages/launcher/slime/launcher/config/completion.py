@@ -44,7 +44,7 @@ def _config(hf_checkpoint: str | None) -> dict[str, Any] | None:
     """Returns the model's config.json; None if it is missing or unreadable, which other checks report."""
     try:
         found = json.loads(Path(hf_checkpoint or "", "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

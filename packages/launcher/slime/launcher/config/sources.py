@@ -137,7 +137,7 @@ class Sources:
             if found is not None:
                 return found
             if unknown is not None:
-                if not key.isidentifier():
+                if not key.isidentifier() or key.startswith("__"):
                     raise InvalidFile(f"{source}: {key!r} is no name of a setting or attribute", field=key)
                 unknown[key] = value
                 return {}

@@ -44,7 +44,8 @@ def engine_memory(
     width = BYTES.get(dtype, 2)
     weights = width * parameters / use.gpus
     share = f" / {use.gpus}" if use.gpus > 1 else ""
-    packed = on_cpu and bool({*use.packed_models} & {*(config.get("architectures") or ())})
+    names = config.get("architectures")
+    packed = on_cpu and any(name in names for name in use.packed_models) if isinstance(names, list) else False
     token = kv_bytes(config, use.gpus, width=1 if use.small_cache else width)
     lines = [
         f"weights {byte_size(weights)} = {width} x {parameters:,}{share} ({dtype})",

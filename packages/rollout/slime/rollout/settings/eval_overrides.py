@@ -23,7 +23,7 @@ KEYS: dict[str, tuple[str, type, str, Any]] = {
     "max_response_len": ("eval_max_response_len", int, "at least 1", lambda v: v >= 1),
     "min_new_tokens": ("eval_min_new_tokens", int, "at least 0", lambda v: v >= 0),
     "max_prompt_len": ("eval_max_prompt_len", int, "at least 1", lambda v: v >= 1),
-    "stop": ("rollout_stop", list, "a list of texts", lambda v: all(isinstance(item, str) for item in v)),
+    "stop": ("rollout_stop", list, "a list of texts", lambda v: all(item and isinstance(item, str) for item in v)),
     "stop_token_ids": ("rollout_stop_token_ids", list, "a list of token ids", lambda v: all(map(_is_token, v))),
     "repetition_penalty": ("eval_repetition_penalty", float, "more than 0", lambda v: v > 0),
     "skip_special_tokens": ("rollout_skip_special_tokens", bool, "true or false", lambda v: True),

@@ -245,6 +245,8 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
         if self.rollout_top_k == 0 or self.eval_top_k == 0:
             flag = "--rollout-top-k" if self.rollout_top_k == 0 else "--eval-top-k"
             raise InvalidSetting.must_be(flag, "-1 (off) or greater than 0", got=0)
+        if "" in (self.rollout_stop or ()):
+            raise InvalidSetting.must_be("--rollout-stop", "strings that are not empty", got="")
         if self.rm_type == "remote_rm" and not self.rm_url:
             raise InvalidSetting.requires("--rm-type remote_rm", "--rm-url URL")
         if self.max_prompt_len is not None and self.rollout_max_context_len is not None:

@@ -95,7 +95,7 @@ FAMILIES = {model_type: replace(vision, model_type=model_type) for model_type, v
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
     """Returns the family of a config.json; None for a model that reads text only, or of an unknown family."""
-    found = FAMILIES.get(config.get("model_type", ""))
+    found = FAMILIES.get(str(config.get("model_type")))
     if found is None or not found.grids:
         return found
     merge = (config.get("vision_config") or {}).get("spatial_merge_size", found.merge)

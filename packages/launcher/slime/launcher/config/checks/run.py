@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,8 +83,10 @@ def check_run(args: Mapping[str, Any]) -> None:
     _check_template("--save-hf", args["save_hf"])
     _check_template("--load-forge-rollout-data", args["load_forge_rollout_data"])
     for name, value in args["train_env_vars"].items():
-        if not isinstance(value, str):
-            raise InvalidSetting.must_be(f"--train-env-vars {name}", "text", got=value)
+        if not name or "=" in name or "\0" in name:
+            raise InvalidSetting.must_be("--train-env-vars", "names of variables, without = and NUL", got=name)
+        if not isinstance(value, str) or "\0" in value:
+            raise InvalidSetting.must_be(f"--train-env-vars {name}", "text without NUL", got=value)
     if args["megatron_to_hf_mode"] is not None and args["train_backend"] != "megatron":
         raise _requires(args, "megatron_to_hf_mode", "--train-backend megatron")
     if args["rollout_data_transport"] == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -205,6 +208,9 @@ def _check_size(args: Mapping[str, Any]) -> None:
 
 def _check_template(flag: str, path: str | None) -> None:
     try:
+        for _, name, _, _ in Formatter().parse(path or ""):
+            if name is not None and name.startswith(("rollout_id.", "rollout_id[")):
+                raise KeyError(name)
         (path or "").format(rollout_id=0)
     except (KeyError, IndexError, ValueError) as error:
         raise InvalidSetting.must_be(
@@ -338,6 +344,12 @@ def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = 
             f"{flag}: {directory} has no config.json; expected a Hugging Face directory of a model",
             field=flag, value=value, expected="config.json",
         )  # fmt: skip
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidFile(
+            f"{flag}: {directory}/config.json: not JSON: {error}", field=flag, value=value, expected="a JSON object"
+        ) from None
     if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidFile(
             f"{flag}: {directory} has no tokenizer; copy the model's own files there: {' or '.join(TOKENIZER_FILES)}",

@@ -55,6 +55,10 @@ class TrackerSettings(WandbSettings, TrackioSettings, MlflowSettings, SwanlabSet
 
 def check_trackers(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting for a tracker's settings without --use-NAME, NotAvailable without its package."""
+    for name in ("tb_project_name", "tb_experiment_name"):
+        path = Path(args[name] or "")
+        if path.is_absolute() or ".." in path.parts:
+            raise InvalidSetting.must_be(flag_name(name), "a name below tensorboard/, without ..", got=args[name])
     for tracker in TRACKERS:
         flag = flag_name(tracker.switch)
         if args[tracker.switch]:
