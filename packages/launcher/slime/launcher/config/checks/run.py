@@ -83,7 +83,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     _check_template("--save-hf", args["save_hf"])
     _check_template("--load-forge-rollout-data", args["load_forge_rollout_data"])
     for name, value in args["train_env_vars"].items():
-        if not name or "=" in name or "\0" in name:
+        if not name or {"=", "\0"} & {*name}:
             raise InvalidSetting.must_be("--train-env-vars", "names of variables, without = and NUL", got=name)
         if not isinstance(value, str) or "\0" in value:
             raise InvalidSetting.must_be(f"--train-env-vars {name}", "text without NUL", got=value)
@@ -347,9 +347,8 @@ def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = 
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidFile(
-            f"{flag}: {directory}/config.json: not JSON: {error}", field=flag, value=value, expected="a JSON object"
-        ) from None
+        text = f"{flag}: {directory}/config.json: not JSON: {error}"
+        raise InvalidFile(text, field=flag, value=value, expected="a JSON object") from None
     if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidFile(
             f"{flag}: {directory} has no tokenizer; copy the model's own files there: {' or '.join(TOKENIZER_FILES)}",
