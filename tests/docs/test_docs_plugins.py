@@ -102,7 +102,7 @@ def test_the_page_shows_every_plugin_of_the_command_line() -> None:
 @pytest.mark.parametrize(("flag", "file", "name"), [shown[1:4] for shown in SHOWN])
 def test_a_function_fits_its_contract(files: Path, flag: str, file: str, name: str) -> None:
     from slime.launcher.config.catalogue import declared
-    from slime.launcher.config.checks.run import check_plugins
+    from slime.launcher.config.checks.plugins import check_plugins
 
     setting = flag.removeprefix("--").replace("-", "_")
     defaults = {name: given.default for name, given in declared().items()} | {"sglang_args": {}}

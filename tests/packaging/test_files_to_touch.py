@@ -175,7 +175,7 @@ def test_a_plug_in_is_a_setting_and_a_contract(tree: Path) -> None:
     insert(contracts, '    "--custom-rm-path": ', '    "--owl-path": Contract(("args", "hour"), "how many woke"),\n')
     (tree / "owls.py").write_text("def wake(args, hour):\n    return hour\n\n\ndef sleep(args):\n    pass\n")
     script = """
-from slime.launcher.config.checks.run import check_plugins
+from slime.launcher.config.checks.plugins import check_plugins
 from slime.types.plugins import load_setting
 config = parse("--owl-path", "owls.py:wake")
 check_plugins(config.flat)

@@ -23,10 +23,10 @@ from slime.converters.megatron.rank_layout import ranks_needed
 from slime.launcher.config.advice import refuse_without_effect
 from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.config.checks.megatron import check_megatron, check_model
+from slime.launcher.config.checks.plugins import check_plugins
 from slime.launcher.config.checks.run import (
     check_files,
     check_learning,
-    check_plugins,
     check_run,
     check_tensor_parallel,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.launcher.config.catalogue import declared
-from slime.launcher.config.checks.run import check_plugins
+from slime.launcher.config.checks.plugins import check_plugins
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok
 from slime.types.errors import ConfigError
 from slime.types.plugin_contracts import CONTRACTS

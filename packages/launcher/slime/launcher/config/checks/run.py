@@ -1,6 +1,6 @@
 """Checks the settings of a whole run before anything starts.
 
-Each package checks its own settings; the checks here are those between packages, of files and of plug-ins.
+Each package checks its own settings; the checks here are those between packages, and of files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
-from types import SimpleNamespace
 from typing import Any
 
 from slime.buffer.sources.dataset import split_slice
@@ -20,17 +19,15 @@ from slime.buffer.sources.readers import reader_of
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
-from slime.launcher.config.catalogue import as_typed, declared
+from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.loop import check_loop, check_recordings
 from slime.launcher.config.derived import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places
-from slime.launcher.runner.flags import AGENT_ROLLOUT
-from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
-from slime.rollout.rewards.registry import may_return_dict, reward_function
+from slime.rollout.rewards.registry import may_return_dict
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
@@ -38,8 +35,6 @@ from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvai
 from slime.types.files import check_readable, no_directory
 from slime.types.models.experts import experts_of
 from slime.types.models.vision import require_vision
-from slime.types.plugin_contracts import CONTRACTS
-from slime.types.plugins import load_plugin
 from slime.types.setting_values import flag_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -83,7 +78,7 @@ def check_run(args: Mapping[str, Any]) -> None:
     _check_template("--save-hf", args["save_hf"])
     _check_template("--load-forge-rollout-data", args["load_forge_rollout_data"])
     for name, value in args["train_env_vars"].items():
-        if not name or {"=", "\0"} & {*name}:
+        if not name or "=" in name or "\0" in name:
             raise InvalidSetting.must_be("--train-env-vars", "names of variables, without = and NUL", got=name)
         if not isinstance(value, str) or "\0" in value:
             raise InvalidSetting.must_be(f"--train-env-vars {name}", "text without NUL", got=value)
@@ -359,43 +354,3 @@ def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = 
             f"{flag}: {directory} has no weights; expected model.safetensors, or shards and their index",
             field=flag, value=value, expected="*.safetensors",
         )  # fmt: skip
-
-
-def check_plugins(args: Mapping[str, Any]) -> None:
-    """Loads every plug-in that is set and checks its parameters; raises PluginError.
-
-    Raises InvalidSetting or NotAvailable for an unknown built-in reward.
-    """
-    flags = declared()
-    if args["rm_type"]:
-        reward_function(args["rm_type"])
-    for name, overrides in args["eval_overrides"].items():
-        for key in ("custom_rm_path", "custom_generate_function_path"):
-            if overrides.get(key):
-                load_plugin(overrides[key], flag=flag_name(key), label=f"--eval-config: {name}.{key}")
-        if overrides.get("rm_type"):
-            reward_function(overrides["rm_type"])
-    for name, flag in flags.items():
-        value = args.get(name)
-        if flag_name(name) in CONTRACTS and value and value != flag.default:
-            for path in value if isinstance(value, list) else [value]:
-                load_plugin(path, flag=flag_name(name))
-    if args["rollout_function_path"] == AGENT_ROLLOUT or args["custom_agent_path"]:
-        _check_agents(args)
-
-
-def _check_agents(args: Mapping[str, Any]) -> None:
-    if args["use_rollout_routing_replay"]:
-        raise InvalidSetting.conflict(
-            "--use-rollout-routing-replay", f"--rollout-function-path {AGENT_ROLLOUT}",
-            "agents get no experts back; --use-routing-replay replays those of the trainer",
-        )  # fmt: skip
-    # Plug-ins get SGLang's flags under these names from the rollout service, too.
-    of_sglang = {f"sglang_{name}": value for name, value in args["sglang_args"].items()}
-    settings = AgentSettings.from_args(SimpleNamespace(**{**args, **of_sglang}))
-    if settings.region is not None and importlib.util.find_spec("boto3") is None:
-        raise NotAvailable.requires(
-            f"agent_runtime_arn {settings.agent_runtime_arn}",
-            "the package boto3",
-            'pip install "slime-rollout[agents]", or use a URL http://HOST:PORT/invocations',
-        )
