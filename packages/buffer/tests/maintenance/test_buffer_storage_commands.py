@@ -181,6 +181,28 @@ def test_a_store_whose_first_server_was_killed_before_its_claim_is_whole(objects
     assert ObjectPayloads(objects["buffer_payloads"]).owner() is not None
 
 
+def test_a_backup_that_has_no_place_is_refused_by_name_and_leaves_nothing(tmp_path, capsys):
+    state = tmp_path / "state"
+    fill({"buffer_dir": str(state)}).stop()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for target, message in (
+        (tmp_path / "file" / "x", f"cannot write {tmp_path}/file/x: Not a directory"),
+        (tmp_path / ("n" * 300), "File name too long"),
+        (tmp_path / "loop", "exists: a backup is a new directory"),
+        (state / "copy", f"copy is in the buffer {state}"),
+    ):
+        assert message in command(capsys, "backup", state, target, expect=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before and not (state / "copy").exists()
+
+
+def test_an_index_beyond_64_bits_is_named(tmp_path, capsys):
+    fill({"buffer_dir": str(tmp_path / "state")}).stop()
+    words = ("groups", "show", 2**63, "--buffer-dir", tmp_path / "state")
+    assert f"INDEX must be an integer of 64 bits, got {2**63}" in command(capsys, *words, expect=2)
+
+
 def test_a_damaged_database_is_not_copied(tmp_path, capsys):
     fill({"buffer_dir": str(tmp_path / "state")}).stop()
     (tmp_path / "state" / "state.sqlite").write_bytes(b"no database" * 1000)

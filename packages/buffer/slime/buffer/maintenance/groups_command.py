@@ -43,6 +43,9 @@ def main(words: Sequence[str], prog: str) -> int:
         raise wrong_command(words, ACTIONS, "groups command")
     action = words[0]
     options = vars(_parser(action, f"{prog} {action}").parse_strict(words[1:]))
+    for index in options.get("index", ()):
+        if not -(2**63) <= index < 2**63:
+            raise InvalidSetting.must_be("INDEX", "an integer of 64 bits", got=index)
     with _connected(options) as client:
         if action == "list":
             _list(client, options)

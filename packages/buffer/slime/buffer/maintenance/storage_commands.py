@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from slime.buffer.store.base import Payloads, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
+from slime.types.directories import path_errors, write_error
 from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
 # A server that goes on may delete a payload between the copy of the database and that of the payload.
@@ -53,7 +55,8 @@ def repair(settings: BufferSettings) -> tuple[int, int, str]:
 
 def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
     """Copies a buffer with its state in SQLite to the directory `target`, also while a server uses it, and objects as
-    files; returns (groups, payloads). Raises InvalidSetting where `target` exists."""
+    files; returns (groups, payloads). Raises InvalidSetting where `target` exists, cannot be written, or is in the
+    buffer, OutOfSpace."""
     check_existing(settings)
     assert settings.buffer_dir is not None
     directory = Path(settings.buffer_dir)
@@ -62,17 +65,20 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
             f"no {DATABASE} in {directory}: it is lost, or the run has a {urls.STORE}",
             field="DIR", value=str(directory), expected=f"a directory with {DATABASE}",
         )  # fmt: skip
-    if target.exists():
+    if os.path.lexists(target):
         raise InvalidSetting(f"{target} exists: a backup is a new directory", field="DEST", value=str(target))
+    if Path(os.path.realpath(directory)) in Path(os.path.realpath(target)).parents:
+        raise InvalidSetting(f"{target} is in the buffer {directory}", field="DEST", value=str(target))
     objects = None if settings.buffer_payloads is None else ObjectPayloads(settings.buffer_payloads)
     partial = target.with_name(target.name + ".partial")
-    try:
-        partial.mkdir(parents=True)
-    except FileExistsError:
-        raise InvalidSetting(
-            f"{partial} exists: another backup is running or was interrupted; remove it", field="DEST",
-            value=str(partial),
-        ) from None  # fmt: skip
+    with path_errors(target, "DEST"):
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError:
+            raise InvalidSetting(
+                f"{partial} exists: another backup is running or was interrupted; remove it", field="DEST",
+                value=str(partial),
+            ) from None  # fmt: skip
     try:
         _copy_database(directory / DATABASE, partial / DATABASE)
         _copy_owner(objects or FilePayloads(directory / PAYLOADS, create=False), partial, settings)
@@ -93,6 +99,8 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
                 f"{directory / DATABASE}: {error}: see slime-buffer check", field="DIR", value=str(directory),
                 expected="the state of a buffer",
             ) from None  # fmt: skip
+        if isinstance(error, OSError):
+            raise write_error(error, target, "DEST") from error
         raise
     return groups, names
 
