@@ -81,7 +81,7 @@ def read_options() -> argparse.Namespace:
     add("--quick", action="store_true", help=f"Small sizes, in place of the defaults: {json.dumps(QUICK)}")
     add("--json", type=Path, metavar="FILE", help="JSON file to write")
     add("--pictures", type=Path, metavar="DIR", help="Directory for scale-engines.png and its like")
-    whole = {"type": positive, "metavar": "N"}
+    whole: dict[str, Any] = {"type": positive, "metavar": "N"}
     add(
         "--engines", **whole, nargs="+", default=[1, 10, 100, 300, 1000], help="Engine stand-ins (default: %(default)s)"
     )

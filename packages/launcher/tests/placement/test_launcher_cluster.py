@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -161,13 +162,32 @@ def test_ray_is_given_the_time_that_a_busy_machine_takes(monkeypatch: pytest.Mon
     monkeypatch.setattr(services, "get_node", lambda *arguments: " ".join(arguments))
     monkeypatch.setattr(ray_cluster_module, "LOOK_SECONDS", 0)
     look_up = services.get_node
-    with ray_cluster_module._patient():
+    monkeypatch.setattr(ray_cluster_module, "_raylets", lambda: [psutil.Process()])
+    with ray_cluster_module._patient(time.monotonic() + 60):
         assert services.get_node("gcs", "node") == "gcs node"
     assert services.get_node is look_up and next(answers, None) is None
     # Ray reports a process that is missing by then.
-    monkeypatch.setattr(ray_cluster_module, "START_SECONDS", -1)
-    with ray_cluster_module._patient():
+    with ray_cluster_module._patient(time.monotonic() - 1):
         assert services.get_node("gcs", "node") == "gcs node"
+
+
+def test_a_raylet_that_ends_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    has_nodes, killed = ray_cluster_module._has_nodes, []
+
+    def kill_the_first(address: str) -> bool:
+        if killed:
+            return has_nodes(address)
+        killed.extend(ray_cluster_module._raylets())
+        killed[0].kill()
+        return False
+
+    monkeypatch.setattr(ray_cluster_module, "_has_nodes", kill_the_first)
+    with ray_cluster(None, num_cpus=1):
+        assert len(cluster_nodes()) == 1 and killed[0] not in ray_cluster_module._raylets()
+    assert "Ray did not start (its raylet ended, load " in caplog.text
 
 
 def test_a_start_that_is_told_to_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

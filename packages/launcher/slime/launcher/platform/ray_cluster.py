@@ -27,6 +27,8 @@ RAY_STOP_SECONDS = 1.0
 # Seconds that a start of Ray gets to finish after a signal, and again to break off, before it is killed.
 PATIENCE_SECONDS = 2.0
 START_SECONDS = 180.0
+# Ray's raylet ends where its agents take longer than 15 s to come up, which no setting changes.
+START_ATTEMPTS = 3
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray
@@ -83,38 +85,57 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
     """Starts Ray on this machine, in a directory that ends with `stack`. Raises Unavailable."""
     import ray
 
+    deadline = time.monotonic() + START_SECONDS
+    for attempt in range(1, START_ATTEMPTS + 1):
+        others = set(psutil.Process().children())
+        try:
+            return _start_once(stack, options, deadline)
+        except Exception as error:  # Ray also raises plain exceptions
+            if attempt == START_ATTEMPTS or not isinstance(error, RayletEnded):
+                raise Unavailable(
+                    f"Ray did not start on this machine: {str(error).partition(chr(10))[0]} ({_load()}). End other "
+                    "work and try again, or start Ray beforehand (RAY_AUTH_MODE=token ray start --head) and give "
+                    "--ray-address auto",
+                    field="--ray-address", value="", expected="a machine with idle cores and free memory",
+                ) from error  # fmt: skip
+            log.warning("Ray did not start (%s, %s); trying again", error, _load())
+            _kill(_descendants(set(psutil.Process().children()) - others))
+            ray.shutdown()
+
+
+class RayletEnded(Exception):
+    """The process that makes this machine a node of Ray ended before it was one."""
+
+
+def _start_once(stack: ExitStack, options: dict[str, Any], deadline: float) -> None:
+    import ray
+
     directory = stack.enter_context(private_directory())
-    try:
-        with own_cluster(), few_processes(), _patient():
-            ray.init(
-                _temp_dir=str(directory),
-                address="local",
-                num_gpus=len(visible_gpus()),
-                include_dashboard=False,
-                **options,
-            )
-    except Exception as error:  # Ray also raises plain exceptions
-        raise Unavailable(
-            f"Ray did not start on this machine: {str(error).partition(chr(10))[0]} ({_load()}). End other work and "
-            "try again, or start Ray beforehand (RAY_AUTH_MODE=token ray start --head) and give --ray-address auto",
-            field="--ray-address", value="", expected="a machine with idle cores and free memory",
-        ) from error  # fmt: skip
+    with own_cluster(), few_processes(), _patient(deadline):
+        ray.init(
+            _temp_dir=str(directory),
+            address="local",
+            num_gpus=len(visible_gpus()),
+            include_dashboard=False,
+            **options,
+        )
 
 
 @contextmanager
-def _patient() -> Iterator[None]:
-    """Gives Ray's processes START_SECONDS to come up.
+def _patient(deadline: float) -> Iterator[None]:
+    """Gives Ray's processes until `deadline` to come up. Raises RayletEnded inside.
 
     Ray itself gives up after 30 s, which no setting changes, and on a busy machine they need longer at times.
     """
     from ray._private import services
 
     look_up = services.get_node
-    deadline = time.monotonic() + START_SECONDS
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         # Ray's look-up holds the GIL while it waits, so that no signal would be handled.
         while time.monotonic() < deadline and not _has_nodes(gcs_address):
+            if not _raylets():
+                raise RayletEnded("its raylet ended")
             time.sleep(LOOK_SECONDS)
         return look_up(gcs_address, node_id)
 
@@ -123,6 +144,16 @@ def _patient() -> Iterator[None]:
         yield
     finally:
         services.get_node = look_up
+
+
+def _raylets() -> list[psutil.Process]:
+    """Returns the raylets that run below this process."""
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _has_nodes(gcs_address: str) -> bool:
