@@ -188,6 +188,24 @@ def test_a_damaged_config_of_a_model_is_no_traceback(
 
 
 @pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        (b"1", "iter_0000001: no .metadata, latest_checkpointed_iteration.txt names this checkpoint"),
+        (b"\xff\xfe", "expected a number or release"),
+    ],
+)
+def test_a_checkpoint_that_its_directory_lacks_is_named(
+    words: list[str], tmp_path: Path, tracker: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "load" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "load" / "latest_checkpointed_iteration.txt").write_bytes(tracker)
+    load = ["--load", str(tmp_path / "load"), "--rm-type", "math"]
+    assert main(["train", *words, *load, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "error: --load" in error and message in error
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--save-interval", "1", "--save-hf", "out/{rollout_id.__class__}"], "--save-hf must be a path with"),

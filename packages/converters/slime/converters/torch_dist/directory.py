@@ -29,8 +29,8 @@ def iteration_directory(path: Path) -> Path:
             value=str(path),
             expected="a directory that Megatron or slime-convert saved",
         )
-    text = tracker.read_text().strip()
-    if text != RELEASE and not text.isdigit():
+    text = tracker.read_text(errors="replace").strip()
+    if text != RELEASE and not (text.isascii() and text.isdigit()):
         raise InvalidFile(
             f"{tracker}: got {text!r}, expected a number or {RELEASE}", field="path", value=text, expected="a number"
         )

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.converters.torch_dist.directory import iteration_directory
 from slime.types.directories import remove_directory
-from slime.types.errors import InvalidSetting, MissingFile
+from slime.types.errors import ConfigError, InvalidSetting, MissingFile
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,11 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
     if found:
         return str(found[max(found)])
     if any((directory / name).is_file() for name in MODEL_FILES):
+        if (directory / TRACKER).is_file() and not (directory / "config.json").is_file():
+            try:
+                iteration_directory(directory)
+            except ConfigError as error:
+                raise error.at(flag) from None
         return path
     expected = f"{STATE_FILE} of a checkpoint, step_NNNNNN or iter_NNNNNNN of a run, or config.json of a model"
     raise MissingFile(

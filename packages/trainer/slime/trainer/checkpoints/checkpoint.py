@@ -128,8 +128,8 @@ def read_state(path: str) -> TrainerState:
 def _state_file(path: Path) -> Path:
     """Finds it in the newest of the checkpoints in `path`, where it holds several as Megatron keeps them."""
     tracker = path / TRACKER
-    number = tracker.read_text().strip() if tracker.is_file() else ""
-    return (path / f"iter_{int(number):07d}" if number.isdigit() else path) / STATE_FILE
+    number = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    return (path / f"iter_{int(number):07d}" if number.isascii() and number.isdigit() else path) / STATE_FILE
 
 
 def critic_directory(path: str) -> str | None:
