@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         "--check-weight-update-equal",
     ),
     "rollout_num_engines": ("--rollout-num-engines 2", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_num_gpus": ("--rollout-num-gpus 2", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine_dtype": ("--rollout-engine-dtype float16", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine_device": ("--rollout-engine-device cpu", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine_threads": ("--rollout-engine-threads 1", "", "--rollout-external-engine-addrs h:1"),
@@ -210,6 +211,15 @@ def test_ray_that_a_variable_names_reads_no_number_of_cores(monkeypatch: pytest.
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(InvalidSetting, match="--ray-num-cpus 2 requires .* or RAY_ADDRESS"):
         parse("--ray-num-cpus 2")
+
+
+def test_engines_that_others_started_are_not_started_again() -> None:
+    flags = "--rollout-engine-max-restarts 2 --rollout-engine-restart-window 9"
+    assert not list(advice(parse(flags)))
+    found = [text for text in advice(parse(flags, "--rollout-external-engine-addrs h:1")) if "no effect" in text]
+    assert [text.split(" has ")[0] for text in found] == [
+        "--rollout-engine-max-restarts 2", "--rollout-engine-restart-window 9.0",
+    ]  # fmt: skip
 
 
 def test_a_variable_that_nothing_reads_is_named_and_refuses_no_run() -> None:

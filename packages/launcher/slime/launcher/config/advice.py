@@ -118,6 +118,11 @@ EFFECTS = (
         ),
         "restarts of lost services, without --no-use-fault-tolerance", _RESTARTS, refused=True,
     ),
+    Effect(
+        # Scripts of the original set the first for every run.
+        ("rollout_num_gpus", "rollout_engine_max_restarts", "rollout_engine_restart_window"),
+        "engines that the run starts, without --rollout-external-engine-addrs", _STARTS_ENGINES,
+    ),
     Effect(("memory_recorder",), "--record-memory-history", _on("record_memory_history"), refused=True),
     Effect(
         ("profile_step_start", "profile_target"), "--use-pytorch-profiler", _on("use_pytorch_profiler"), refused=True
