@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.types.errors import EngineError
 from weight_delta_engines import SGLangStandIn, change, on_disk, sender, stand_in, write_model
 
 
@@ -58,18 +57,18 @@ def test_no_engine_loads_the_checkpoint_of_another_run_with_the_same_directory(
     local = tmp_path / "local"
     updates, backend = sender(sglang, model, **on_disk(tmp_path, update_weight_local_checkpoint_dir=str(local)))
     updates.push(1)
-    held = sglang.held
     theirs = local / "weight_v000002"
     for path in local.glob("weight_v*"):
         path.rename(theirs)
-    # The files of another run stay where they cannot be removed, and are no version of this one.
+    # A file of others stays, and makes no version of this run.
     (theirs / "notes.txt").write_text("mine")
     mark = theirs / "slime-files.json"
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "lineage": "another"}))
     change(backend, 1)
-    with pytest.raises(EngineError, match="status 400"):
-        updates.push(2)
-    assert sglang.version == "1" and sglang.held is held
+    updates.push(2)
+    assert updates.metrics["perf/update_weights_whole_engines"] == 1
+    assert sglang.version == "2" and holds(sglang, backend)
+    assert [path.name for path in theirs.iterdir()] == ["notes.txt"]
     updates.close()
 
 

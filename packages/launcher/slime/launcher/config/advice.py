@@ -137,8 +137,13 @@ EFFECTS = (
         lambda args: not args["custom_model_provider_path"],
     ),
     Effect(
-        ("ray_num_cpus",), "a Ray that the run starts, without --ray-address or RAY_ADDRESS",
-        lambda args: not (args["ray_address"] or os.environ.get("RAY_ADDRESS")), refused=True,
+        ("ray_num_cpus",), "a Ray that the run starts, without --ray-address",
+        lambda args: not args["ray_address"], refused=True,
+    ),
+    # Only named: Ray sets the variable for each job that is submitted, whose flags may be those of a run by itself.
+    Effect(
+        ("ray_num_cpus",), "a Ray that the run starts, without RAY_ADDRESS",
+        lambda args: bool(args["ray_address"]) or not os.environ.get("RAY_ADDRESS"),
     ),
     Effect(
         ("tb_project_name", "tb_experiment_name"), "--use-tensorboard", _on("use_tensorboard")
