@@ -167,7 +167,10 @@ def test_containers_for_gpus_have_no_privileges_and_are_named_by_digest() -> Non
 def test_what_is_installed_from_an_index_has_hashes() -> None:
     for name in NAMES:
         for command in re.findall(r"pip install (.*?)(?:\n(?! {10,}-e)|$)", (WORKFLOWS / name).read_text(), re.S):
-            assert "--require-hashes" in command or ("--no-deps" in command and "-e packages/" in command), command
+            from_index = "--no-index" not in command and not ("--no-deps" in command and "-e packages/" in command)
+            assert not from_index or "--require-hashes" in command, command
+        for command in re.findall(r"pip (?:wheel|download) (.*)", (WORKFLOWS / name).read_text()):
+            assert "--require-hashes" in command or "--no-index" in command, command
 
 
 def test_the_hashed_requirements_are_those_of_the_constraints() -> None:
@@ -175,8 +178,19 @@ def test_the_hashed_requirements_are_those_of_the_constraints() -> None:
         return {line.split()[0].lower() for line in path.read_text().splitlines() if re.match(r"[A-Za-z0-9].*==", line)}
 
     constraints = pinned(ROOT / "constraints.txt")
-    assert constraints <= pinned(WORKFLOWS.parent / "requirements-ci.txt"), "run .github/lock-requirements"
+    for system in ("ci", "macos"):
+        assert constraints <= pinned(WORKFLOWS.parent / f"requirements-{system}.txt"), "run .github/lock-requirements"
     assert pinned(WORKFLOWS.parent / "requirements-image.txt") <= constraints, "run .github/lock-requirements"
+
+
+def test_main_is_tried_on_macos_with_what_the_docs_say_of_it() -> None:
+    job = workflow("ci.yml")["jobs"]["macos"]
+    commands = "\n".join(step.get("run", "") for step in job["steps"])
+    assert job["runs-on"].startswith("macos-") and job["if"] == "github.event_name == 'push'"
+    assert "./scripts/quickstart --tiny " in commands and "install" in commands
+    tested = re.search(r"-m pytest (.*)", commands)
+    assert tested and all((ROOT / path / "tests").is_dir() for path in tested[1].split())
+    assert f"`{job['runs-on']}`" in (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
 
 
 def test_a_pull_request_runs_what_it_can_break_and_main_runs_all() -> None:

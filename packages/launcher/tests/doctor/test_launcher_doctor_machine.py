@@ -225,6 +225,14 @@ def test_several_nodes_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--actor-num-nodes 2: no Ray cluster" in failed
 
 
+def test_shared_memory_is_missed_on_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_well(monkeypatch, shared_memory=lambda: None)
+    (warned,) = lines("limits", "warn")
+    assert "there is no /dev/shm" in warned
+    make_well(monkeypatch, shared_memory=lambda: None, on_linux=lambda: False)
+    assert lines("limits", "warn") == []
+
+
 def test_the_driver_is_asked_for_names_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
         """Answers as libnvidia-ml does: 0 for success, results in what is passed by reference."""

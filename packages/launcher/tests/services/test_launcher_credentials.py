@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +84,25 @@ def test_the_credentials_of_a_process_are_on_no_disk_and_closed_to_others(author
     rpc = identity.accept(authority.grant(identity.public_key, "127.0.0.2"), RpcSettings())
     for path in filter(None, (rpc.token_file, rpc.tls_key, rpc.tls_cert, rpc.tls_ca)):
         assert os.readlink(path).startswith("/memfd:") and os.stat(path).st_mode & 0o077 == 0
+
+
+def test_without_files_in_memory_credentials_are_private_files_that_end_with_the_process(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; vars(os).pop('memfd_create', None)\n"
+        "from slime.launcher.services.credentials import in_memory\n"
+        "path = in_memory('token', b'secret'); print(path, open(path).read(), oct(os.stat(path).st_mode), flush=True)\n"
+        "if sys.argv[1] == 'killed': os.kill(os.getpid(), 9)"
+    )
+    for end in ("killed", "ends"):  # the second one also removes what the first one left
+        words = [sys.executable, "-c", program, end]
+        done = subprocess.run(
+            words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        )
+        path, content, mode = done.stdout.split()
+        assert (content, mode) == ("secret", "0o100600"), done.stderr
+        assert Path(path).exists() == (end == "killed") and Path(path).is_relative_to(tmp_path)
+        assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} <= {0o700}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_clients_of_the_user_find_a_token_for_each_role(authority: Authority, tmp_path: Path) -> None:

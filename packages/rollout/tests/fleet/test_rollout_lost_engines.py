@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -316,6 +317,23 @@ def silent(directory: Any) -> EngineProcess:
     """An engine that never says that it serves."""
     code = f"import os, time; open({str(directory / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     return EngineProcess("silent", "embedded", lambda announce, parent: [sys.executable, "-c", code])
+
+
+def test_an_engine_is_stopped_where_no_signal_may_be_sent_to_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def as_on_macos(group: int, number: int) -> None:
+        if psutil.pid_exists(group) and psutil.Process(group).status() == psutil.STATUS_ZOMBIE:
+            raise PermissionError(1, "Operation not permitted")
+        send(group, number)
+
+    send = os.killpg
+    monkeypatch.setattr(os, "killpg", as_on_macos)
+    engine = silent(tmp_path)
+    engine.kill()
+    wait_for(lambda: psutil.Process(engine.pid).status() == psutil.STATUS_ZOMBIE)
+    engine.stop()
+    assert engine.poll() == -signal.SIGKILL
 
 
 def test_sessions_move_from_an_engine_that_is_out() -> None:

@@ -46,7 +46,9 @@ def _memory(subject: Subject) -> Iterator[Finding]:
 def _shared_memory(subject: Subject) -> Iterator[Finding]:
     size = probes.shared_memory()
     ranks = int(subject.flag("actor_num_gpus_per_node") or 1)
-    if size is None:
+    if size is None and not probes.on_linux():
+        yield ok("no /dev/shm on this system: Ray exchanges data through files")
+    elif size is None:
         yield warn("there is no /dev/shm", "mount one: Ray and NCCL are slower, or fail, without")
     elif size < LEAST_SHARED_BYTES or (ranks > 1 and probes.gpus() and size < SHARED_BYTES):
         yield fail(

@@ -12,6 +12,7 @@ import platform
 import resource
 import shutil
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,10 @@ def disk_free(directory: Path) -> tuple[Path, int]:
 
 def writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK)
+
+
+def on_linux() -> bool:
+    return sys.platform == "linux"
 
 
 def shared_memory() -> int | None:

@@ -20,7 +20,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from cryptography import x509
@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from slime.types.errors import InvalidFile
 from slime.types.rpc import RpcSettings, token_files
 from slime.types.rpc.roles import Role, role_token
+from slime.types.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 
@@ -181,16 +182,24 @@ class Identity:
 
 
 def in_memory(name: str, content: bytes) -> str:
-    """Returns the path of a private file that ends with this process; on Linux it is in memory."""
+    """Returns the path of a private file that ends with this process. Only Linux has such files in memory; elsewhere
+    it is on disk, and if this process is killed, the next one of this user removes it."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create(name)
         os.fchmod(file, 0o600)
-        path = f"/proc/self/fd/{file}"
-    else:
-        file, path = tempfile.mkstemp(prefix=f"slime-{name}-")
-        atexit.register(lambda: Path(path).unlink(missing_ok=True))
-    os.write(file, content)
+        os.write(file, content)
+        return f"/proc/self/fd/{file}"
+    file, path = tempfile.mkstemp(prefix=f"{name}-", dir=_directory_of_files())
+    with os.fdopen(file, "wb") as private:
+        private.write(content)
     return path
+
+
+@cache
+def _directory_of_files() -> Path:
+    directory = ScratchDirectory("slime-credentials-")
+    atexit.register(directory.close)
+    return directory.path
 
 
 def _shared(key: ec.EllipticCurvePrivateKey, other: ec.EllipticCurvePublicKey) -> bytes:

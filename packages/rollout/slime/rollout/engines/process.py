@@ -202,6 +202,10 @@ class EngineProcess:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             return
+        except PermissionError:
+            # macOS answers so where only processes are left that have ended and were not waited for.
+            if self._process.poll() is None:
+                raise
 
     def _tail(self) -> str:
         return "\n".join(f"    {line}" for line in self._lines) or "    (none)"

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.rollout.engines.embedded.model import dense as dense_module
+from slime.rollout.engines.embedded.model import kv_cache
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
 from slime.rollout.engines.embedded.model.dense import DenseModel, _Layer
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
@@ -253,6 +254,20 @@ def test_memory_follows_what_rows_hold_and_not_their_longest() -> None:
     cache.release(0)
     assert resident() - before < taken - (20 << 20)
     assert float(cache.layer(23)[0, 1].abs().sum()) == 0.0
+
+
+def test_another_system_and_processor_generate_the_same(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr(kv_cache, "LINUX", False)
+    dense = DenseModel(qwen3)
+    running = batch(qwen3, dense)
+    first, second = greedy(SHORT, 4), greedy(LONG, 12)
+    running.add([first, second])
+    run(running)
+    running.add([again := greedy(SHORT, 8)])
+    run(running)
+    for response in (first, second, again):
+        check(qwen3, response)
 
 
 def test_sequences_leave_where_memory_is_full_and_go_on_from_their_tokens(qwen3: Any) -> None:
