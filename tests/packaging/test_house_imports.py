@@ -181,3 +181,17 @@ def test_no_more_folders_side_by_side_import_each_other() -> None:
     arrows = {side_by_side(name, other) for name in MODULES for other in imported(name)} - {None}
     pairs = {tuple(sorted(arrow)) for arrow in arrows if arrow is not None and arrow[::-1] in arrows}
     assert pairs == TWO_WAYS.keys()
+
+
+def test_the_args_of_the_rollout_have_a_type() -> None:
+    """With Any, mypy would not check the names that are read from them."""
+    untyped = {
+        f"{name}:{node.lineno}"
+        for name, path in MODULES.items()
+        if path.is_relative_to(ROOT / "packages/rollout")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if argument.arg == "args" and isinstance(argument.annotation, ast.Name) and argument.annotation.id == "Any"
+    }
+    assert untyped == set()

@@ -7,14 +7,17 @@ is `slime train-async --fully-async`: the loop generates without end (`generate/
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.default import generate_rollout
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 
 def generate_rollout_fully_async(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generates one iteration, as the default rollout does, where an evaluation or code of the user calls it.
 

@@ -10,10 +10,11 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from slime.rollout.settings.eval_overrides import set_args
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 
 
-def rollout_metrics(groups: Sequence[Sequence[Sample]], args: Any) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Sequence[Sample]], args: RolloutSettings) -> dict[str, float]:
     """Returns the metrics of an iteration. groups: flat lists of samples. Segments that one sample fanned
     out into count their reward once.
 
@@ -98,7 +99,7 @@ def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: floa
     }
 
 
-def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: Any) -> dict[str, float]:
+def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: RolloutSettings) -> dict[str, float]:
     """Returns eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
 
     Segments that one sample fanned out into count their reward once.
@@ -152,7 +153,7 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     return rates
 
 
-def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
+def _rewards(group: Sequence[Sample], args: RolloutSettings) -> list[float]:
     values: dict[Any, float] = {}
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
@@ -163,14 +164,14 @@ def _rewards(group: Sequence[Sample], args: Any) -> list[float]:
     return list(values.values())
 
 
-def _reward(sample: Sample, args: Any) -> Any:
+def _reward(sample: Sample, args: RolloutSettings) -> Any:
     """Returns the reward, or its entry `args.reward_key`; None where there is none.
 
     What failed before it was scored tells nothing of the others. Of what is trained on, the buffer or the trainer
     misses the reward, and says of which sample.
     """
     if isinstance(sample.reward, dict):
-        return sample.reward.get(args.reward_key)
+        return None if args.reward_key is None else sample.reward.get(args.reward_key)
     return sample.reward
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.types import Sample
 from slime.types.errors import PluginError
 from slime.types.plugins import load_plugin, load_setting
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+    from slime.rollout.settings.rollout import RolloutSettings
 
 
 class RolloutPlugins:
@@ -18,7 +22,7 @@ class RolloutPlugins:
     Raises PluginError naming the flag.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: RolloutSettings) -> None:
         path = getattr(args, "custom_generate_function_path", None)
         self.generate = load_generate(path) if path else None
         self.agent = load_setting(args, "custom_agent_path")
@@ -49,7 +53,7 @@ class CustomGenerate:
         self.whole_group = len(positional) == 2 and not variadic
 
     async def one(
-        self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+        self, args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
     ) -> Sample | list[Sample]:
         keywords = {"evaluation": evaluation} if self.takes_evaluation else {}
         if self.whole_group:
@@ -58,10 +62,10 @@ class CustomGenerate:
         self._check(answer)
         return answer
 
-    async def group(self, args: Any, samples: list[Sample], evaluation: bool) -> list[Sample]:
+    async def group(self, args: RolloutArgs, samples: list[Sample], evaluation: bool) -> list[Sample]:
         return await self._answer(samples, {"evaluation": evaluation} if self.takes_evaluation else {}, args)
 
-    async def _answer(self, samples: list[Sample], keywords: dict[str, Any], args: Any) -> list[Sample]:
+    async def _answer(self, samples: list[Sample], keywords: dict[str, Any], args: RolloutArgs) -> list[Sample]:
         answer = await maybe_await(self.function, args, samples, **keywords)
         self._check(answer)
         return answer if isinstance(answer, list) else [answer]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.calls.call import CALL
 from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.plugin_contracts import accepted
 from slime.types.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 __all__ = ["apply_rollout_sample_hooks", "set_current_rollout_id"]
 
@@ -21,7 +24,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _ROLLOUT_ID[0] = rollout_id
 
 
-async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+async def apply_rollout_sample_hooks(args: RolloutArgs, value: Any, **kwargs: Any) -> Any:
     """Returns a sample, or lists of samples of the same shape, as the hooks left or replaced them.
 
     kwargs: passed to a hook that takes them; `rollout_id` is that of the running rollout unless it is given.
@@ -33,7 +36,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
     return await _apply(args, value, hooks, kwargs) if hooks else value
 
 
-async def _apply(args: Any, value: Any, hooks: list[Any], keywords: dict[str, Any]) -> Any:
+async def _apply(args: RolloutArgs, value: Any, hooks: list[Any], keywords: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [await _apply(args, item, hooks, keywords) for item in value]
     for hook in hooks:

@@ -24,6 +24,7 @@ from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics, time_metrics
 from slime.rollout.recordings.rollouts import record_evaluation, record_rollout
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.rollout.sources.own import OwnLeases, OwnSource
@@ -149,7 +150,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 request.rollout_id,
                 0,
                 lambda: self.state.loop.run(
-                    generate_on(args, request.rollout_id, source, over_sampling=self.settings.over_sampling_batch_size)
+                    generate_on(
+                        self.state,
+                        args,
+                        request.rollout_id,
+                        source,
+                        over_sampling=self.settings.over_sampling_batch_size,
+                    )
                 ),
             )
             self._continuous.call = job.call
@@ -181,7 +188,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 yield self._evaluated(args, request.rollout_id, event)
 
     def _evaluated(
-        self, args: Any, rollout_id: int, event: Result[RolloutFnEvalOutput]
+        self, args: RolloutArgs, rollout_id: int, event: Result[RolloutFnEvalOutput]
     ) -> rollout_pb2.EvaluateResponse:
         output = event.value
         record_evaluation(self.settings.save_debug_rollout_data, rollout_id, output.data)
@@ -262,20 +269,20 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return OwnLeases(buffer, self._own_source, group_size=self.settings.n_samples_per_prompt, **options)
 
     def _rollout(
-        self, args: Any, rollout_id: int, source: LeasedDataSource
+        self, args: RolloutArgs, rollout_id: int, source: LeasedDataSource
     ) -> tuple[list[list[Sample]], dict[str, Any]]:
         answer = self._rollout_function(args, rollout_id, source, evaluation=False)
         groups, metrics = train_output(answer, self.settings.rollout_function_path)
         source.complete_rest(groups)
         return groups, metrics
 
-    def _evaluation(self, args: Any, rollout_id: int, source: EvaluationSource) -> RolloutFnEvalOutput:
+    def _evaluation(self, args: RolloutArgs, rollout_id: int, source: EvaluationSource) -> RolloutFnEvalOutput:
         answer = self._eval_function(args, rollout_id, source, evaluation=True)
         return evaluation_output(answer, self.settings.eval_function_path or self.settings.rollout_function_path)
 
     def _metrics(
         self,
-        args: Any,
+        args: RolloutArgs,
         rollout_id: int,
         groups: list[list[Sample]],
         extra: dict[str, Any],

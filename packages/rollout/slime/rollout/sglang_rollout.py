@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.rollout.generate.default import generate_rollout, generate_rollout_async
 from slime.rollout.generate.evaluation import eval_rollout
@@ -10,8 +10,11 @@ from slime.rollout.generate.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.generate.sample import generate
 from slime.rollout.generate.state import GenerateState
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
-def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+
+def get_model_url(args: RolloutArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
     """Returns the URL of an endpoint of the engines."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 

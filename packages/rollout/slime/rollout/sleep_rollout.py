@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.rollout.calls.call import CALL
 from slime.types.errors import DeadlineExceeded
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 log = logging.getLogger(__name__)
 
 
-def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """Sleeps, under the contract of `--rollout-function-path`; raises DeadlineExceeded once its call is over."""
     call = CALL.get()
     log.info("rollout %s sleeps until the run is stopped", rollout_id)

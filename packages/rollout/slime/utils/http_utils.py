@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncGenerator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
 import numpy as np
@@ -16,6 +16,9 @@ from slime.rollout.engines.keys import engine_headers
 from slime.rollout.generate.seeds import SEEDS
 from slime.types.errors import Unavailable, counted
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 __all__ = [
     "find_available_port", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "is_port_available",
@@ -115,11 +118,11 @@ async def get(url: str) -> Any:
     return await post(url, {}, max_retries=1, action="get")
 
 
-def init_http_client(args: Any) -> None:
+def init_http_client(args: RolloutArgs) -> None:
     """Does nothing: the first call on an event loop makes its pool of connections."""
 
 
-def get_rollout_num_engines(args: Any) -> int:
+def get_rollout_num_engines(args: RolloutArgs) -> int:
     """Returns the number of engines of the run."""
     urls = getattr(args, "rollout_engine_urls", None)
     if urls is not None:

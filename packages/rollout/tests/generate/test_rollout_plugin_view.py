@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 import pickle
 from typing import Any
@@ -16,6 +17,7 @@ from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.generate.evaluation import eval_rollout
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.prompts.encoder import unrendered
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
 from slime.rollout.sources import EvaluationSource, LeasedDataSource
 from slime.types import Sample, SampleGroup
@@ -211,8 +213,10 @@ def test_copies_of_a_sample_that_are_generated_differ_too(make_state):
         engine.stop()
 
 
-def test_args_can_be_copied_and_pickled(engine, make_state):
+def test_args_have_the_declared_attributes_and_can_be_copied_and_pickled(engine, make_state):
     state = make_state(engine, rollout_batch_size=1)
+    declared = {field.name for field in dataclasses.fields(RolloutArgs)} | set(RolloutArgs.__annotations__)
+    assert declared <= vars(state.args).keys()
     for twin in (copy.copy(state.args), copy.deepcopy(state.args), pickle.loads(pickle.dumps(state.args))):
         assert twin.rollout_batch_size == 1 and GenerateState(twin) is state
     deep = copy.deepcopy(state.args)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.prompts.encoder import unrendered
 from slime.rollout.recordings.rollouts import head_and_tail, path_of, read_rollout
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import SampleGroup
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidFile, counted
@@ -50,7 +51,7 @@ class Replay:
         for group, lease in zip(groups, leased, strict=True):
             self._take_place(group, lease.group, str(path))
             self._buffer.complete_group(lease.token, group.samples)
-        return len(groups), rollout_metrics([group.samples for group in groups], args)
+        return len(groups), rollout_metrics([group.samples for group in groups], cast(RolloutSettings, args))
 
     def _take_place(self, group: SampleGroup, leased: SampleGroup, path: str) -> None:
         """Gives the samples the indexes of a leased group; those of one index stay together."""

@@ -16,15 +16,18 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from slime.rollout.chat.template import render
-from slime.rollout.generate.sample import generate
-from slime.rollout.generate.state import state_of
+from slime.rollout.generate.sample import generate_sample
+from slime.rollout.generate.state import RolloutState, state_of
 from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.files import write_whole
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 # Stands for an answer where the text behind one is looked for; no template changes letters.
 MARK = "zqxanswerzqx"
@@ -82,18 +85,19 @@ def episodes(make: Callable[[], Game], *, max_turns: int = 16) -> Generate:
     interrupts is played again up to that point: the game must answer the same to the same actions after the same seed.
     """
 
-    async def play(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    async def play(args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         env = make()
         try:
-            return await _play(env, max_turns, args, sample, sampling_params)
+            return await _play(env, max_turns, state_of(args), sample, sampling_params)
         finally:
             await _close(env)
 
     return play
 
 
-async def _play(env: Game, max_turns: int, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    state = state_of(args)
+async def _play(
+    env: Game, max_turns: int, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     tokenizer = state.tokenizer
     actions: list[str] = sample.metadata.setdefault("actions", [])
     await maybe_await(env.reset, seed=sample.metadata.get("seed"))
@@ -104,7 +108,7 @@ async def _play(env: Game, max_turns: int, args: Any, sample: Sample, sampling_p
     next_turn = False
     while True:
         length = sample.response_length
-        sample = await generate(args, sample, sampling_params, next_turn=next_turn)
+        sample = await generate_sample(state, sample, sampling_params, next_turn=next_turn)
         if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
             # No token was left for an action: the model made none.
             sample.reward = reward
@@ -128,7 +132,7 @@ async def _play(env: Game, max_turns: int, args: Any, sample: Sample, sampling_p
             # Nobody could act on it, and a pass of the trainer has room for a response of that length at most.
             sample.status, sample.reward = Sample.Status.TRUNCATED, reward
             return sample
-        sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, text=text)
+        sample.append_response_tokens(state.args, tokens=ids, log_probs=None, trainable=False, text=text)
         sample.status = Sample.Status.PENDING
         begun, next_turn = len(sample.response), True
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.plugins import maybe_await
 from slime.types import Sample
 from slime.types.errors import InvalidField, counted
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 
 def trl_reward(
@@ -24,7 +27,7 @@ def trl_reward(
         raise InvalidField("weights", weights, f"{counted(len(functions), 'number')}, one for each function")
     factors = [1.0] * len(functions) if weights is None else list(weights)
 
-    async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    async def score(args: RolloutArgs, samples: list[Sample], **kwargs: Any) -> list[float]:
         arguments = _arguments(args, samples)
         columns = [await _rewards(function, arguments, len(samples)) for function in functions]
         totals = []
@@ -38,7 +41,7 @@ def trl_reward(
     return score
 
 
-def _arguments(args: Any, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+def _arguments(args: RolloutArgs, samples: Sequence[Sample]) -> dict[str, list[Any]]:
     messages = [
         getattr(sample, "prompt_messages", None) or (sample.prompt if isinstance(sample.prompt, list) else None)
         for sample in samples

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +19,12 @@ from slime.rollout.agents.render import same_messages
 from slime.rollout.agents.sessions import JSON, Turn
 from slime.types import Sample
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 
 def merge_turns(
-    turns: Sequence[Turn], origin: Sample, decode: Callable[[list[int]], str], args: Any = None
+    turns: Sequence[Turn], origin: Sample, decode: Callable[[list[int]], str], args: RolloutArgs | None = None
 ) -> list[Sample]:
     """Returns an episode's samples in order, without rewards. decode: token ids to text, for what lies between answers.
 
@@ -82,7 +85,9 @@ def _continues(messages: Sequence[JSON], known: Sequence[JSON]) -> bool:
     return 0 < len(known) < len(messages) and same_messages(known, messages[: len(known)])
 
 
-def _segment(position: int, turns: list[Turn], origin: Sample, decode: Callable[[list[int]], str], args: Any) -> Sample:
+def _segment(
+    position: int, turns: list[Turn], origin: Sample, decode: Callable[[list[int]], str], args: RolloutArgs | None
+) -> Sample:
     sample = new_sample(origin)
     sample.metadata |= {"segment_index": position, "num_turns": len(turns)}
     sample.tokens = np.asarray(turns[0].prompt_ids, np.int32)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.agents.settings import STRATEGIES, given
 from slime.types import Sample
 from slime.types.errors import InvalidSetting
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 EPSILON = 1e-6
 
 
-def normalize_episode_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+def normalize_episode_rewards(args: RolloutArgs, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Returns (raw rewards, training rewards), one of each per sample.
 
     An episode is the samples of one group and one session; its reward is that of its first sample, and all of its

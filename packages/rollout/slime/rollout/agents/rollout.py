@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.agents.episodes import Episodes, shared_episodes
 from slime.rollout.agents.settings import AgentSettings
@@ -21,11 +21,14 @@ from slime.rollout.settings.eval_overrides import set_args
 from slime.types import Sample
 from slime.types.errors import InvalidField
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 log = logging.getLogger(__name__)
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generates `args.rollout_batch_size` groups of episodes of `data_source`, or the results of evaluation sets.
 
@@ -40,7 +43,7 @@ def generate_rollout(
     return state.loop.run(state.fleet.guard(work))  # type: ignore[arg-type, return-value]
 
 
-async def _train(state: RolloutState, args: Any, settings: AgentSettings, source: Any) -> RolloutFnTrainOutput:
+async def _train(state: RolloutState, args: RolloutArgs, settings: AgentSettings, source: Any) -> RolloutFnTrainOutput:
     target: int = args.rollout_batch_size
     accepted: list[list[list[Sample]]] = []
     dropped: dict[str, int] = {}
@@ -83,7 +86,7 @@ async def _all(work: Sequence[Any]) -> list[Any]:
         raise
 
 
-def _verdict(state: RolloutState, args: Any, group: list[list[Sample]]) -> str | None:
+def _verdict(state: RolloutState, args: RolloutArgs, group: list[list[Sample]]) -> str | None:
     """Returns why the dynamic filter drops a group; it sees the episodes that did not fail."""
     judge = state.plugins.dynamic_filter
     scored = [episode for episode in group if not _failed(episode)]
@@ -104,7 +107,9 @@ async def _complete(state: RolloutState, source: Any, done: list[list[Sample]], 
         call.advance()
 
 
-async def _evaluate(state: RolloutState, args: Any, settings: AgentSettings, source: Any) -> RolloutFnEvalOutput:
+async def _evaluate(
+    state: RolloutState, args: RolloutArgs, settings: AgentSettings, source: Any
+) -> RolloutFnEvalOutput:
     names = _names(args, source)
     sets: dict[str, list[Sample]] = {}
     for name in names:
@@ -143,7 +148,7 @@ async def _counted(episodes: Episodes, sample: Sample, params: dict[str, Any]) -
     return done
 
 
-def _names(args: Any, source: Any) -> list[str]:
+def _names(args: RolloutArgs, source: Any) -> list[str]:
     """Returns the sets of `source`; where `args.eval_datasets` names some, those. Raises InvalidField."""
     known = list(getattr(source, "names", ()))
     wanted = [str(getattr(each, "name", each)) for each in getattr(args, "eval_datasets", None) or known]
@@ -153,7 +158,7 @@ def _names(args: Any, source: Any) -> list[str]:
     return wanted
 
 
-def _reward(args: Any, episode: list[Sample]) -> float:
+def _reward(args: RolloutArgs, episode: list[Sample]) -> float:
     """Returns the reward of an episode, 0 for one that failed: it has solved nothing."""
     return 0.0 if _failed(episode) else float(episode[-1].get_reward_value(args))
 

@@ -73,7 +73,7 @@ class AgentSettings:
         return AnswerSyntax(self.sglang_tool_call_parser, self.sglang_reasoning_parser)
 
     @classmethod
-    def from_args(cls, args: Any) -> AgentSettings:
+    def from_args(cls, args: object) -> AgentSettings:
         """Takes each from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN, ACR_S3_BUCKET, the
         others by their names in capitals), else its default. Raises InvalidSetting."""
         values = {}
@@ -87,8 +87,8 @@ class AgentSettings:
             raise InvalidSetting.required(
                 "agent_runtime_arn", "an ARN of bedrock-agentcore, or http://host:port/invocations"
             )
-        if "exp_id" not in values and getattr(args, "run_name", None):
-            values["exp_id"] = str(args.run_name)
+        if "exp_id" not in values and (run_name := getattr(args, "run_name", None)):
+            values["exp_id"] = str(run_name)
         settings = cls(**values)
         settings._check()
         return settings
@@ -133,7 +133,7 @@ class AgentSettings:
         logging.getLogger("slime.rollout.agents").setLevel(self.gateway_log_level.upper())
 
 
-def given(args: Any, name: str, environ: Mapping[str, str] | None = None) -> Any:
+def given(args: object, name: str, environ: Mapping[str, str] | None = None) -> Any:
     """Returns the attribute of `args`, else the variable of the environment; None where there is neither."""
     value = getattr(args, name, None)
     if value is not None:

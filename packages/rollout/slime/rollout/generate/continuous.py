@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slime.rollout.calls.call import RolloutCall
+from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import RolloutIteration
 from slime.rollout.generate.group import Generated
-from slime.rollout.generate.state import state_of
+from slime.rollout.generate.state import RolloutState
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sources.paced import PacedSource
 from slime.types import Sample
 from slime.types.errors import WrongState
@@ -59,15 +60,16 @@ class ContinuousCall:
             call.rollout_id = weight_version
 
 
-async def generate_on(args: Any, rollout_id: int, data_source: Any, *, over_sampling: int | None) -> None:
+async def generate_on(
+    state: RolloutState, args: RolloutArgs, rollout_id: int, data_source: Any, *, over_sampling: int | None
+) -> None:
     """Returns only by an error or its cancellation. over_sampling: most groups in flight; None: as many as fit."""
-    state = state_of(args)
     if over_sampling is None:
         capacity = args.sglang_server_concurrency * len(state.fleet.members)
         most = max(args.rollout_batch_size, math.ceil(capacity / args.n_samples_per_prompt))
     else:
         most = over_sampling
-    rollout = _Continuous(state, args, rollout_id, data_source)
+    rollout = _Continuous(state, args, rollout_id, data_source, CALL.get())
     rollout.most_in_flight, rollout.over_samples = most, (over_sampling or 0) > args.rollout_batch_size
     await state.fleet.guard(rollout.go_on())
 

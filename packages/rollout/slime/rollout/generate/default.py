@@ -18,19 +18,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from slime.rollout.calls.call import CALL
+from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten
-from slime.rollout.generate.evaluation import eval_rollout
+from slime.rollout.generate.evaluation import evaluate
 from slime.rollout.generate.filters import DynamicFilterOutput
 from slime.rollout.generate.group import (
     Generated,
     finish_group,
-    generate_and_rm_group,
     generate_batch,
+    generate_group,
     needs_single_calls,
 )
 from slime.rollout.generate.sample import prompt_too_long
 from slime.rollout.generate.state import RolloutState, state_of
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError
 
@@ -45,31 +46,42 @@ UNUSABLE = "prompt_unusable"
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generates `args.rollout_batch_size` scored groups from `data_source`, or the results of an evaluation's sets.
 
     The contract is that of `--rollout-function-path`. Blocks; what it runs is asynchronous.
     """
-    loop = state_of(args).loop
-    if evaluation:
-        return loop.run(eval_rollout(args, rollout_id, data_source))
-    return loop.run(generate_rollout_async(args, rollout_id, data_source))
-
-
-async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
-    """Returns `args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
     state = state_of(args)
-    return await state.fleet.guard(RolloutIteration(state, args, rollout_id, data_source).run())
+    if evaluation:
+        return state.loop.run(evaluate(state, data_source))
+    return state.loop.run(run_iteration(state, args, rollout_id, data_source))
+
+
+async def generate_rollout_async(args: RolloutArgs, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    """Returns `args.rollout_batch_size` accepted groups, in the order of their first sample's index."""
+    return await run_iteration(state_of(args), args, rollout_id, data_source)
+
+
+async def run_iteration(
+    state: RolloutState, args: RolloutArgs, rollout_id: int, data_source: Any
+) -> RolloutFnTrainOutput:
+    """Does the work of `generate_rollout_async`.
+
+    args: those of the caller, `state.args` or a copy of it, which may have another `rollout_batch_size`.
+    """
+    return await state.fleet.guard(RolloutIteration(state, args, rollout_id, data_source, CALL.get()).run())
 
 
 class RolloutIteration:
     """One iteration; `continuous.py` changes where it ends."""
 
-    def __init__(self, state: RolloutState, args: Any, rollout_id: int, source: Any) -> None:
+    def __init__(
+        self, state: RolloutState, args: RolloutArgs, rollout_id: int, source: Any, call: RolloutCall | None
+    ) -> None:
         self.state, self.args, self.rollout_id, self.source = state, args, rollout_id, source
         self.target: int = args.rollout_batch_size
-        self.call = CALL.get()
+        self.call = call
         self.accepted: list[list[Generated]] = []
         self.seen: list[list[Generated]] = []
         self.pending: dict[asyncio.Task[list[Generated]], list[Sample]] = {}
@@ -138,7 +150,7 @@ class RolloutIteration:
             await self._generate_together(groups)
             return
         for group in groups:
-            task = asyncio.create_task(generate_and_rm_group(self.args, group, self.state.sampling_params))
+            task = asyncio.create_task(generate_group(self.state, self.args, group, self.state.sampling_params))
             task.add_done_callback(self.done.put_nowait)
             self.pending[task] = group
 

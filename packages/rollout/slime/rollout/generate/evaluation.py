@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from slime.rollout.calls.call import CALL
+from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
-from slime.rollout.generate.group import finish_group, generate_and_rm_group, generate_batch, needs_single_calls
+from slime.rollout.generate.group import finish_group, generate_batch, generate_group, needs_single_calls
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, state_of
 from slime.rollout.rewards.score import check, reward_key, scores_by_group
 from slime.rollout.settings.eval_overrides import set_args
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
 from slime.types.errors import InvalidSetting
@@ -20,15 +21,18 @@ from slime.types.errors import InvalidSetting
 REQUEST_SAMPLES = 128
 
 
-async def eval_rollout(args: Any, rollout_id: int, data_source: EvaluationSource) -> RolloutFnEvalOutput:
+async def eval_rollout(args: RolloutArgs, rollout_id: int, data_source: EvaluationSource) -> RolloutFnEvalOutput:
     """Evaluates all sets of `data_source`. Two evaluations of the same weights draw the same samples: seeds depend on
     the position in the set alone."""
-    state = state_of(args)
-    return await state.fleet.guard(_evaluate(state, data_source))
+    return await evaluate(state_of(args), data_source)
 
 
-async def _evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnEvalOutput:
-    call = CALL.get()
+async def evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnEvalOutput:
+    """Does the work of `eval_rollout` with the settings and plug-ins of `state`."""
+    return await state.fleet.guard(_evaluate(state, source, CALL.get()))
+
+
+async def _evaluate(state: RolloutState, source: EvaluationSource, call: RolloutCall | None) -> RolloutFnEvalOutput:
     states = {name: state.with_args(set_args(state.args, name)) for name in source.names}
     sets = {name: await asyncio.to_thread(_read, states[name], source, name) for name in source.names}
     output = RolloutFnEvalOutput(metrics={})
@@ -44,7 +48,7 @@ async def _evaluate(state: RolloutState, source: EvaluationSource) -> RolloutFnE
         call.advance(0)
     for name, groups in sets.items():
         set_state = states[name]
-        samples = await evaluate_groups(set_state, groups, eval_sampling_params(set_state.args))
+        samples = await evaluate_groups(set_state, groups, eval_sampling_params(set_state.args), call)
         key = reward_key(set_state.args, True)
         output.data[name] = {
             "rewards": [_reward(name, sample, key) for sample in samples],
@@ -89,16 +93,18 @@ async def fits(state: RolloutState, sample: Sample) -> bool:
     return len(await asyncio.to_thread(state.prompts.encode, sample)) <= limit
 
 
-async def evaluate_groups(state: RolloutState, groups: list[list[Sample]], params: dict[str, Any]) -> list[Sample]:
+async def evaluate_groups(
+    state: RolloutState, groups: list[list[Sample]], params: dict[str, Any], call: RolloutCall | None = None
+) -> list[Sample]:
     """Returns the samples of a set, generated with the sampling parameters `params` and scored, by index."""
     if needs_single_calls(state, flatten(groups)):
-        done = await asyncio.gather(*(_evaluate_group(state, group, params) for group in groups))
+        done = await asyncio.gather(*(_evaluate_group(state, group, params, call) for group in groups))
         samples = flatten(done)
     else:
         samples = flatten(groups)
         await asyncio.gather(
             *(
-                _evaluate_chunk(state, samples[i : i + REQUEST_SAMPLES], params)
+                _evaluate_chunk(state, samples[i : i + REQUEST_SAMPLES], params, call)
                 for i in range(0, len(samples), REQUEST_SAMPLES)
             )
         )
@@ -107,20 +113,23 @@ async def evaluate_groups(state: RolloutState, groups: list[list[Sample]], param
     return sorted(samples, key=lambda sample: sample.index or 0)
 
 
-async def _evaluate_group(state: RolloutState, group: list[Sample], params: dict[str, Any]) -> list[Any]:
-    generated = await generate_and_rm_group(state.args, group, params, evaluation=True)
-    _advance(len(group))
+async def _evaluate_group(
+    state: RolloutState, group: list[Sample], params: dict[str, Any], call: RolloutCall | None
+) -> list[Any]:
+    generated = await generate_group(state, state.args, group, params, evaluation=True)
+    _advance(call, len(group))
     return generated
 
 
-async def _evaluate_chunk(state: RolloutState, samples: list[Sample], params: dict[str, Any]) -> None:
+async def _evaluate_chunk(
+    state: RolloutState, samples: list[Sample], params: dict[str, Any], call: RolloutCall | None
+) -> None:
     await generate_batch(state, samples, params, evaluation=True)
     if not scores_by_group(state.args, True):
         await finish_group(state, samples, evaluation=True)
-    _advance(len(samples))
+    _advance(call, len(samples))
 
 
-def _advance(samples: int) -> None:
-    call = CALL.get()
+def _advance(call: RolloutCall | None, samples: int) -> None:
     if call is not None:
         call.advance(samples)

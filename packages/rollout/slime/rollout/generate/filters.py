@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.types import Sample
 from slime.types.errors import PluginError
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 
 @dataclass
@@ -77,19 +80,21 @@ class MetricGatherer:
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: RolloutArgs, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     rewards = [_reward(args, sample) for sample in samples]
     keep = max(rewards) - min(rewards) > 1e-6
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: RolloutArgs, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
     """Drops groups with equal rewards too, but keeps them where the iteration would otherwise lack groups."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output
 
 
-def _reward(args: Any, sample: Sample) -> float:
+def _reward(args: RolloutArgs, sample: Sample) -> float:
     before = sample.metadata.get("raw_reward") if getattr(args, "overlong_buffer_len", None) is not None else None
     return float(sample.get_reward_value(args) if before is None else before)

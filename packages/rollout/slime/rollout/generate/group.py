@@ -12,12 +12,13 @@ from slime.rollout.agents.episodes import play
 from slime.rollout.calls.call import CALL
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.responses import complete_custom
-from slime.rollout.generate.sample import FINISHED, Request, generate, make_request, send
+from slime.rollout.generate.sample import FINISHED, Request, generate_sample, make_request, send
 from slime.rollout.generate.seeds import seeds_of
 from slime.rollout.generate.state import RolloutState, state_of
 from slime.rollout.generate.submitted import SubmittedGroups
 from slime.rollout.plugins import CustomGenerate, load_generate, maybe_await
 from slime.rollout.rewards import apply_overlong_rules, score_group, score_sample, scores_by_group
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 from slime.types.plugin_contracts import accepted
@@ -31,10 +32,15 @@ load_generate_once = functools.cache(load_generate)
 
 
 async def generate_and_rm(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Generated:
     """Generates one sample and, unless `--group-rm`, scores it. A finished sample that has its reward is left alone."""
-    state = state_of(args)
+    return await _generate_and_score(state_of(args), args, sample, sampling_params, evaluation)
+
+
+async def _generate_and_score(
+    state: RolloutState, args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Generated:
     generated: Generated = sample
     if sample.status not in FINISHED:
         async with state.semaphore:
@@ -48,16 +54,31 @@ async def generate_and_rm(
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    args: RolloutArgs, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Generated]:
     """Generates and scores the samples of one prompt, in one request unless a function replaces the default."""
-    state = state_of(args)
+    return await generate_group(state_of(args), args, group, sampling_params, evaluation)
+
+
+async def generate_group(
+    state: RolloutState,
+    args: RolloutArgs,
+    group: list[Sample],
+    sampling_params: dict[str, Any],
+    evaluation: bool = False,
+) -> list[Generated]:
+    """Does the work of `generate_and_rm_group`.
+
+    args: those of the caller, `state.args` or a copy of it; samples are scored by its settings.
+    """
     if needs_single_calls(state, group):
         custom = state.plugins.generate
         if custom is not None and custom.whole_group:
             return await _custom_group(state, custom, group, evaluation)
         generated = list(
-            await asyncio.gather(*(generate_and_rm(args, s, dict(sampling_params), evaluation) for s in group))
+            await asyncio.gather(
+                *(_generate_and_score(state, args, s, dict(sampling_params), evaluation) for s in group)
+            )
         )
         if scores_by_group(args, evaluation):
             await score_whole_group(args, flatten(generated), evaluation)
@@ -117,7 +138,7 @@ async def _generate_one(
         segments = [sample] if played[0] is sample else fan_out(sample, played)
         return segments if len(segments) > 1 else segments[0]
     if custom is None:
-        return await generate(state.args, sample, sampling_params)
+        return await generate_sample(state, sample, sampling_params)
     await state.prompts.prepare([sample])
     state.prompts.render([sample])
     with seeds_of(state.args, sample.index):
@@ -183,7 +204,7 @@ async def run_hooks(state: RolloutState, samples: Sequence[Sample], evaluation: 
                 sample.__dict__.update(answer.__dict__)
 
 
-async def _score(args: Any, generated: Generated, evaluation: bool) -> None:
+async def _score(args: RolloutArgs, generated: Generated, evaluation: bool) -> None:
     started = time.monotonic()
     if isinstance(generated, list):
         await score_group(args, [sample for sample in generated if _is_unscored(sample)], evaluation=evaluation)
@@ -197,7 +218,7 @@ def _is_unscored(sample: Sample) -> bool:
     return sample.reward is None and not (sample.status is Sample.Status.FAILED and sample.remove_sample)
 
 
-async def score_whole_group(args: Any, samples: list[Sample], evaluation: bool = False) -> None:
+async def score_whole_group(args: RolloutArgs, samples: list[Sample], evaluation: bool = False) -> None:
     started = time.monotonic()
     if not any(sample.status is Sample.Status.ABORTED for sample in samples):
         await score_group(args, samples, evaluation=evaluation)

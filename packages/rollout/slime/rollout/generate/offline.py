@@ -11,7 +11,7 @@ import numpy as np
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
-from slime.rollout.generate.default import generate_rollout
+from slime.rollout.generate.default import run_iteration
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
 from slime.rollout.prompts.tokenizer import has_chat_template
@@ -53,7 +53,7 @@ def generate_file(
         started = time.monotonic()
         state.args.rollout_batch_size = state.args.over_sampling_batch_size = len(fitting)
         state.plugins.dynamic_filter = None
-        generate_rollout(state.args, 0, source)
+        state.loop.run(run_iteration(state, state.args, 0, source))
         seconds = time.monotonic() - started
         groups = sorted(source.completed, key=lambda group: group[0].index or 0)
         write_samples(output, flatten(groups))

@@ -16,6 +16,7 @@ from slime.rollout.fleet.member import Member
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.seeds import SEEDS, sampling_seed
 from slime.rollout.generate.state import RolloutState, state_of
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 from slime.types.errors import EngineError, InvalidField
 
@@ -208,7 +209,7 @@ def response_text(state: RolloutState, request: Request, output: dict[str, Any])
     return str(state.tokenizer.decode(output.get("output_ids") or [], skip_special_tokens=skip))
 
 
-def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+def append_output(args: RolloutArgs, sample: Sample, output: dict[str, Any]) -> None:
     """Appends one answer of an engine: its tokens, log-probs, text, weight version and finish reason."""
     try:
         meta = output["meta_info"]
@@ -238,13 +239,21 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], *, next_turn: bool = False) -> Sample:
+async def generate(
+    args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], *, next_turn: bool = False
+) -> Sample:
     """Generates one sample, as is the default; what `--custom-generate-function-path` replaces.
 
     next_turn: the response so far was made in this call, by earlier turns: --mask-offpolicy-in-partial-rollout leaves
     it as it is.
     """
-    state = state_of(args)
+    return await generate_sample(state_of(args), sample, sampling_params, next_turn=next_turn)
+
+
+async def generate_sample(
+    state: RolloutState, sample: Sample, sampling_params: dict[str, Any], *, next_turn: bool = False
+) -> Sample:
+    """Generates the rest of the response of `sample`, in place; parameters as those of `generate`."""
     await state.prompts.prepare([sample])
     if sample.multimodal_inputs:
         request = await asyncio.to_thread(make_request, state, sample, sampling_params, next_turn=next_turn)

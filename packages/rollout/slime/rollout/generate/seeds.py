@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 
 def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
@@ -25,7 +28,7 @@ def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
 class Seeds:
     """Seeds of the requests for a sample. index: of the sample that the function was called for."""
 
-    def __init__(self, args: Any, index: int | None) -> None:
+    def __init__(self, args: RolloutArgs, index: int | None) -> None:
         self.deterministic = bool(args.deterministic)
         self._rollout_seed = args.rollout_seed
         self._index = index
@@ -58,7 +61,7 @@ SEEDS: ContextVar[Seeds | None] = ContextVar("slime_sampling_seeds", default=Non
 
 
 @contextmanager
-def seeds_of(args: Any, index: int | None) -> Iterator[None]:
+def seeds_of(args: RolloutArgs, index: int | None) -> Iterator[None]:
     """Surrounds a function of the user that generates."""
     token = SEEDS.set(Seeds(args, index))
     try:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -26,6 +26,7 @@ from slime.rollout.plugins import RolloutPlugins, load_generate
 from slime.rollout.prompts.encoder import PromptEncoder
 from slime.rollout.prompts.tokenizer import context_length, load_tokenizer, reads_images
 from slime.rollout.settings.eval_datasets import build_eval_dataset_configs
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.models.experts import experts_of
@@ -43,7 +44,7 @@ class RolloutState(SubmittedGroups):
     that custom code may share. fleet: the engines. prompts: token ids of prompts. plugins: the user's functions.
     """
 
-    def __init__(self, args: argparse.Namespace, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:
+    def __init__(self, args: RolloutArgs, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:
         self.args = args
         self.fleet = fleet
         self.loop = fleet.loop
@@ -60,7 +61,7 @@ class RolloutState(SubmittedGroups):
         self._register()
         setattr(args, ATTRIBUTE, self)
 
-    def with_args(self, args: argparse.Namespace) -> RolloutState:
+    def with_args(self, args: RolloutArgs) -> RolloutState:
         """Returns a state with other settings: of sampling, of the chat template, and the function of a sample."""
         state = object.__new__(type(self))
         state.__dict__.update(self.__dict__)
@@ -71,7 +72,8 @@ class RolloutState(SubmittedGroups):
             state.prompts = _encoder(args, self.tokenizer)
         if args.custom_generate_function_path != self.args.custom_generate_function_path:
             state.plugins = copy.copy(self.plugins)
-            state.plugins.generate = load_generate(args.custom_generate_function_path)
+            path = args.custom_generate_function_path
+            state.plugins.generate = load_generate(path) if path else None
         setattr(args, ATTRIBUTE, state)
         return state
 
@@ -107,7 +109,7 @@ class RolloutState(SubmittedGroups):
         return bool(self.args.deterministic) or self.fleet.seeded
 
 
-def _encoder(args: argparse.Namespace, tokenizer: Any) -> PromptEncoder:
+def _encoder(args: RolloutArgs, tokenizer: Any) -> PromptEncoder:
     return PromptEncoder(
         tokenizer,
         apply_chat_template=args.apply_chat_template,
@@ -120,7 +122,7 @@ def _of_this_process(key: str) -> RolloutState | None:
     return _STATES.get(key)
 
 
-def state_of(args: argparse.Namespace) -> RolloutState:
+def state_of(args: RolloutArgs) -> RolloutState:
     """Returns the state that belongs to `args`.
 
     Where there is none yet, as in a script that calls `generate`, it is made from `args.hf_checkpoint`,
@@ -141,11 +143,11 @@ def state_of(args: argparse.Namespace) -> RolloutState:
 class GenerateState:
     """Compatibility: `GenerateState(args)` in plug-ins is `state_of(args)`."""
 
-    def __new__(cls, args: argparse.Namespace) -> RolloutState:  # type: ignore[misc]
+    def __new__(cls, args: RolloutArgs) -> RolloutState:  # type: ignore[misc]
         return state_of(args)
 
 
-def stop_texts(args: Any, tokenizer: Any) -> dict[int, str]:
+def stop_texts(args: RolloutArgs, tokenizer: Any) -> dict[int, str]:
     """Returns the text of every token that ends a response: the model's and `--rollout-stop-token-ids`."""
     ids = [getattr(tokenizer, "eos_token_id", None), *(args.rollout_stop_token_ids or ())]
     for name in ("generation_config.json", "config.json"):
@@ -156,7 +158,7 @@ def stop_texts(args: Any, tokenizer: Any) -> dict[int, str]:
     return {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(known)}
 
 
-def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+def rollout_sampling_params(args: RolloutArgs) -> dict[str, Any]:
     """Returns SGLang's sampling parameters of a training rollout."""
     return _without_none(
         temperature=args.rollout_temperature,
@@ -171,7 +173,7 @@ def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def eval_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+def eval_sampling_params(args: RolloutArgs) -> dict[str, Any]:
     """Returns SGLang's sampling parameters of an evaluation: eval_* where set, else those of training."""
 
     def first(value: Any, fallback: Any) -> Any:
@@ -187,9 +189,9 @@ def eval_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> argparse.Namespace:
+def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> RolloutArgs:
     """Returns the one namespace that plug-ins get: all settings, what the launcher adds, and where the engines are."""
-    args = argparse.Namespace(**(extra or {}))
+    args = cast(RolloutArgs, argparse.Namespace(**(extra or {})))
     for name, value in vars(settings).items():
         setattr(args, name, value)
     for name, value in settings.sglang_args.items():
@@ -209,7 +211,7 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     return args
 
 
-def _set_addresses(args: argparse.Namespace, fleet: Fleet) -> None:
+def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
     """Writes where the engines are; copies of `args` share the list and the dictionary."""
     args.rollout_engine_urls[:] = [member.url for member in fleet.members]
     first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
@@ -217,7 +219,7 @@ def _set_addresses(args: argparse.Namespace, fleet: Fleet) -> None:
     args.sglang_model_routers["default"] = (args.sglang_router_ip, args.sglang_router_port)
 
 
-def other_names(settings: RolloutSettings, args: argparse.Namespace) -> dict[str, Any]:
+def other_names(settings: RolloutSettings, args: RolloutArgs) -> dict[str, Any]:
     """Returns what plug-ins written for slime read from `args` and no setting here is called."""
     return {
         "eval_datasets": build_eval_dataset_configs(args),
@@ -272,7 +274,7 @@ def restart_limits(settings: RolloutSettings) -> RestartLimits | None:
     )
 
 
-def _fill_defaults(args: argparse.Namespace) -> None:
+def _fill_defaults(args: RolloutArgs) -> None:
     for field in dataclasses.fields(RolloutSettings):
         if not hasattr(args, field.name):
             factory = field.default_factory

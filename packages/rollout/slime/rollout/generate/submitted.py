@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 
 
@@ -22,7 +22,7 @@ class SubmittedGroups:
 
     # Set by `group.py`, which needs the state.
     generate_group: ClassVar[Callable[..., Coroutine[Any, Any, list[Any]]]]
-    args: argparse.Namespace
+    args: RolloutArgs
     sampling_params: dict[str, Any]
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from slime.rollout.generate.default import generate_rollout as generate_with_eng
 from slime.rollout.generate.loss_masks import MultiTurnLossMaskGenerator
 from slime.rollout.generate.state import state_of
 from slime.rollout.prompts.encoder import unrendered
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 
@@ -23,7 +24,7 @@ FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Fulfils the contract of `--rollout-function-path`; an evaluation is made by the engines.
 

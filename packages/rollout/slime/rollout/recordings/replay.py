@@ -7,7 +7,7 @@ weight updates, training) can be measured on the same data each time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.default import generate_rollout as generate_with_engines
@@ -15,11 +15,14 @@ from slime.rollout.recordings.rollouts import path_of, read_rollout
 from slime.types import Sample
 from slime.types.errors import InvalidFile, counted
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 FLAG = "--load-forge-rollout-data"
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Fulfils the contract of `--rollout-function-path`; an evaluation is made by the engines.
 
@@ -27,6 +30,8 @@ def generate_rollout(
     """
     if evaluation:
         return generate_with_engines(args, rollout_id, data_source, evaluation=True)
+    # RolloutSettings requires the flag for this function.
+    assert args.load_forge_rollout_data is not None
     path = path_of(args.load_forge_rollout_data, rollout_id)
     recorded = read_rollout(path, flag=FLAG, group_size=args.n_samples_per_prompt).groups
     wanted = args.rollout_batch_size

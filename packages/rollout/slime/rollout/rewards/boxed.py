@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rewards.base import RewardFunction
 from slime.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # An escaped brace, as around a set, is text.
@@ -15,7 +18,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def score_boxed(function: RewardFunction) -> RewardFunction:
-    async def reward(args: Any, sample: Sample) -> Any:
+    async def reward(args: RolloutArgs, sample: Sample) -> Any:
         boxed = copy.copy(sample)
         boxed.response = last_boxed(sample.response) or ""
         return await function(args, boxed)

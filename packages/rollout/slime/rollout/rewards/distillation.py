@@ -13,17 +13,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rewards.built_in.remote import ask
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, counted
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 # Characters of an answer that an error shows.
 SHOWN = 200
 
 
-async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+async def reward_func(args: RolloutArgs, sample: Sample, **kwargs: Any) -> float:
     """Sets `teacher_log_probs` of the sample and returns 0, the contract of `--custom-rm-path`.
 
     Raises InvalidSetting without --rm-url, Unavailable if it does not answer, InvalidField for another answer than an
@@ -45,7 +48,9 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     return 0.0
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+def post_process_rewards(
+    args: RolloutArgs, samples: Sequence[Sample], **kwargs: Any
+) -> tuple[list[float], list[float]]:
     """Returns zeros for raw and training rewards, the contract of `--custom-reward-post-process-path`."""
     return [0.0] * len(samples), [0.0] * len(samples)
 

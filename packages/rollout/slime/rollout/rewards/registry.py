@@ -6,12 +6,15 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rewards.base import RewardFunction
 from slime.rollout.rewards.boxed import score_boxed
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 BUILT_IN = {
     "math": "slime.rollout.rewards.built_in.math.pool:reward",
@@ -77,7 +80,7 @@ def needs_label(rm_type: str) -> bool:
 
 def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:
     @functools.wraps(function)
-    async def score(args: Any, sample: Sample) -> Any:
+    async def score(args: RolloutArgs, sample: Sample) -> Any:
         return function(args, sample)
 
     return score
@@ -85,7 +88,7 @@ def _as_async(function: Callable[[Any, Sample], Any]) -> RewardFunction:
 
 def _labelled(function: RewardFunction, name: str) -> RewardFunction:
     @functools.wraps(function)
-    async def score(args: Any, sample: Sample) -> Any:
+    async def score(args: RolloutArgs, sample: Sample) -> Any:
         if sample.label is None:
             raise InvalidField(
                 "label",

@@ -7,7 +7,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.plugins import maybe_await
 from slime.rollout.rewards.registry import reward_function
@@ -15,30 +15,33 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.plugins import load_plugin
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 # The function of a file that scores several samples, where the file has one for a single sample as well.
 BATCHED = ("batched_custom_rm",)
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: RolloutArgs, sample: Sample, **kwargs: Any) -> Any:
     """Returns the reward of one sample: a number, or a dict."""
     function, _ = choose(args, sample)
     return await maybe_await(function, args, sample, **kwargs)
 
 
-async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: RolloutArgs, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """Returns the rewards of several samples, in order; `--custom-rm-path` gets them all at once."""
     if args.custom_rm_path:
         return await maybe_await(_reward_at(args.custom_rm_path, BATCHED), args, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-async def score_sample(args: Any, sample: Sample, *, evaluation: bool = False) -> None:
+async def score_sample(args: RolloutArgs, sample: Sample, *, evaluation: bool = False) -> None:
     """Sets `sample.reward`. Raises InvalidField naming the sample and the function where that is no finite number."""
     function, name = choose(args, sample)
     _set(args, sample, await maybe_await(function, args, sample), name, evaluation)
 
 
-async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = False) -> None:
+async def score_group(args: RolloutArgs, samples: list[Sample], *, evaluation: bool = False) -> None:
     """Sets the rewards of samples that are scored together."""
     if not samples:
         return
@@ -52,7 +55,7 @@ async def score_group(args: Any, samples: list[Sample], *, evaluation: bool = Fa
         _set(args, sample, reward, name, evaluation)
 
 
-def apply_overlong_rules(args: Any, samples: Iterable[Sample], name: str, evaluation: bool) -> None:
+def apply_overlong_rules(args: RolloutArgs, samples: Iterable[Sample], name: str, evaluation: bool) -> None:
     """Applies DAPO's rules to samples that came with their reward from the function `name`, in training.
 
     Raises InvalidField naming the sample and the function where a reward is no finite number.
@@ -64,7 +67,7 @@ def apply_overlong_rules(args: Any, samples: Iterable[Sample], name: str, evalua
             _set(args, sample, sample.reward, name, evaluation)
 
 
-def _set(args: Any, sample: Sample, reward: Any, name: str, evaluation: bool) -> None:
+def _set(args: RolloutArgs, sample: Sample, reward: Any, name: str, evaluation: bool) -> None:
     key = reward_key(args, evaluation)
     sample.reward = check(reward, sample, name, key)
     if not evaluation:
@@ -81,7 +84,7 @@ def overlong_penalty(length: int, limit: int, buffer: int, largest: float) -> fl
     return largest * max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
-def _shorten(args: Any, sample: Sample, key: str | None) -> None:
+def _shorten(args: RolloutArgs, sample: Sample, key: str | None) -> None:
     """Applies DAPO's rules for long responses. Metrics go on with the reward as it was. key: of a dict reward."""
     if getattr(args, "overlong_mask", False) and sample.status is Sample.Status.TRUNCATED:
         sample.remove_sample = True
@@ -100,7 +103,7 @@ def _shorten(args: Any, sample: Sample, key: str | None) -> None:
         sample.reward += found
 
 
-def scores_by_group(args: Any, evaluation: bool) -> bool:
+def scores_by_group(args: RolloutArgs, evaluation: bool) -> bool:
     """Tells whether a group's samples are scored in one call: with `--group-rm`, and in evaluation where the user's
     function is one for several samples alone."""
     if not args.group_rm or not evaluation:
@@ -110,11 +113,11 @@ def scores_by_group(args: Any, evaluation: bool) -> bool:
     return _reward_at(args.custom_rm_path, BATCHED) is _reward_at(args.custom_rm_path)
 
 
-def reward_key(args: Any, evaluation: bool) -> str | None:
+def reward_key(args: RolloutArgs, evaluation: bool) -> str | None:
     return (getattr(args, "eval_reward_key", None) if evaluation else None) or getattr(args, "reward_key", None)
 
 
-def choose(args: Any, sample: Sample) -> tuple[Callable[..., Any], str]:
+def choose(args: RolloutArgs, sample: Sample) -> tuple[Callable[..., Any], str]:
     """Returns the function that scores a sample, and its name for messages."""
     path = sample.custom_rm_path or args.custom_rm_path
     if path:

@@ -74,7 +74,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: Any, raw_config_list: Any = None, defaults: Mapping[str, Any] | None = None
+    args: object, raw_config_list: Any = None, defaults: Mapping[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
     """Returns the sets of `raw_config_list`, each with what it lacks from `defaults`; without it, those of the run.
 
@@ -96,7 +96,7 @@ def _of_path(entry: Any) -> Mapping[str, Any]:
     return {"path": entry} if isinstance(entry, str) else entry
 
 
-def _of_run(args: Any) -> list[dict[str, Any]]:
+def _of_run(args: object) -> list[dict[str, Any]]:
     columns, overrides = getattr(args, "eval_columns", None) or {}, getattr(args, "eval_overrides", None) or {}
     return [
         {"name": name, "path": path, **columns.get(name, {}), **overrides.get(name, {})}

@@ -6,13 +6,14 @@ alone have.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from slime.types.errors import InvalidSetting
+
+Args = TypeVar("Args")
 
 # Key -> (the setting that it replaces, its type, what its value must be, whether it is).
 KEYS: dict[str, tuple[str, type, str, Any]] = {
@@ -61,16 +62,16 @@ def check_overrides(overrides: Mapping[str, Any], where: str = "eval_overrides."
     return checked
 
 
-def set_args(args: argparse.Namespace, name: str) -> argparse.Namespace:
-    """Returns the `args` that hold for the set `name`."""
-    set_values = copy.copy(args)
+def set_args(args: Args, name: str) -> Args:
+    """Returns a copy of `args` with the settings of the evaluation set `name`."""
+    set_values: Any = copy.copy(args)
     values = (getattr(args, "eval_overrides", None) or {}).get(name, {})
     if "rm_type" in values:
         # A function that scores the other sets would take precedence.
         set_values.custom_rm_path = None
     for key, value in values.items():
         setattr(set_values, KEYS[key][0], value)
-    return set_values
+    return cast(Args, set_values)
 
 
 def _value(where: str, key: str, value: Any) -> Any:

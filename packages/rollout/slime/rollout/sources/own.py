@@ -14,12 +14,15 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.rollout.sources.leased import BufferCalls, LeasedDataSource
 from slime.types import Sample
 from slime.types.errors import PluginError, SlimeError, counted
 from slime.types.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 FLAG = "--data-source-path"
 RETURNED = "returned to the data source"
@@ -30,7 +33,7 @@ log = logging.getLogger(__name__)
 class OwnSource:
     """The user's object, and the groups of it that the buffer has, as it gave them."""
 
-    def __init__(self, source: Any, path: str, args: Any) -> None:
+    def __init__(self, source: Any, path: str, args: RolloutArgs) -> None:
         self.source = source
         self.path = path
         self.args = args
@@ -41,13 +44,13 @@ class OwnSource:
         self._loaded = False
 
     @classmethod
-    def open(cls, path: str, args: Any) -> OwnSource:
+    def open(cls, path: str, args: RolloutArgs) -> OwnSource:
         """Makes the user's object. args: every setting of the run. The class gets them with the directories of
         checkpoints as `save` and `load`.
 
         Raises PluginError for a path that does not lead to a data source, and what the class raises of ours.
         """
-        own_args = copy.copy(args)
+        own_args: Any = copy.copy(args)
         own_args.save = getattr(args, "checkpoint_dir", None) or getattr(args, "save", None)
         own_args.load = getattr(args, "load_root", None) or getattr(args, "load", None)
         make = load_plugin(path, flag=FLAG)

@@ -7,11 +7,14 @@ characters are read. The answer may be boxed, in dollars, written as `x = 42`, w
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rewards.boxed import last_boxed
 from slime.types import Sample
 from slime.types.errors import InvalidField
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 CHARACTERS = 300
 INVALID = "[INVALID]"
@@ -26,7 +29,7 @@ _UNITS = re.compile(
 _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?")
 
 
-def reward(args: Any, sample: Sample) -> dict[str, Any]:
+def reward(args: RolloutArgs, sample: Sample) -> dict[str, Any]:
     """Raises InvalidField for a label that is no integer."""
     return score(sample.response, sample.label, sample.index)
 

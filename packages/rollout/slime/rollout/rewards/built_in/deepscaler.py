@@ -7,17 +7,20 @@ format is learned with the answer. The comparison is that of `--rm-type math`.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.rollout.rewards.base import END_OF_THINKING, after_thinking
 from slime.rollout.rewards.boxed import last_boxed
 from slime.rollout.rewards.built_in.math import pool
 from slime.types import Sample
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 HEADING = "###Response"
 
 
-async def reward(args: Any, sample: Sample) -> float:
+async def reward(args: RolloutArgs, sample: Sample) -> float:
     solution = solution_of(sample.response)
     if solution is None or last_boxed(solution) is None or not str(sample.label).strip():
         return 0.0

@@ -6,12 +6,15 @@ model that knows nothing a slope to climb.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.types import Sample
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
-def reward(args: Any, sample: Sample) -> float:
+
+def reward(args: RolloutArgs, sample: Sample) -> float:
     label = str(sample.label)
     text = visible(sample)
     ended = sample.status is Sample.Status.COMPLETED

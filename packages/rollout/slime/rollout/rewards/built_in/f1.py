@@ -10,16 +10,19 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 CLOSED = frozenset({"yes", "no", "noanswer"})
 _ARTICLES = frozenset({"a", "an", "the"})
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")
 
 
-def reward(args: Any, sample: Sample) -> float:
+def reward(args: RolloutArgs, sample: Sample) -> float:
     return f1_score(sample.response, str(sample.label))[0]
 
 

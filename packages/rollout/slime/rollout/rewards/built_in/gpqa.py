@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 import string
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rewards.base import after_thinking
 from slime.rollout.rewards.boxed import last_boxed
 from slime.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 LETTERS = string.ascii_uppercase[:10]
 # "The answer is (B)", "Option: **C**", "B is correct". A small letter counts only at the end of a line, as "is a gas"
@@ -27,7 +30,7 @@ _STATED = (
 _ALONE = re.compile(r"\b([A-Z])\b")
 
 
-def reward(args: Any, sample: Sample) -> float:
+def reward(args: RolloutArgs, sample: Sample) -> float:
     return score(sample.response, sample.label, sample.metadata)
 
 

@@ -8,10 +8,13 @@ all) and `prompt_text`.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
+
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
 MODULE = "evaluation_lib"
 
@@ -28,7 +31,7 @@ def require() -> Any:
         ) from error
 
 
-def reward(args: Any, sample: Sample) -> float:
+def reward(args: RolloutArgs, sample: Sample) -> float:
     """Raises InvalidField for a sample without instructions."""
     return score(sample.response, sample.metadata or {}, sample.index)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.types import Sample
 from slime.types.errors import InvalidField
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 INTEGER = re.compile(r"-?\d+")
 
 
-def reward(args: Any, sample: Sample) -> float:
+def reward(args: RolloutArgs, sample: Sample) -> float:
     """Raises InvalidField for a label that is no integer."""
     label = str(sample.label).strip()
     if not INTEGER.fullmatch(label):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.types import Sample
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
 
-def reward(args: Any, sample: Sample) -> float:
+
+def reward(args: RolloutArgs, sample: Sample) -> float:
     return float(random.Random(f"{getattr(args, 'rollout_seed', 0)}:{sample.index}").random() < 0.5)

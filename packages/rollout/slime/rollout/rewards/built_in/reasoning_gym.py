@@ -10,16 +10,19 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 log = logging.getLogger(__name__)
 
 
-async def reward(args: Any, sample: Sample) -> float:
+async def reward(args: RolloutArgs, sample: Sample) -> float:
     """Raises InvalidField where the metadata name no data set of reasoning-gym."""
     entry = sample.metadata.get("entry") or {
         "question": unrendered(sample),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -12,11 +12,14 @@ from slime.rollout.engines.keys import engine_headers
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, Unavailable, counted
 
+if TYPE_CHECKING:
+    from slime.rollout.settings.plugin_args import RolloutArgs
+
 TRIES = 10
 TIMEOUT_SECONDS = 120.0
 
 
-async def remote_rm(args: Any, sample: Sample, max_retries: int = TRIES) -> Any:
+async def remote_rm(args: RolloutArgs, sample: Sample, max_retries: int = TRIES) -> Any:
     """Asks --rm-url. Between tries k and k + 1 it waits min(2^k, 30) seconds and up to one more. Raises Unavailable
     after the last."""
     if not args.rm_url:
