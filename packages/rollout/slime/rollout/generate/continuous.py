@@ -1,8 +1,8 @@
 """Fully asynchronous generation: leases, generates and completes groups until the call is cancelled.
 
-The source says how many groups may be begun (`PacedSource`); here only the number in flight is bounded, by
---over-sampling-batch-size, or else by what the engines take at a time. A weight update interrupts requests, which go on
-with their tokens (`sample.send`); a group of a function of the user that cannot go on is leased again.
+`PacedSource` limits how many groups may start. This module limits only the number in flight: to
+--over-sampling-batch-size, or by default to the capacity of the engines. A weight update interrupts requests, which
+continue from their tokens (`sample.send`); a group that a user's function cannot continue is leased again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVEN_BACK = "rollout/aborted_groups"
 
 
 class ContinuousCall:
-    """The call that generates without end, where one runs. Thread-safe."""
+    """Holds the call of Generate that runs without end, while there is one. Thread-safe."""
 
     def __init__(self) -> None:
         self.source: PacedSource | None = None
@@ -39,7 +39,7 @@ class ContinuousCall:
 
     @contextmanager
     def running(self, source: PacedSource) -> Iterator[None]:
-        """Raises WrongState while another one runs: each would count on the pace alone."""
+        """Registers a call while it runs. Raises WrongState if another one runs: each would use the whole pace."""
         with self._lock:
             if self.source is not None:
                 raise WrongState(
@@ -52,7 +52,7 @@ class ContinuousCall:
             self.source = self.call = None
 
     def moved(self, weight_version: int) -> None:
-        """Notes that the engines have new weights: what is generated now is, for hooks, of the next iteration."""
+        """Notes that the engines have new weights; from now on hooks get `weight_version` as their rollout_id."""
         source, call = self.source, self.call
         if source is not None:
             source.moved()
@@ -63,7 +63,10 @@ class ContinuousCall:
 async def generate_on(
     state: RolloutState, args: RolloutArgs, rollout_id: int, data_source: Any, *, over_sampling: int | None
 ) -> None:
-    """Returns only by an error or its cancellation. over_sampling: most groups in flight; None: as many as fit."""
+    """Generates until an error or its cancellation.
+
+    over_sampling: maximum number of groups in flight; None: as many as the engines take, at least a batch.
+    """
     if over_sampling is None:
         capacity = args.sglang_server_concurrency * len(state.fleet.members)
         most = max(args.rollout_batch_size, math.ceil(capacity / args.n_samples_per_prompt))
@@ -97,7 +100,8 @@ class _Continuous(RolloutIteration):
 
     async def _generate_together(self, groups: list[list[Sample]]) -> None:
         await super()._generate_together(groups)
-        # Room for more comes with each group that the buffer knows to be rejected: timing would cut the next request.
+        # The pace makes room for a new group when the buffer has recorded a rejection. If some were still on their way,
+        # timing would decide the size of the next request, and two runs would differ.
         await asyncio.gather(*self.writes)
 
     def _fetch_size(self) -> int:

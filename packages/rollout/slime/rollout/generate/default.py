@@ -1,12 +1,12 @@
 """The default rollout: generates groups of the data source until enough are accepted, and gives the rest back.
 
 1. fetch `over_sampling_batch_size` groups whenever accepted + pending are fewer than the target; prompts that are too
-   long, empty, or not to be rendered are rejected
+   long, empty or cannot be rendered are rejected
 2. generate and score each group; complete it as soon as it is accepted, reject it when the dynamic filter drops it
-3. when the target is reached, abort what is still running and give it back: with `--partial-rollout` with what it has,
-   without it as it was leased
+3. when the target is reached, abort the groups that are still running and give them back: with their partial responses
+   under `--partial-rollout`, otherwise as they were leased
 
-With `--deterministic`, groups are taken in the order of their index, and one fetch is one request, decided as a whole.
+With `--deterministic`, each fetch is one request, and its groups are accepted or dropped in the order of their index.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ABORT_SECONDS = 60.0
 ABORT_AGAIN_SECONDS = 2.0
-# After so many groups in a row with unusable prompts, a setting is wrong, not the prompts.
+# So many unusable prompts in a row mean that a setting is wrong, not the prompts.
 REFUSED_IN_A_ROW = 1000
 TOO_LONG = "prompt_too_long"
 UNUSABLE = "prompt_unusable"
@@ -50,7 +50,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generates `args.rollout_batch_size` scored groups from `data_source`, or the results of an evaluation's sets.
 
-    The contract is that of `--rollout-function-path`. Blocks; what it runs is asynchronous.
+    The contract is that of `--rollout-function-path`. Blocks until all groups are generated.
     """
     state = state_of(args)
     if evaluation:
@@ -74,7 +74,7 @@ async def run_iteration(
 
 
 class RolloutIteration:
-    """One iteration; `continuous.py` changes where it ends."""
+    """Generates the groups of one iteration; `continuous.py` has a subclass that generates without end."""
 
     def __init__(
         self, state: RolloutState, args: RolloutArgs, rollout_id: int, source: Any, call: RolloutCall | None
@@ -85,11 +85,11 @@ class RolloutIteration:
         self.accepted: list[list[Generated]] = []
         self.seen: list[list[Generated]] = []
         self.pending: dict[asyncio.Task[list[Generated]], list[Sample]] = {}
-        # Groups of a common request whose turn has not come yet.
+        # Groups of a common request (--deterministic) that are neither accepted nor dropped yet.
         self.undecided = 0
         self.fetching: asyncio.Task[list[list[Sample]]] | None = None
-        # Groups, the fetch, and failed calls to the buffer, in the order in which they ended: waiting for all of them
-        # anew after each would take time in the square of their number.
+        # Finished tasks in the order in which they ended: groups, the fetch, and failed calls to the buffer. Calling
+        # asyncio.wait on all of them after each one would take time quadratic in their number.
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class RolloutIteration:
         return await _in_thread(self._output)
 
     async def _turn(self) -> None:
-        """Leases what is missing, waits until something has ended, and deals with it."""
+        """Leases missing groups, waits until a task ends, and processes what it returned."""
         self._check_writes()
         wanted = self._fetch_size()
         if wanted > 0 and self.fetching is None:
@@ -136,7 +136,7 @@ class RolloutIteration:
         wanted = max(self.args.over_sampling_batch_size or 0, self.target)
         if wanted > self.target or not (self.accepted or self.pending):
             return wanted
-        # Without over-sampling asked for, lease no more than is missing: the rest would be generated for nothing.
+        # Without over-sampling, lease only the missing groups: any more would be generated for nothing.
         return self.target - len(self.accepted) - len(self.pending)
 
     async def _start(self, groups: list[list[Sample]]) -> None:
@@ -155,7 +155,7 @@ class RolloutIteration:
             self.pending[task] = group
 
     async def _fits(self, group: list[Sample]) -> bool:
-        """Returns False for a group whose prompt the model cannot be given; it is rejected, with that reason."""
+        """Returns whether the prompt of a group can be used; rejects the group, with the reason, if it cannot."""
         refusal = await self._refusal(group[0])
         if refusal is None:
             self.refused_in_a_row = 0
@@ -171,8 +171,10 @@ class RolloutIteration:
         return False
 
     async def _refusal(self, sample: Sample) -> tuple[str, SlimeError] | None:
-        """Returns why a prompt cannot be used. A custom generate function may make of it what it likes, up to a limit
-        that was asked for."""
+        """Returns (reason, error) for a prompt that cannot be used, otherwise None.
+
+        A custom generate function may rewrite its prompt, so that only --rollout-max-prompt-len limits it.
+        """
         limit = self.args.rollout_max_prompt_len
         custom = self.state.plugins.generate is not None
         if custom and limit is None:
@@ -194,7 +196,8 @@ class RolloutIteration:
         return None
 
     async def _prompt_length(self, sample: Sample) -> int:
-        """Counts its tokens. Raises InvalidField, or DeadlineExceeded for a chat template that does not end."""
+        """Returns the number of prompt tokens. Raises InvalidField for a prompt that cannot be rendered,
+        DeadlineExceeded for a chat template that does not end."""
         tokens = sample.array("tokens")
         if len(tokens):
             return len(tokens) - sample.response_length
@@ -231,7 +234,7 @@ class RolloutIteration:
             await self._filter_and_complete()
 
     def _dropped(self, leased: list[Sample], group: list[Generated]) -> bool:
-        """Rejects the group where the dynamic filter drops it."""
+        """Returns whether the dynamic filter drops the group, which is rejected then."""
         if self.state.plugins.dynamic_filter is None:
             return False
         verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
@@ -243,7 +246,7 @@ class RolloutIteration:
         return True
 
     def _is_short(self) -> bool:
-        """Tells whether another group would have to be leased in place of one that is dropped."""
+        """Returns whether another group would have to be leased in place of a dropped one."""
         return len(self.accepted) + len(self.pending) + self.undecided < self.target
 
     async def _filter_and_complete(self) -> None:
@@ -266,7 +269,7 @@ class RolloutIteration:
         self.writes.append(write)
 
     def _wake_if_failed(self, write: asyncio.Task[None]) -> None:
-        # Nothing else may end any more: the group of a call that failed stays leased.
+        # Wakes `_next_done`: no other task may be left to end, as the group of a failed call stays leased.
         if not write.cancelled() and write.exception() is not None:
             self.done.put_nowait(write)
 
@@ -288,12 +291,13 @@ class RolloutIteration:
         if not self.pending:
             return
         custom = self.state.plugins.generate is not None
-        alone = self.call is None or custom
+        # Requests of a user's function have ids that are not known here: then all are aborted.
+        abort_all = self.call is None or custom
         pending: set[asyncio.Task[Any]] = set(self.pending)
         late, deadline = pending, time.monotonic() + ABORT_SECONDS
         while late and time.monotonic() < deadline:
             # Repeated, because an abort that overtakes its request finds nothing to end.
-            await self.state.fleet.abort(None if alone else sorted(self.call.open_requests))  # type: ignore[union-attr]
+            await self.state.fleet.abort(None if abort_all else sorted(self.call.open_requests))  # type: ignore[union-attr]
             _, late = await asyncio.wait(pending, timeout=ABORT_AGAIN_SECONDS)
         for task in late:
             task.cancel()

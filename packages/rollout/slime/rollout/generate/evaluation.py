@@ -1,4 +1,4 @@
-"""Evaluation: every prompt of a set answered n times, scored, nothing stored."""
+"""Evaluation: generates and scores n samples for every prompt of a set, and stores nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
 from slime.types.errors import InvalidSetting
 
-# Samples a request: a fixed cut, so that two runs batch alike.
+# Samples per request. The number is fixed, so that two runs make the same batches.
 REQUEST_SAMPLES = 128
 
 
@@ -79,13 +79,13 @@ def _check_number(name: str, number: int, least: int | None) -> None:
 
 
 def _reward(name: str, sample: Sample, key: str | None) -> float:
-    """Raises InvalidField for a sample that its generate function left without a reward, or gave another."""
+    """Returns the reward of a sample. Raises InvalidField if it is missing or not a finite number."""
     reward = check(sample.reward, sample, f"evaluation set {name}", key)
     return float(reward[key] if isinstance(reward, dict) else reward)
 
 
 async def fits(state: RolloutState, sample: Sample) -> bool:
-    """Returns true for a prompt of at most --eval-max-prompt-len tokens, which are counted off the event loop."""
+    """Returns true for a prompt of at most --eval-max-prompt-len tokens; counts them in a thread."""
     limit = state.args.eval_max_prompt_len
     if limit is None:
         return True
@@ -96,7 +96,7 @@ async def fits(state: RolloutState, sample: Sample) -> bool:
 async def evaluate_groups(
     state: RolloutState, groups: list[list[Sample]], params: dict[str, Any], call: RolloutCall | None = None
 ) -> list[Sample]:
-    """Returns the samples of a set, generated with the sampling parameters `params` and scored, by index."""
+    """Returns the samples of a set, generated with the sampling parameters `params` and scored, sorted by index."""
     if needs_single_calls(state, flatten(groups)):
         done = await asyncio.gather(*(_evaluate_group(state, group, params, call) for group in groups))
         samples = flatten(done)

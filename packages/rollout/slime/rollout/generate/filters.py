@@ -1,7 +1,7 @@
-"""Dynamic sampling filters: the answer of one, how a rollout takes it, and filters for equal rewards.
+"""Dynamic sampling filters: the answer of a filter, its use by the rollout, and filters that drop equal rewards.
 
-Groups whose rewards are all the same carry no advantage. With --overlong-buffer-len the rewards before its penalty
-count, as in DAPO (arXiv 2503.14476, equation 11): a group of right answers of several lengths is dropped.
+Groups whose rewards are all equal have no advantage. With --overlong-buffer-len the rewards before the penalty are
+compared, as in DAPO (arXiv 2503.14476, equation 11): a group of right answers of different lengths is dropped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
     def kept(self, short: bool) -> bool:
-        """Tells if the group is trained on. short: without it, the iteration would lack groups."""
+        """Returns whether the group is trained on. short: the iteration would lack groups without it."""
         return self.keep or (self.keep_when_insufficient and short)
 
     @classmethod
     def of(cls, answer: Any) -> DynamicFilterOutput:
-        """Reads a filter's answer, which may be a plain truth value, or one of an array or a tensor.
+        """Reads a filter's answer: a DynamicFilterOutput, a bool, or a scalar of an array or tensor.
 
-        Raises PluginError for anything else: None would drop every group for ever, a coroutine would keep every one.
+        Raises PluginError for anything else: None would drop, and a coroutine keep, every group.
         """
         if isinstance(answer, cls):
             return answer
@@ -49,17 +49,17 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Returns the verdict of a filter, which may be a plain truth value; without a filter every group is kept."""
+    """Returns the answer of a filter as a DynamicFilterOutput; without a filter every group is kept."""
     return DynamicFilterOutput(keep=True) if fn is None else DynamicFilterOutput.of(fn(*args, **kwargs))
 
 
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Tells if a group is dropped.
+    """Returns whether a group is dropped.
 
-    remaining_batch_size: groups that are accepted, or still running; target_data_size: those that the rollout needs. A
-    group that may be kept where groups are short is kept where no others are left over.
+    remaining_batch_size: number of groups accepted or still running, this one included. target_data_size: number of
+    groups that the rollout needs. A group with `keep_when_insufficient` is kept if none of them can be spared.
     """
     return not output.kept(short=remaining_batch_size <= target_data_size)
 
@@ -71,7 +71,7 @@ class MetricGatherer:
         self._dropped: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Counts a drop; one without a reason is not counted."""
+        """Counts a dropped group under its reason; without a reason it is not counted."""
         if reason:
             self._dropped[reason] += 1
 
@@ -81,6 +81,7 @@ class MetricGatherer:
 
 
 def check_reward_nonzero_std(args: RolloutArgs, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Drops groups whose rewards differ by at most 1e-6."""
     rewards = [_reward(args, sample) for sample in samples]
     keep = max(rewards) - min(rewards) > 1e-6
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")

@@ -23,10 +23,10 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, PluginError
 from slime.types.plugin_contracts import accepted
 
-# The elements of a generated group: a sample, or the segments that one fanned out into.
+# An element of a generated group: a sample, or the segments that it fanned out into.
 Generated: TypeAlias = Sample | list[Sample]
 
-# The name in errors of what may set rewards while it generates.
+# The name in errors of a generate function that also sets rewards.
 REWARD_SETTER = "the generate function"
 load_generate_once = functools.cache(load_generate)
 
@@ -34,7 +34,7 @@ load_generate_once = functools.cache(load_generate)
 async def generate_and_rm(
     args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Generated:
-    """Generates one sample and, unless `--group-rm`, scores it. A finished sample that has its reward is left alone."""
+    """Generates one sample and, unless `--group-rm`, scores it. A finished sample with a reward stays as it is."""
     return await _generate_and_score(state_of(args), args, sample, sampling_params, evaluation)
 
 
@@ -97,7 +97,7 @@ def needs_single_calls(state: RolloutState, samples: Sequence[Sample]) -> bool:
 async def generate_batch(
     state: RolloutState, samples: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> None:
-    """Sends one request for all; several engines each get a run of them, of fixed size."""
+    """Generates `samples` in one request; with --deterministic in one for each engine, of equal numbers of samples."""
 
     def make() -> list[Request | None]:
         return [make_request(state, sample, sampling_params, evaluation=evaluation) for sample in samples]
@@ -190,6 +190,10 @@ async def _custom_group(
 
 
 async def run_hooks(state: RolloutState, samples: Sequence[Sample], evaluation: bool) -> None:
+    """Calls the functions of --rollout-sample-hook-path on each sample; one that they return replaces its contents.
+
+    Raises PluginError for an answer that is neither a Sample nor None.
+    """
     call = CALL.get()
     keywords = {"rollout_id": call.rollout_id if call else None, "evaluation": evaluation}
     for hook in state.plugins.sample_hooks:
@@ -231,5 +235,5 @@ def _count_reward_time(started: float) -> None:
         call.reward_seconds += time.monotonic() - started
 
 
-# The state of a rollout, which is made before groups can be generated, lets functions of the user submit them.
+# Set here because `submitted.py`, a base of the state, cannot import this module.
 SubmittedGroups.generate_group = staticmethod(generate_and_rm_group)

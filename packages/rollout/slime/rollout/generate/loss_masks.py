@@ -28,7 +28,7 @@ class MultiTurnLossMaskGenerator:
     """Tokenises conversations with a chat template and masks what the assistant did not write.
 
     tokenizer_type: `qwen` renders each turn alone, `qwen3` behind a user turn (its template needs one), `distill_qwen`
-    trains on the last turn after the first.
+    takes the first message as the prompt and trains on the last.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -40,7 +40,7 @@ class MultiTurnLossMaskGenerator:
         if tokenizer_type == "qwen" and DISTILLED in tokenizer.get_added_vocab():
             self.tokenizer_type = "distill_qwen"
         once, twice = self._render([PROBE]), self._render([PROBE, PROBE])
-        # A second user turn adds one turn; what the first has beside it is the default system message.
+        # Two user turns have one turn more than one; the rest of `once` is the default system message.
         self.system_message_length = 2 * len(once) - len(twice)
         self.gen_token_length = len(self._render([PROBE], add_generation_prompt=True)) - len(once)
 
@@ -68,7 +68,7 @@ class MultiTurnLossMaskGenerator:
         return [self.tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
 
     def _turn(self, message: Message, position: int, tools: list[Any] | None) -> list[int]:
-        """Returns the tokens that a message adds, without the default system message but at the beginning."""
+        """Returns the tokens that a message adds; only the first message keeps the default system message."""
         if self.tokenizer_type == "qwen3":
             before = self._render([PROBE], tools)
             turn = self._render([PROBE, message], tools)[len(before) :]

@@ -32,11 +32,11 @@ def generate_file(
     metadata_key: str = "metadata",
     overwrite: bool = False,
 ) -> dict[str, float]:
-    """Writes one JSON object a sample, in the order of the prompts; returns the metrics.
+    """Writes one JSON object per sample, in the order of the prompts; returns the metrics.
 
     Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
-    Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that takes no file or, without
-    `overwrite`, holds something.
+    Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that cannot be a file
+    or, without `overwrite`, is a file that is not empty.
     """
     check_output(output, overwrite)
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
@@ -80,7 +80,7 @@ def _fits(state: Any, sample: Sample) -> bool:
 
 
 def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
-    """Reads fields of Sample, one dict a line; empty lines are left out."""
+    """Reads fields of Sample, one dict per line; skips empty lines. Raises InvalidFile naming a broken line."""
     check_readable(path, "--prompts")
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -110,7 +110,7 @@ def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) 
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raises InvalidSetting. A pipe or a terminal is written to as it is."""
+    """Raises InvalidSetting for a path that cannot be written, or not without `overwrite`; pipes are accepted."""
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(path))
     if path.is_file() and path.stat().st_size and not overwrite:

@@ -1,4 +1,4 @@
-"""Text and tokens of a response: the text has no stop token, and text from a function of the user gets tokens."""
+"""Text and tokens of responses: removes stop tokens from the text, and tokenizes text that came without tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def trim(state: RolloutState, sample: Sample) -> None:
-    """Takes the text of the stop token off the end of `response`; its token stays."""
+    """Removes the text of the stop token from the end of `response`; `tokens` keeps the token."""
     tokens = sample.array("tokens")
     text = state.stop_texts.get(int(tokens[-1]), "") if sample.response_length and len(tokens) else ""
     if text and sample.response.endswith(text):
@@ -24,9 +24,9 @@ def trim(state: RolloutState, sample: Sample) -> None:
 
 
 def complete_custom(state: RolloutState, samples: Sequence[Sample], path: str) -> None:
-    """Completes the samples of a function of the user: tokenizes text without tokens, marks pending ones as completed.
+    """Completes samples of a user's function: tokenizes text without tokens, marks pending samples as completed.
 
-    Raises InvalidField for a sample whose tokens cannot be made of its text.
+    path: that of the function, for errors. Raises InvalidField for a sample whose text cannot be tokenized.
     """
     for sample in samples:
         if sample.response and not sample.response_length and len(sample.array("tokens")) in (0, _known(state, sample)):
@@ -37,7 +37,7 @@ def complete_custom(state: RolloutState, samples: Sequence[Sample], path: str) -
 
 
 def _known(state: RolloutState, sample: Sample) -> int:
-    """Returns the length of the prompt, where the function set the prompt's tokens alone."""
+    """Returns the length that `tokens` has if the function set only the prompt's tokens; 0 for a prompt with images."""
     return 0 if sample.multimodal_inputs else len(state.prompts.encode(sample))
 
 
@@ -46,10 +46,10 @@ def _tokenize(state: RolloutState, sample: Sample, path: str) -> None:
         raise _refusal(path, sample, "tokens", None, "tokens: text beside images cannot be tokenised again")
     if sample.rollout_log_probs is not None:
         raise _refusal(
-            path, sample, "rollout_log_probs", len(sample.rollout_log_probs), "tokens beside the log-probs of them"
+            path, sample, "rollout_log_probs", len(sample.rollout_log_probs), "tokens, because it set their log-probs"
         )
-    if not state.told_of_text:
-        state.told_of_text = True
+    if not state.warned_of_text:
+        state.warned_of_text = True
         log.warning(
             "--custom-generate-function-path %s set response but no tokens: prompt and response are tokenised. Such "
             "samples have no log-probs of the engine, and their tokens may differ from those that it generated "
@@ -61,7 +61,7 @@ def _tokenize(state: RolloutState, sample: Sample, path: str) -> None:
     mask = sample.array("loss_mask")
     if mask is not None and len(mask) != len(response):
         raise _refusal(
-            path, sample, "loss_mask", f"length {len(mask)}", f"one entry for each of the {len(response)} tokens of it"
+            path, sample, "loss_mask", f"length {len(mask)}", f"one entry for each of its {len(response)} tokens"
         )
     sample.tokens = np.concatenate((prompt, response))  # type: ignore[assignment]
     sample.response_length = len(response)

@@ -1,4 +1,4 @@
-"""Generates one response, token in, token out: makes a request of a sample, and puts the answer into the sample."""
+"""Generates responses token in, token out: makes requests of samples, and appends the answers to the samples."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 @dataclass
 class Request:
-    """A sample that needs the engine, and what is asked of it."""
+    """The request of one sample to an engine."""
 
     sample: Sample
     input_ids: list[int]
     sampling_params: dict[str, Any]
     rid: str
-    # Data URIs; `input_ids` has a placeholder for each, `num_prompt_tokens` counts what the engine makes of them.
+    # Data URIs. `input_ids` has one placeholder for each; `num_prompt_tokens` counts the tokens that the engine makes
+    # of prompt and images.
     images: list[str] = field(default_factory=list)
     num_prompt_tokens: int | None = None
-    # Tokens and characters of the response when it was first sent, where a weight update has interrupted it since.
+    # (tokens, characters) of the response when the request was first sent; None until a weight update interrupts it.
     begun: tuple[int, int] | None = None
 
 
@@ -46,10 +47,10 @@ def make_request(
     evaluation: bool = False,
     next_turn: bool = False,
 ) -> Request | None:
-    """Returns the request for the rest of a sample's response, None where nothing is left: finished samples stay,
-    one whose token budget is spent becomes TRUNCATED.
+    """Returns the request for the rest of a sample's response; None for a finished sample, and for one whose token
+    budget is spent, which becomes TRUNCATED.
 
-    next_turn: the response so far is not of an earlier iteration.
+    next_turn: the response so far was generated in this iteration.
     Raises InvalidField for a prompt that does not fit the context.
     """
     if sample.status in FINISHED:
@@ -100,10 +101,13 @@ def prompt_too_long(sample: Sample, length: int, limit: int) -> InvalidField:
 async def send(
     state: RolloutState, requests: Sequence[Request], *, session_id: str | None = None, member: Member | None = None
 ) -> None:
-    """Sends them as one call of /generate, and appends the answers to their samples."""
+    """Sends `requests` in one call of /generate and appends the answers to their samples.
+
+    Requests that a weight update interrupts are sent again for the rest of their responses.
+    """
     with_images = [request for request in requests if request.images]
     if 0 < len(with_images) < len(requests):
-        # An engine's form of a batch has images in all of its prompts or in none.
+        # The engines take a batch in which either all prompts have images or none has.
         await send(state, with_images, session_id=session_id, member=member)
         await send(state, [r for r in requests if not r.images], session_id=session_id, member=member)
         return
@@ -153,7 +157,7 @@ def _reason(output: dict[str, Any]) -> Any:
 
 
 def _go_on(state: RolloutState, request: Request, output: dict[str, Any]) -> Request | None:
-    """Appends what was generated before a weight update; returns the request for the rest, None where nothing is."""
+    """Appends the tokens generated before a weight update; returns the request for the rest, if there is one."""
     sample, meta = request.sample, output["meta_info"]
     tokens = [item[1] for item in meta["output_token_logprobs"]]
     begun = request.begun or (sample.response_length, len(sample.response))
@@ -183,7 +187,7 @@ def _go_on(state: RolloutState, request: Request, output: dict[str, Any]) -> Req
 
 
 def _join_texts(state: RolloutState, request: Request) -> None:
-    """Makes one text of the tokens of all parts: a character may be split between two."""
+    """Decodes the tokens of all parts again as one text: a character may be split between two parts."""
     assert request.begun is not None
     sample, (num_tokens, num_characters) = request.sample, request.begun
     tokens = sample.array("tokens")[len(sample.array("tokens")) - sample.response_length + num_tokens :]
@@ -193,7 +197,7 @@ def _join_texts(state: RolloutState, request: Request) -> None:
 
 
 def _check_prompt(request: Request, output: dict[str, Any]) -> None:
-    """Refuses an answer to a prompt that the engine tokenised otherwise: its log-probs are not the sample's."""
+    """Raises EngineError for a prompt that the engine tokenized differently: its log-probs are not the sample's."""
     wanted, counted = request.num_prompt_tokens, (output.get("meta_info") or {}).get("prompt_tokens")
     if wanted is not None and counted not in (wanted, None, 0):
         raise EngineError(
@@ -242,10 +246,10 @@ def append_output(args: RolloutArgs, sample: Sample, output: dict[str, Any]) -> 
 async def generate(
     args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any], *, next_turn: bool = False
 ) -> Sample:
-    """Generates one sample, as is the default; what `--custom-generate-function-path` replaces.
+    """Generates one sample: the default that `--custom-generate-function-path` replaces.
 
-    next_turn: the response so far was made in this call, by earlier turns: --mask-offpolicy-in-partial-rollout leaves
-    it as it is.
+    next_turn: earlier turns of this call generated the response so far; --mask-offpolicy-in-partial-rollout does not
+    mask it.
     """
     return await generate_sample(state_of(args), sample, sampling_params, next_turn=next_turn)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sampling_seed(rollout_seed: int, index: int | None, repeat: int = 0) -> int:
-    """Returns 31 bits that differ for each sample and repeat on every run."""
+    """Returns a seed of 31 bits, which differs between samples and is the same in every run."""
     digest = hashlib.blake2b(f"{rollout_seed}:{index}:{repeat}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
@@ -50,7 +50,7 @@ class Seeds:
             several = isinstance(prompts, list) and isinstance(prompts[0], (list, str))
             filled: Any = [self._with_seed(params) for _ in prompts] if several else self._with_seed(params)
         else:
-            filled = [self._with_seed(one) for one in params]
+            filled = [self._with_seed(entry) for entry in params]
         return {**payload, "sampling_params": filled}
 
     def _with_seed(self, params: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ SEEDS: ContextVar[Seeds | None] = ContextVar("slime_sampling_seeds", default=Non
 
 @contextmanager
 def seeds_of(args: RolloutArgs, index: int | None) -> Iterator[None]:
-    """Surrounds a function of the user that generates."""
+    """Gives requests the seeds of a sample while a user's generate function runs. index: that of the sample."""
     token = SEEDS.set(Seeds(args, index))
     try:
         yield

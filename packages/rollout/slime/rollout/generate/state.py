@@ -1,4 +1,4 @@
-"""State of generation, made once for a service (or for a script that calls `generate`), reached through `args`."""
+"""The state of generation: engines, tokenizer, plug-ins and sampling parameters, once per service or script."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.models.experts import experts_of
 
 ATTRIBUTE = "slime_generate_state"
-OF_TEMPLATE = ("apply_chat_template", "apply_chat_template_kwargs")
+TEMPLATE_SETTINGS = ("apply_chat_template", "apply_chat_template_kwargs")
 # States of this process by key, so that an unpickled namespace finds its own.
 _STATES: WeakValueDictionary[str, RolloutState] = WeakValueDictionary()
 
 
 class RolloutState(SubmittedGroups):
-    """Everything that generation needs. Copies of `args` share it.
+    """Holds what generation needs. Copies of `args` share it.
 
-    tokenizer: of transformers. sampling_params: SGLang's, from the rollout settings. semaphore: samples in flight
-    that custom code may share. fleet: the engines. prompts: token ids of prompts. plugins: the user's functions.
+    fleet: the engines. tokenizer: that of transformers. prompts: renders and tokenizes prompts. context_len: maximum
+    tokens of prompt and response together, or None. plugins: the user's functions. sampling_params: SGLang's sampling
+    parameters of a training rollout. semaphore: limits the samples in flight; plug-ins may use it too.
     """
 
     def __init__(self, args: RolloutArgs, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:
@@ -56,19 +57,19 @@ class RolloutState(SubmittedGroups):
         self.sampling_params = rollout_sampling_params(args)
         self.stop_texts = stop_texts(args, tokenizer)
         self.prepare_submitting()
-        # Set once a run has warned about responses without tokens.
-        self.told_of_text = False
+        # True after the warning about responses without tokens, which is logged once.
+        self.warned_of_text = False
         self._register()
         setattr(args, ATTRIBUTE, self)
 
     def with_args(self, args: RolloutArgs) -> RolloutState:
-        """Returns a state with other settings: of sampling, of the chat template, and the function of a sample."""
+        """Returns a copy that has the chat template settings and the generate function of `args`."""
         state = object.__new__(type(self))
         state.__dict__.update(self.__dict__)
         state.args = args
         state.prepare_submitting()
         state._register()
-        if any(getattr(args, name) != getattr(self.args, name) for name in OF_TEMPLATE):
+        if any(getattr(args, name) != getattr(self.args, name) for name in TEMPLATE_SETTINGS):
             state.prompts = _encoder(args, self.tokenizer)
         if args.custom_generate_function_path != self.args.custom_generate_function_path:
             state.plugins = copy.copy(self.plugins)
@@ -86,7 +87,7 @@ class RolloutState(SubmittedGroups):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as a reference: the same state in this process, None in another one, where `state_of` makes one."""
+        """Pickles as a reference: to this state in this process, to None in another, where `state_of` makes one."""
         return _of_this_process, (self._key,)
 
     @property
@@ -125,7 +126,7 @@ def _of_this_process(key: str) -> RolloutState | None:
 def state_of(args: RolloutArgs) -> RolloutState:
     """Returns the state that belongs to `args`.
 
-    Where there is none yet, as in a script that calls `generate`, it is made from `args.hf_checkpoint`,
+    If it has none, as in a script that calls `generate`, one is made from `args.hf_checkpoint`,
     `args.sglang_router_ip` and `args.sglang_router_port`.
     """
     known: RolloutState | None = getattr(args, ATTRIBUTE, None)
@@ -148,7 +149,7 @@ class GenerateState:
 
 
 def stop_texts(args: RolloutArgs, tokenizer: Any) -> dict[int, str]:
-    """Returns the text of every token that ends a response: the model's and `--rollout-stop-token-ids`."""
+    """Returns {token id: text} for the tokens that end a response: the model's and `--rollout-stop-token-ids`."""
     ids = [getattr(tokenizer, "eos_token_id", None), *(args.rollout_stop_token_ids or ())]
     for name in ("generation_config.json", "config.json"):
         file = Path(args.hf_checkpoint) / name
@@ -190,7 +191,10 @@ def eval_sampling_params(args: RolloutArgs) -> dict[str, Any]:
 
 
 def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> RolloutArgs:
-    """Returns the one namespace that plug-ins get: all settings, what the launcher adds, and where the engines are."""
+    """Returns the namespace that plug-ins get: the rollout settings, `extra` and the addresses of the engines.
+
+    extra: the settings that the launcher adds.
+    """
     args = cast(RolloutArgs, argparse.Namespace(**(extra or {})))
     for name, value in vars(settings).items():
         setattr(args, name, value)
@@ -199,7 +203,7 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     for name, value in other_names(settings, args).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    # Megatron's flags have defaults of these names, which say nothing of the model that the engines run.
+    # `extra` may hold Megatron's flags of these names, whose defaults do not describe the model of the engines.
     vars(args).update(_shape_of_routing(settings))
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
@@ -212,7 +216,7 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
 
 
 def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
-    """Writes where the engines are; copies of `args` share the list and the dictionary."""
+    """Writes the addresses of the engines into `args`, whose copies share the list and the dictionary."""
     args.rollout_engine_urls[:] = [member.url for member in fleet.members]
     first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
     args.sglang_router_ip, args.sglang_router_port = (first.hostname, first.port) if first else (None, None)
@@ -220,7 +224,7 @@ def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
 
 
 def other_names(settings: RolloutSettings, args: RolloutArgs) -> dict[str, Any]:
-    """Returns what plug-ins written for slime read from `args` and no setting here is called."""
+    """Returns the attributes that plug-ins written for slime read from `args` and that are no settings here."""
     return {
         "eval_datasets": build_eval_dataset_configs(args),
         "sglang_tp_size": tensor_parallel_size(settings.rollout_num_gpus_per_engine, settings.sglang_args),
@@ -232,7 +236,10 @@ def other_names(settings: RolloutSettings, args: RolloutArgs) -> dict[str, Any]:
 
 
 def _shape_of_routing(settings: RolloutSettings) -> dict[str, int]:
-    """Returns the sizes that `Sample.append_response_tokens` reads to shape the experts of tokens."""
+    """Returns the sizes by which `Sample.append_response_tokens` shapes routed experts; empty if none are recorded.
+
+    Raises InvalidSetting for --use-rollout-routing-replay and a model without experts.
+    """
     if not settings.use_rollout_routing_replay:
         return {}
     shape = experts_of(json.loads((Path(settings.hf_checkpoint) / "config.json").read_text()))
@@ -256,7 +263,10 @@ def fleet_options(settings: RolloutSettings) -> FleetOptions:
 
 
 def restart_limits(settings: RolloutSettings) -> RestartLimits | None:
-    """Returns None where engines are not started again. Raises NotAvailable where that was asked for and cannot be."""
+    """Returns the limits on restarts of an engine; None if engines are not restarted.
+
+    Raises NotAvailable for --use-fault-tolerance with engines that share their GPUs with the trainer.
+    """
     shares_gpus = settings.offloads and bool(visible_gpus())
     if settings.use_fault_tolerance and shares_gpus:
         raise NotAvailable.unavailable(

@@ -16,8 +16,8 @@ class SubmittedGroups:
     """Attributes of `GenerateState` that rollout functions written for slime use. On one event loop.
 
     pendings: tasks of groups that still generate. remaining_batch_size: groups submitted and not dropped; the function
-    itself takes dropped ones off. aborted: set by the function once it has enough. dp_counts: requests in each replica
-    of attention; dp_rank: the replica chosen last.
+    itself subtracts dropped ones. aborted: set by the function once it has enough. dp_counts: requests in each replica
+    of data-parallel attention; dp_rank: the replica chosen last.
     """
 
     # Set by `group.py`, which needs the state.
@@ -26,7 +26,7 @@ class SubmittedGroups:
     sampling_params: dict[str, Any]
 
     def reset(self) -> None:
-        """Forgets what was submitted."""
+        """Forgets the submitted groups."""
         self.pendings: set[asyncio.Task[Any]] = set()
         self.remaining_batch_size = 0
         self.aborted = False
@@ -45,7 +45,7 @@ class SubmittedGroups:
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """Yields one of the replicas with the fewest requests, which counts one more until the end."""
+        """Yields one of the replicas with the fewest requests, and counts one more request there until the end."""
         fewest = min(self.dp_counts)
         rank = random.choice([rank for rank, count in enumerate(self.dp_counts) if count == fewest])
         self.dp_counts[rank] += 1
