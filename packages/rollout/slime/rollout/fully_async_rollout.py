@@ -2,7 +2,7 @@
 
     slime train-async --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
 
-is `slime train-async --fully-async`: the loop generates without end (`generate/continuous.py`).
+means `slime train-async --fully-async`: the loop generates without end (`generate/continuous.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def generate_rollout_fully_async(
     args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Generates one iteration, as the default rollout does, where an evaluation or code of the user calls it.
+    """Generates one iteration as the default rollout does, for evaluations and for callers outside the loop.
 
     The contract is that of `--rollout-function-path`.
     """

@@ -29,10 +29,12 @@ def open_state(
     extra_args: dict[str, Any] | None = None,
     hosted: Sequence[RunningEngine] | None = None,
 ) -> RolloutState:
-    """Raises ConfigError and its kin, before any engine is started where that can be known; leaves nothing running.
+    """Starts or finds the engines, and returns the state that generation needs.
 
-    hosted: engines of this run that others have started, in place of any that would be here; an empty list for a run
+    hosted: engines of this run that were started elsewhere, so that none is started here; an empty list for a run
         whose rollout function needs none.
+    Raises a ConfigError for settings that cannot work, before any engine is started where that can be known. Leaves
+    nothing running when it raises.
     """
     check_directory(settings.hf_checkpoint)
     check_transformers(settings.hf_checkpoint)
@@ -62,7 +64,7 @@ def open_state(
 
 
 def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
-    """Raises InvalidSetting where an engine that someone else started lacks what the settings need of it."""
+    """Raises InvalidSetting for an engine, started by someone else, that lacks an ability that the settings require."""
     for member in fleet.members:
         for wanted, ability, flag in (
             (settings.deterministic, "seeded", "--deterministic"),
@@ -85,7 +87,7 @@ def check_images(directory: str, fleet: Fleet) -> None:
 
 
 def close_state(state: RolloutState) -> None:
-    """Ends the engines that are ours, and the loop."""
+    """Stops the engines that this process started, and the event loop."""
     _close(state.fleet)
 
 
@@ -99,13 +101,13 @@ def _close(fleet: Fleet) -> None:
 def start_engines(
     settings: RolloutSettings, first: Mapping[str, int] | None = None, node: EngineNode | None = None
 ) -> list[RunningEngine]:
-    """Returns external engines where addresses are given, else engines of ours, which load at the same time; ready when
-    returned.
+    """Returns the external engines if addresses are given; otherwise starts engines, all at once, and returns them when
+    they are ready.
 
-    first: by kind, the number in the name of the first engine here; 0 where it says nothing. node: starts this node's
-    part of a single engine.
-    Raises what an engine refuses to start with, EngineError with the last lines of one that died, DeadlineExceeded;
-    then none is left running.
+    first: by kind of engine, the number in the name of the first one here (default: 0). node: starts this node's part
+    of a single engine that spans several.
+    Raises the error with which an engine refuses to start, EngineError with the last lines of one that died, or
+    DeadlineExceeded; no engine is left running then.
     """
     if settings.rollout_external_engine_addrs:
         path = settings.rollout_engine_api_key_file

@@ -15,15 +15,15 @@ from slime.types import Sample
 
 
 def rollout_metrics(groups: Sequence[Sequence[Sample]], args: RolloutSettings) -> dict[str, float]:
-    """Returns the metrics of an iteration. groups: flat lists of samples. Segments that one sample fanned
-    out into count their reward once.
+    """Returns the metrics of an iteration. groups: flat lists of samples. The segments that one sample
+    fanned out into count as one reward.
 
     rollout/raw_reward            mean reward
-    rollout/reward_std            mean over groups of the standard deviation (population) within
-    rollout/zero_std_ratio        share of groups of two and more whose rewards are all the same
+    rollout/reward_std            mean over groups of the population standard deviation of the rewards
+    rollout/zero_std_ratio        share of groups with equal rewards, among those with at least two
     rollout/response_lengths      mean, and /max, /min, in tokens
     rollout/truncated_ratio       share of samples that ran into the length limit
-    rollout/weight_version_min    oldest weight version of any token, and _max
+    rollout/weight_version_min    oldest weight version of any token; _max: the newest
     passrate/pass@k               with --log-passrate
     rollout/agents/...            see `agent_metrics`
     """
@@ -61,7 +61,7 @@ def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Returns metrics of the episodes of agents; empty where there were none.
 
     rollout/agents/episodes, /failed   numbers of episodes
-    rollout/agents/segments, /turns    means an episode, of those that did not fail
+    rollout/agents/segments, /turns    means per episode, failed ones left out
     rollout/agents/branches            segments that begin inside another one
     rollout/agents/drifted_turns       turns whose history was encoded again, and gave other tokens
     """
@@ -89,8 +89,8 @@ def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: float) -> dict[str, float]:
-    """Returns perf/rollout_time and perf/reward_time in seconds (the latter summed over samples scored at once), tokens
-    of responses a second."""
+    """Returns perf/rollout_time and perf/reward_time in seconds (the latter summed over samples scored at once), and
+    perf/tokens_per_second in response tokens."""
     tokens = sum(sample.response_length for sample in samples)
     return {
         "perf/rollout_time": seconds,
@@ -102,7 +102,7 @@ def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: floa
 def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: RolloutSettings) -> dict[str, float]:
     """Returns eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
 
-    Segments that one sample fanned out into count their reward once.
+    The segments that one sample fanned out into count as one reward.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -121,8 +121,10 @@ def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: RolloutSetti
 
 
 def _evaluated(rewards: Sequence[Any], samples: Sequence[Sample], n: int) -> list[list[float]]:
-    """Returns rewards by prompt, one for each sample, also where it fanned out into segments; of samples that name no
-    prompt, every `n` are of one."""
+    """Returns the rewards grouped by prompt, one for each sample, even if it fanned out into segments.
+
+    Without group indexes, every `n` rewards in a row are those of one prompt.
+    """
     values = [float(reward) for reward in rewards]
     if not samples or any(sample.group_index is None for sample in samples):
         return [values[i : i + n] for i in range(0, len(values), n)]
@@ -167,8 +169,8 @@ def _rewards(group: Sequence[Sample], args: RolloutSettings) -> list[float]:
 def _reward(sample: Sample, args: RolloutSettings) -> Any:
     """Returns the reward, or its entry `args.reward_key`; None where there is none.
 
-    What failed before it was scored tells nothing of the others. Of what is trained on, the buffer or the trainer
-    misses the reward, and says of which sample.
+    A sample that failed before it was scored is left out of the metrics. If it is to be trained on, the buffer or the
+    trainer raises an error that names it.
     """
     if isinstance(sample.reward, dict):
         return None if args.reward_key is None else sample.reward.get(args.reward_key)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RolloutPlugins:
-    """One attribute a flag; None where it was not given. args: settings, or a namespace with their names.
+    """The user's functions, one attribute per flag; None for a flag that is not given.
 
-    Raises PluginError naming the flag.
+    Raises PluginError, naming the flag, for a path that leads to no fitting function.
     """
 
     def __init__(self, args: RolloutSettings) -> None:
@@ -87,7 +87,7 @@ def load_generate(path: str) -> CustomGenerate:
 
 
 async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Awaits an async function; runs any other in a thread, so that it may take its time."""
+    """Awaits an async function; runs any other in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     answer = await asyncio.to_thread(function, *args, **kwargs)

@@ -20,7 +20,7 @@ _ROLLOUT_ID: list[int | None] = [None]
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """Sets what hooks get as `rollout_id` outside of a rollout of a service."""
+    """Sets the `rollout_id` that hooks get outside a rollout of the service."""
     _ROLLOUT_ID[0] = rollout_id
 
 
@@ -28,7 +28,7 @@ async def apply_rollout_sample_hooks(args: RolloutArgs, value: Any, **kwargs: An
     """Returns a sample, or lists of samples of the same shape, as the hooks left or replaced them.
 
     kwargs: passed to a hook that takes them; `rollout_id` is that of the running rollout unless it is given.
-    Raises TypeError for a value that is no sample, and for a hook that answers something else.
+    Raises TypeError for a value that is not a sample, and for a hook that returns neither a Sample nor None.
     """
     hooks = [load_plugin(path, flag=FLAG) for path in getattr(args, "rollout_sample_hook_path", None) or ()]
     call = CALL.get()

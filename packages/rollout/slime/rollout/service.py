@@ -1,4 +1,4 @@
-"""`slime.v1.RolloutService`: leases prompts, completes scored groups, holds the engines' weights."""
+"""`slime.v1.RolloutService`: leases prompts, completes scored groups, coordinates weight updates of the engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENGINE_RESTARTS = "rollout/engine_restarts"
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers the service's calls. `state.args` is what plug-ins get. Starts no engine itself: `serve` does."""
+    """Answers the calls of the service. Plug-ins get `state.args`. Engines are started by `serve`, not here."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._names = WireNames(settings, state.tokenizer)
         self._continuous = ContinuousCall()
         self._jobs = RunningJobs()
-        # Restarts of engines that an iteration has reported.
-        self._restarts_told = 0
+        # Number of engine restarts that the metrics of earlier iterations have reported.
+        self._restarts_reported = 0
         self._lock = threading.Lock()
         self._newest_writer: Writer | None = None
 
@@ -98,7 +98,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._check_writer(request.writer)
         args = copy.copy(self.state.args)
         args.rollout_batch_size = request.num_groups
-        # The settings', for `args` has a batch where none is set: a resumed step lacks fewer groups than that.
+        # From the settings, because `args` has the batch size where the flag is not given; a resumed step may lack
+        # fewer groups than that.
         args.over_sampling_batch_size = max(self.settings.over_sampling_batch_size or 0, request.num_groups)
         if self._own_source is not None:
             self._own_source.begin(request.rollout_id)
@@ -291,7 +292,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds)
-        restarts, self._restarts_told = self.fleet.num_restarts - self._restarts_told, self.fleet.num_restarts
+        restarts, self._restarts_reported = self.fleet.num_restarts - self._restarts_reported, self.fleet.num_restarts
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log
@@ -313,7 +314,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return client
 
     def _check_writer(self, writer: buffer_pb2.Writer) -> bool:
-        """Returns whether it took over from another. Raises StaleWriter for any but the current one of the buffer."""
+        """Returns whether it replaces an earlier writer. Raises StaleWriter unless it is the buffer's current one."""
         if not writer.run_id:
             return False
         identity = (writer.run_id, writer.incarnation)
@@ -321,7 +322,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             known = self._newest_writer
         if known is not None and (known.run_id, known.incarnation) == identity:
             return False
-        # A writer that is unknown here may be new or made up: the buffer knows.
+        # An unknown writer may be new or invented: only the buffer can tell.
         with BufferClient(self.buffer_address, settings=self.rpc) as buffer:
             current = buffer.get_run()
         if (current.run_id, current.incarnation) != identity:
@@ -348,7 +349,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 def _first_of_prompts(samples: Sequence[Sample]) -> list[Sample]:
-    """Returns the first sample of each of the first prompts."""
+    """Returns the first sample of each of the first `EXAMPLES` prompts."""
     first: dict[int | None, Sample] = {}
     for sample in samples:
         first.setdefault(sample.group_index, sample)
@@ -373,12 +374,12 @@ def serve(
     engines: Sequence[HostedEngine] | None = None,
     worker_id: str | None = None,
 ) -> RunningService:
-    """Starts engines and the service. Raises ConfigError and its kin for what cannot work, before anything is started
-    where that can be known.
+    """Starts engines and the service.
 
-    engines: of this run, that `engine_host` has started on their nodes, in place of those that would be started here;
-        an empty list for a run without engines.
-    worker_id: the name under which it leases groups (default: of the host and the process).
+    engines: engines of this run that `engine_host` has started on their nodes, so that none is started here; an empty
+        list for a run without engines.
+    worker_id: the name under which it leases groups (default: host name and process id).
+    Raises a ConfigError for settings that cannot work, before anything is started where that can be known.
     """
     check_exposure(rpc)
     rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + MOST_CALLS)

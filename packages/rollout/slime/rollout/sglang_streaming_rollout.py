@@ -1,7 +1,7 @@
 """Compatibility: `--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`.
 
-There, responses are streamed so that an aborted one keeps the tokens that it had. Engines of this project answer an
-abort with those tokens, so that the default generation does the same.
+In slime, it streams responses so that an aborted response keeps its tokens. Here, engines answer an abort with the
+tokens that they have, so that the default generation does the same.
 """
 
 from slime.rollout.generate.sample import generate as generate_streaming

@@ -28,7 +28,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 14400.0
-# Characters of a refusal that go into the log and the error.
+# Maximum characters of a refusal in the log and the error.
 LONGEST_REASON = 1000
 # Less than the 5 s after which uvicorn, and so SGLang, closes an idle connection.
 KEEPALIVE_SECONDS = 4.0
@@ -56,7 +56,7 @@ async def post(
     action: str = "post",
 ) -> Any:
     """Returns the answer's JSON, whatever its content type, or its text if it is not JSON. Tries again after a second
-    where the server fails or does not answer; raises Unavailable, with what the server said last, after the last try.
+    if the server fails or does not answer; raises Unavailable, with its last answer, after the last try.
     Calls to the engines of a run carry their API key.
     """
     headers = {**engine_headers(url), **(headers or {})}

@@ -34,7 +34,7 @@ class SingletonMeta(type):
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Runs a command of bash; returns what it printed with `capture_output`. Raises CalledProcessError."""
+    """Runs a bash command; returns its standard output with `capture_output`. Raises CalledProcessError."""
     done = subprocess.run(
         ["bash", "-c", cmd], check=True, stdout=subprocess.PIPE if capture_output else None, text=True
     )
@@ -53,7 +53,7 @@ def get_current_node_ip() -> str:
 
 
 def is_port_available(port: int) -> bool:
-    """Tells if nobody listens on a TCP port of any address."""
+    """Returns whether no process listens on a TCP port, at any address of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,9 +74,9 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Tells if something done every `interval` iterations is due after iteration `rollout_id`, counted from 0.
+    """Returns whether an action of every `interval` iterations is due after iteration `rollout_id`, counted from 0.
 
-    It is due at the end of each epoch and after the last iteration too, where those are given.
+    It is also due at the end of each epoch and after the last iteration, where their numbers are given.
     """
     if interval is None:
         return False

@@ -21,7 +21,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """Returns the processor of images and text of a Hugging Face directory or name; None for a model of text alone."""
+    """Returns the processor of images and text of a Hugging Face directory or name; None for a model without images."""
     from transformers import AutoProcessor, ProcessorMixin
 
     try:

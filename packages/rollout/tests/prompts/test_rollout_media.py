@@ -135,7 +135,7 @@ def test_an_engine_that_tokenised_the_prompt_otherwise_is_an_error(llava: Path, 
     engine = FakeEngine(lambda ids, params: [3, EOS])
     engine.tokens_an_image = 2
     state = make_state(engine, hf_checkpoint=str(llava))
-    with pytest.raises(EngineError, match="made 9 tokens of a prompt with images .1., .* makes 11"):
+    with pytest.raises(EngineError, match="counted 9 tokens in a prompt with images .1., .* counts 11"):
         asyncio.run(generate(state.args, sample_with(RED), state.sampling_params))
     engine.stop()
 

@@ -173,7 +173,7 @@ def test_recorded_samples_stand_in_for_generated_ones(client: Any, engine: FakeE
     assert [sample.reward for sample in buffer.completed[1]] == [0.0, 1.0]
     for rollout_id, error, words in (
         (1, InvalidFile, "got 1 group, expected at least --rollout-batch-size 2"),
-        (2, InvalidFile, "got a group of 3 rollouts, expected --n-samples-per-prompt 2"),
+        (2, InvalidFile, "got a group of 3 trajectories, expected --n-samples-per-prompt 2"),
         (3, MissingFile, "--load-forge-rollout-data: no such file"),
     ):
         with pytest.raises(error, match=words):

@@ -29,7 +29,7 @@ from slime.types.files import write_whole
 if TYPE_CHECKING:
     from slime.rollout.settings.plugin_args import RolloutArgs
 
-# Stands for an answer where the text behind one is looked for; no template changes letters.
+# Stands for an answer when looking for the text that a template writes after it; no template changes letters.
 MARK = "zqxanswerzqx"
 
 
@@ -42,7 +42,7 @@ class TextEnv(Protocol):
 
 
 class AsyncTextEnv(Protocol):
-    """A game that waits for its answers, those of a server say."""
+    """A game with asynchronous methods, such as one behind a server."""
 
     async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]: ...
 
@@ -81,8 +81,8 @@ async def _close(env: Game) -> None:
 def episodes(make: Callable[[], Game], *, max_turns: int = 16) -> Generate:
     """Returns a generate function that plays an episode of `make()` for each sample.
 
-    An episode ends where the game says so, after `max_turns`, or where the sample has no tokens left. One that the run
-    interrupts is played again up to that point: the game must answer the same to the same actions after the same seed.
+    An episode ends when the game ends it, after `max_turns`, or when the sample has no tokens left. An interrupted
+    episode is replayed up to that point, so the game must give the same answers to the same actions and seed.
     """
 
     async def play(args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -110,7 +110,7 @@ async def _play(
         length = sample.response_length
         sample = await generate_sample(state, sample, sampling_params, next_turn=next_turn)
         if sample.status is Sample.Status.TRUNCATED and sample.response_length == length:
-            # No token was left for an action: the model made none.
+            # No token was left for an action.
             sample.reward = reward
             return sample
         if sample.status is Sample.Status.ABORTED:
@@ -129,7 +129,7 @@ async def _play(
         if state.context_len is not None:
             room = min(room, state.context_len - len(sample.tokens))
         if len(ids) > room:
-            # Nobody could act on it, and a pass of the trainer has room for a response of that length at most.
+            # The model could not act on the observation, and the response would be longer than the trainer expects.
             sample.status, sample.reward = Sample.Status.TRUNCATED, reward
             return sample
         sample.append_response_tokens(state.args, tokens=ids, log_probs=None, trainable=False, text=text)
@@ -147,7 +147,7 @@ def _behind_an_answer(tokenizer: Any, sample: Sample, observation: str) -> str:
         {"role": "user", "content": observation},
     ]
     text = render(tokenizer, messages, None, {}).partition(MARK)[2]
-    # A turn that ended by itself has its end token already.
+    # If the turn ended with its end token, the sample has that token already.
     return text.removeprefix(tokenizer.decode([sample.tokens[-1]], skip_special_tokens=False))
 
 

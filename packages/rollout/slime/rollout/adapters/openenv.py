@@ -23,15 +23,15 @@ from slime.types.errors import InvalidField, InvalidSetting, RemoteError, Unavai
 
 log = logging.getLogger(__name__)
 
-# A server has room for so many sessions; an episode waits for one this often.
+# Seconds between two tries for a session on a full server.
 PAUSE_SECONDS = 0.5
 MOST_BYTES = 16 << 20
-# Messages that nobody has asked for: a server that is full sends an error at once. One that sends more is at fault.
+# Maximum number of messages that wait unread: a full server sends an error unasked, a faulty one may send any number.
 MOST_WAITING = 2
 CLOSE_SECONDS = 5.0
 MOST_REWARD = sys.float_info.max
-# The errors of a server about an action. The model has written it: its episode ends, and the run goes on.
-OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+# Errors about an action. The model wrote the action, so its episode ends, and the run continues.
+ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 
 
 class OpenEnv:
@@ -39,9 +39,9 @@ class OpenEnv:
 
     url: of the server, `http://HOST:PORT`. action: the field that takes the model's text, or a function from the text
     to the action. observation: the field that the model reads, or a function from the observation to text.
-    options: further values for each reset. headers: sent with the first request, as a server behind a login wants them.
-    step_seconds: time that the server may take for an answer. wait_seconds: time in which it must have room for a
-    session. refused: reward of an action that the server refuses, which ends the episode.
+    options: further values for each reset. headers: sent when a session is opened, for a server behind a login.
+    step_seconds: time that the server may take for an answer. wait_seconds: time that an episode waits for a session
+    on a full server. refused: reward of an action that the server refuses, which ends the episode.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OpenEnv:
         self._reader: asyncio.Task[None] | None = None
 
     async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begins an episode in a session of its own. Raises Unavailable where there is no server, or no room at it."""
+        """Begins an episode in a session of its own. Raises Unavailable if no server answers, or if it stays full."""
         await self.close()
         data = self._options if seed is None else self._options | {"seed": seed}
         give_up = time.monotonic() + self._wait_seconds
@@ -92,22 +92,22 @@ class OpenEnv:
         fields = {self._action: action} if isinstance(self._action, str) else self._action(action)
         answer = await self._ask({"type": "step", "data": fields})
         if answer["type"] == "error":
-            if answer["data"].get("code") not in OF_THE_ACTION:
+            if answer["data"].get("code") not in ACTION_ERRORS:
                 raise RemoteError(f"the OpenEnv server {self.url} cannot step: {_reason(answer)}", field="step")
             log.warning("the OpenEnv server refuses an action, which ends its episode: %s", _reason(answer))
             return "", self._refused, True, False, {"error": _reason(answer)}
         data = answer["data"]
         done = bool(data.get("done"))
-        # The last observation is for nobody, and need not have the field.
+        # Nothing reads the last observation, which need not have the field.
         return "" if done else self._text(data), self._reward(data), done, False, {}
 
     async def close(self) -> None:
-        """Ends the session at the server. Harmless where there is none."""
+        """Ends the session at the server, if there is one."""
         session, socket, reader = self._session, self._socket, self._reader
         self._session = self._socket = self._reader = None
         try:
             if socket is not None and not socket.closed:
-                # A server that reads nothing any more takes no farewell.
+                # Limited in time, because a server that no longer reads would block this message.
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await socket.send_str('{"type": "close"}')
         except (ConnectionError, TimeoutError, aiohttp.ClientError):
@@ -136,7 +136,7 @@ class OpenEnv:
 
     @staticmethod
     async def _read(socket: aiohttp.ClientWebSocketResponse, answers: asyncio.Queue[aiohttp.WSMessage]) -> None:
-        """Reads also while the model generates: a server ends a session whose pings nobody answers."""
+        """Reads messages, also while the model generates: a server ends a session whose pings are not answered."""
         while True:
             message = await socket.receive()
             if answers.qsize() >= MOST_WAITING:
@@ -154,7 +154,7 @@ class OpenEnv:
         """Returns the answer, an observation or an error. Raises RemoteError for anything else."""
         if self._socket is None:
             raise InvalidField("episode", "none", "reset() before step()")
-        what = message["type"]
+        request = message["type"]
         unasked = self._answers.qsize() > 0
         try:
             async with asyncio.timeout(self._step_seconds):
@@ -164,23 +164,25 @@ class OpenEnv:
                 answer = await self._answers.get()
         except TimeoutError:
             raise RemoteError(
-                f"the OpenEnv server {self.url} did not answer a {what} in {self._step_seconds:g} s", field=what
+                f"the OpenEnv server {self.url} did not answer a {request} in {self._step_seconds:g} s", field=request
             ) from None
         except (ConnectionError, aiohttp.ClientError) as error:
-            raise RemoteError(f"the OpenEnv server {self.url} ended the session: {error}", field=what) from error
+            raise RemoteError(f"the OpenEnv server {self.url} ended the session: {error}", field=request) from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise RemoteError(
-                f"the OpenEnv server {self.url} ended the session before it answered a {what}", field=what
+                f"the OpenEnv server {self.url} ended the session before it answered a {request}", field=request
             )
         try:
             parsed = json.loads(answer.data)
         except (ValueError, RecursionError):
             parsed = None
         if not _is_answer(parsed):
-            raise RemoteError(f"the OpenEnv server {self.url} answered a {what} with {answer.data:.200}", field=what)
+            raise RemoteError(
+                f"the OpenEnv server {self.url} answered a {request} with {answer.data:.200}", field=request
+            )
         if unasked and parsed["type"] == "observation":
-            # Each answer would be taken for that to the next action.
-            raise RemoteError(f"the OpenEnv server {self.url} answered a {what} before it was asked", field=what)
+            # From here on, each answer would be taken as the answer to the action after its own.
+            raise RemoteError(f"the OpenEnv server {self.url} answered a {request} before it was asked", field=request)
         return parsed
 
     def _reward(self, data: dict[str, Any]) -> float:

@@ -1,6 +1,6 @@
 """Environments of verifiers for `--custom-agent-path`: `vf.Environment` up to 0.3, `vf.Env` of `verifiers.v1` from 0.4.
 
-An environment is an agent: it plays its turns through OpenAI's protocol, runs its tools, and scores what came of it.
+An environment is an agent: it plays its turns through OpenAI's protocol, runs its tools, and scores the episode.
 `prompts` writes its data set as prompt data, and `episodes` makes the agent.
 """
 
@@ -23,17 +23,17 @@ from slime.types.files import write_whole
 
 Agent = Callable[..., Awaitable[float]]
 
-# The key of the metadata that holds a row of the environment's data set, or what finds its task.
+# The key of the metadata that holds a row of the environment's data set, or the index and key of its task.
 ROW = "verifiers"
-# Errors of an episode that are the model's doing: what the rubric makes of them is trained.
-OF_THE_MODEL = ("EmptyModelResponseError", "InvalidModelResponseError")
+# Errors of an episode that the model caused: the score that the rubric gives them is trained on.
+MODEL_ERRORS = ("EmptyModelResponseError", "InvalidModelResponseError")
 
 
 def prompts(make: Callable[[], Any], path: Path, *, count: int | None = None, evaluation: bool = False) -> None:
     """Writes the first `count` rows of the environment's data set, all by default, or those of its evaluation set.
 
-    Raises InvalidField for a row that JSON cannot hold, InvalidSetting where a `vf.Env` has no end or is asked for an
-    evaluation set, which is a task set of its own there.
+    Raises InvalidField for a row that JSON cannot hold, InvalidSetting for a `vf.Env` with an endless task set and
+    no `count`, or with `evaluation`: there, an evaluation set is a task set of its own.
     """
     player = _player(_made(make))
     lines = []
@@ -46,12 +46,12 @@ def prompts(make: Callable[[], Any], path: Path, *, count: int | None = None, ev
 
 
 def episodes(make: Callable[[], Any]) -> Agent:
-    """Returns an agent that plays an episode of the environment `make()` for each sample, and answers its reward.
+    """Returns an agent that plays an episode of the environment `make()` for each sample and returns its reward.
 
     The episodes of an environment share an event loop in a thread, as verifiers runs them. `sample.metadata` gets the
     environment's own metrics.
 
-    Raises NotAvailable for another object, or several agents; InvalidSetting for rewards of a group as a whole.
+    Raises NotAvailable for another object and for several agents, InvalidSetting for rewards that need the whole group.
     """
     player, loop = _player(_made(make)), _Loop()
 
@@ -86,22 +86,22 @@ class _Environment:
     async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
         openai = importlib.import_module("openai")
         clients = importlib.import_module("verifiers.clients")
-        # The run limits the time of an episode, and starts interrupted ones over.
+        # The run limits the time of an episode and restarts interrupted ones.
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
             # The run sets the sampling.
             adapted = clients.OpenAIChatCompletionsClient(client)
             output = await self._environment.run_rollout(row, adapted, model, {})
         error = output.get("error")
-        # Left out of the training, an empty answer would be a way out of a game that is lost.
-        if error and error.get("error") not in OF_THE_MODEL:
+        # If empty answers were left out of training, they would be a way out of a lost game.
+        if error and error.get("error") not in MODEL_ERRORS:
             raise _failure(error)
         return output["reward"], output.get("metrics") or {}
 
 
 class _Env:
-    """A `vf.Env` of `verifiers.v1`: a task set, and one agent that a program plays, which scores itself."""
+    """A `vf.Env` of `verifiers.v1`: a task set, and one agent, a program that also scores the episode."""
 
-    # The package reads keys from the environment alone.
+    # The package reads API keys only from environment variables.
     KEY = "SLIME_AGENT_API_KEY"
 
     def __init__(self, env: Any) -> None:
@@ -123,8 +123,8 @@ class _Env:
         for task in itertools.islice(taskset, count):
             data = task.data.model_dump(mode="json")
             prompt = data["prompt"] or data["system_prompt"] or task.key
-            found = {"idx": data["idx"], "key": task.key}
-            yield {"input": prompt, "label": _label(data), "metadata": {ROW: found}}
+            identity = {"idx": data["idx"], "key": task.key}
+            yield {"input": prompt, "label": _label(data), "metadata": {ROW: identity}}
 
     async def play(self, row: dict[str, Any], base_url: str, api_key: str, model: str) -> tuple[float, dict[str, Any]]:
         v1 = importlib.import_module("verifiers.v1")
@@ -155,8 +155,8 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """A `vf.Environment` takes SIGINT for itself: it would take Ctrl-C from the run, and may only do so in the main
-    thread, where plug-ins are not loaded."""
+    """Makes the environment without the SIGINT handler that a `vf.Environment` installs: it would take Ctrl-C from the
+    run, and can be installed only in the main thread, where plug-ins are not loaded."""
     before = signal.signal
     signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
     try:
@@ -179,12 +179,12 @@ def _failure(error: Any) -> RemoteError:
 
 
 class _Loop:
-    """An event loop in a thread."""
+    """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="slime-verifiers", daemon=True).start()
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the result; the work is cancelled with its caller."""
+        """Returns the result of `work`, which is cancelled with its caller."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -112,7 +112,7 @@ class RolloutIteration:
         return await _in_thread(self._output)
 
     async def _turn(self) -> None:
-        """Leases missing groups, waits until a task ends, and processes what it returned."""
+        """Leases missing groups, waits until a task ends, and processes its result."""
         self._check_writes()
         wanted = self._fetch_size()
         if wanted > 0 and self.fetching is None:

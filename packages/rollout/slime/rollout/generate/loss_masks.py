@@ -25,7 +25,7 @@ def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
 
 
 class MultiTurnLossMaskGenerator:
-    """Tokenises conversations with a chat template and masks what the assistant did not write.
+    """Tokenizes conversations with a chat template and masks the tokens that the assistant did not write.
 
     tokenizer_type: `qwen` renders each turn alone, `qwen3` behind a user turn (its template needs one), `distill_qwen`
     takes the first message as the prompt and trains on the last.

@@ -201,8 +201,8 @@ def _check_prompt(request: Request, output: dict[str, Any]) -> None:
     wanted, counted = request.num_prompt_tokens, (output.get("meta_info") or {}).get("prompt_tokens")
     if wanted is not None and counted not in (wanted, None, 0):
         raise EngineError(
-            f"an engine made {counted} tokens of a prompt with images ({len(request.images)}), of which the processor "
-            f"of --hf-checkpoint makes {wanted}: it has another processor, or other settings of it",
+            f"an engine counted {counted} tokens in a prompt with images ({len(request.images)}), and the processor of "
+            f"--hf-checkpoint counts {wanted}: the engine uses another processor, or other settings of it",
             field="prompt_tokens", value=counted, expected=str(wanted),
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ def append_output(args: RolloutArgs, sample: Sample, output: dict[str, Any]) -> 
         ) from None
     if getattr(args, "use_rollout_routing_replay", False) and logprobs and meta.get("routed_experts") is None:
         raise EngineError(
-            "an engine answered without meta_info.routed_experts, which --use-rollout-routing-replay replays",
+            "an engine answered without meta_info.routed_experts, which --use-rollout-routing-replay requires",
             field="routed_experts",
         )
     sample.append_response_tokens(

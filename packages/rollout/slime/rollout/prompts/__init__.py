@@ -1,1 +1,1 @@
-"""Prompts: the tokenizer, what the chat template makes of messages, and images."""
+"""Prompts: loads the tokenizer, renders messages with the chat template, encodes text and images."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CACHED_PROMPTS = 4096
-# These have their pixels with them.
+# Fewer, because each holds the pixels of its images.
 CACHED_MEDIA = 64
 
 
@@ -58,8 +58,10 @@ class PromptEncoder:
         self._media_cache: OrderedDict[str, MediaPrompt] = OrderedDict()
 
     def render(self, samples: Iterable[Sample]) -> None:
-        """Replaces `prompt` by what the chat template makes of it, and keeps the messages in `prompt_messages`, where
-        that was not done before. Does nothing without `apply_chat_template`."""
+        """Renders prompts that are not rendered yet: `prompt` becomes the text, `prompt_messages` keeps the messages.
+
+        Does nothing without `apply_chat_template`.
+        """
         if not self.apply_chat_template:
             return
         for sample in samples:
@@ -69,9 +71,9 @@ class PromptEncoder:
                 sample.prompt = text
 
     async def prepare(self, samples: Iterable[Sample]) -> None:
-        """Runs the chat template on what `render` and `encode` would run it on, off the event loop.
+        """Renders, off the event loop, the prompts that `render` and `encode` would have to render.
 
-        Raises DeadlineExceeded where that takes too long: a template is a program.
+        Raises DeadlineExceeded if that takes too long: a template is a program, which may not end.
         """
         todo = [
             s for s in samples if not isinstance(s.prompt, str) or (self.apply_chat_template and not _is_rendered(s))
@@ -81,7 +83,7 @@ class PromptEncoder:
             await self._workers.run("prompt", lambda: [self._text(sample) for sample in todo])
 
     def media(self) -> Media:
-        """Raises what `Media` raises."""
+        """Returns the processor of images, loaded on the first call. Raises what `Media` raises."""
         from slime.rollout.prompts.media import Media
 
         with self._loading:
@@ -98,7 +100,7 @@ class PromptEncoder:
         )
 
     def encode(self, sample: Sample) -> np.ndarray:
-        """int32 [prompt length]; not to be written to."""
+        """Returns the token ids of the prompt, int32 [prompt length], read-only."""
         if sample.multimodal_inputs:
             return self.with_media(sample).tokens
         text = self._text(sample)
@@ -126,8 +128,8 @@ class PromptEncoder:
         )
 
     def _key(self, sample: Sample) -> str:
-        of = sample.prompt, sample.apply_chat_template_kwargs, sample.metadata.get("tools")
-        return json.dumps([*of, bool(sample.multimodal_inputs)])
+        inputs = sample.prompt, sample.apply_chat_template_kwargs, sample.metadata.get("tools")
+        return json.dumps([*inputs, bool(sample.multimodal_inputs)])
 
     def _once(self, cache: OrderedDict[str, T], key: str, limit: int, make: Callable[[], T]) -> T:
         found = cache.get(key)

@@ -1,9 +1,8 @@
 """Encodes prompts with images, with the model's processor instead of its tokenizer.
 
-The processor writes an image's tokens where the chat template left one placeholder. A request carries the prompt with
-those
-placeholders and the images; the engine itself makes tokens and pixels of them. SGLang does so even for `input_ids`: it
-expands each placeholder, and would take tokens that were expanded already for as many images.
+The processor replaces the placeholder that the chat template left for an image by the tokens of that image. A request
+carries the prompt with its placeholders, and the images; the engine itself makes tokens and pixels of them. SGLang does
+so even for `input_ids`: it expands each placeholder, and would take each token of an expanded image for one more image.
 """
 
 from __future__ import annotations

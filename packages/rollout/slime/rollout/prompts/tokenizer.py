@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory: loads it, and tells from its files what the model can do with a prompt."""
+"""The tokenizer of a Hugging Face directory, and what its files show of the model: context, template, images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def check_directory(hf_checkpoint: str) -> None:
     """Raises MissingFile where there is no directory or no tokenizer in it; loads nothing.
 
-    A name that is no path is left to transformers (its cache, or the hub).
+    A name that is not a path is left to transformers (its cache, or the hub).
     """
     path = Path(hf_checkpoint)
     is_path = path.is_absolute() or hf_checkpoint.startswith(".") or path.exists()
@@ -65,7 +65,7 @@ def _no_transformers(hf_checkpoint: str) -> NotAvailable:
 
 
 def has_chat_template(hf_checkpoint: str) -> bool:
-    """Tells whether the tokenizer has a chat template; loads it only where its files do not show one.
+    """Returns whether the tokenizer has a chat template; loads it only where its files do not show one.
 
     Raises what `load_tokenizer` raises.
     """
@@ -82,7 +82,7 @@ def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
             text: Any = (directory / name).read_text(encoding="utf-8")
             text = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
         except (OSError, ValueError, AttributeError):
-            continue  # the tokenizer may do without the file, or says what is wrong with it
+            continue  # the tokenizer may not need the file; if it does, loading reports the error
         if isinstance(text, list):  # several, by name
             text = "".join(str(each.get("template", "")) for each in text if isinstance(each, dict))
         if text:
@@ -91,7 +91,7 @@ def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
 
 
 def chat_template_fault(hf_checkpoint: str) -> str | None:
-    """Returns what keeps the chat template of these files from being read; None where nothing does."""
+    """Returns the syntax error of the chat template with the name of its file; None for a valid template or none."""
     for name, text in chat_template_texts(hf_checkpoint).items():
         fault = template.syntax_error(text)
         return None if fault is None else f"{name}, {fault}"
@@ -99,7 +99,7 @@ def chat_template_fault(hf_checkpoint: str) -> str | None:
 
 
 def context_length(hf_checkpoint: str) -> int | None:
-    """Returns the model's longest sequence in tokens, where its config.json says one."""
+    """Returns the model's longest sequence in tokens; None if its config.json does not say."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         return None

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
                 print(json.dumps({"dataset": group.dataset} | sample.to_dict(), default=_as_json))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads, as `head` does, has enough; nothing may be flushed into the pipe at exit either.
+        # The reader, such as `head`, has closed the pipe; nothing may be flushed into it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -2,11 +2,11 @@
 
     slime rollout 1\\n                       8 bytes of length, little-endian, before each of these:
     {"rollout_id": 3, "groups": 2}          JSON
-    slime.v1.SampleGroup                    one for each group; of an evaluation `dataset` names its set
+    slime.v1.SampleGroup                    one for each group; in an evaluation `dataset` names its set
 
 Also reads recordings that `torch.save` wrote (`torch_files.py`).
 
-`python -m slime.rollout.recordings FILE` prints one as JSON, a sample a line.
+`python -m slime.rollout.recordings FILE` prints one as JSON, one sample per line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RecordedRollout:
 
 
 def check_template(flag: str, template: str, *, required: bool) -> None:
-    """Raises InvalidSetting where `template` has fields other than {rollout_id}; or not that one, where `required`."""
+    """Raises InvalidSetting for a template with fields other than {rollout_id}, or without the `required` one."""
     try:
         paths = {template.format(rollout_id=name) for name in ("0", "eval_0")}
     except (KeyError, IndexError, ValueError) as error:
@@ -59,8 +59,10 @@ def path_of(template: str, rollout_id: int, *, evaluation: bool = False) -> Path
 
 
 def write_rollout(path: Path, rollout_id: int, groups: Sequence[SampleGroup]) -> None:
-    """Makes the file, or replaces it as a whole; makes its directory. Raises InvalidField for a sample that cannot
-    travel, InvalidSetting for a path that takes no file, OutOfSpace."""
+    """Writes the file, or replaces it as a whole; makes its directory.
+
+    Raises InvalidField for a sample that cannot be encoded, InvalidSetting for an unusable path, OutOfSpace.
+    """
     header = json.dumps({"rollout_id": rollout_id, "groups": len(groups)}).encode()
     with path_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ def _write_part(file: IO[bytes], content: bytes) -> None:
 
 
 def record_rollout(template: str | None, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> None:
-    """Writes the groups of an iteration, without those that only fill it up; without a template nothing."""
+    """Writes the groups of an iteration, padding (group_index -1) left out. Does nothing without a template."""
     if template is None:
         return
     kept = [group for group in groups if group and group[0].group_index != -1]
@@ -101,10 +103,11 @@ def record_evaluation(template: str | None, rollout_id: int, data: Mapping[str, 
 
 
 def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> RecordedRollout:
-    """Reads either kind of file, told apart by its content.
+    """Reads a recording of either kind; its content tells which.
 
-    flag: where the path came from, for errors. group_size: samples that make a group where they name none.
-    Raises MissingFile; InvalidFile for one that is cut off, or holds something else.
+    flag: where the path came from, for errors. group_size: number of consecutive samples that make a group
+    where samples have no group_index.
+    Raises MissingFile; InvalidFile for a file that is cut off or is no recording.
     """
     check_readable(path, flag or "recording")
     try:
@@ -113,7 +116,7 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
                 header = json.loads(_read_part(file))
                 groups = [_group(_read_part(file)) for _ in range(header["groups"])]
                 if file.read(1):
-                    raise ValueError(f"holds more than the {counted(len(groups), 'group')} that it begins with")
+                    raise ValueError(f"holds more than the {counted(len(groups), 'group')} that its header announces")
                 return RecordedRollout(header["rollout_id"], groups)
         from slime.rollout.recordings.torch_files import read_torch
 
@@ -128,7 +131,7 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
 def _read_part(file: BinaryIO) -> bytes:
     size = file.read(LENGTH.size)
     length = LENGTH.unpack(size)[0] if len(size) == LENGTH.size else -1
-    # A wrong length must not make us allocate that much.
+    # Checked before reading, because a wrong length could ask for any amount of memory.
     left = os.fstat(file.fileno()).st_size - file.tell()
     if not 0 <= length <= left:
         raise ValueError("the file is cut off")
@@ -139,11 +142,11 @@ def _group(content: bytes) -> SampleGroup:
     try:
         return group_from_proto(sample_pb2.SampleGroup.FromString(content))
     except DecodeError as error:
-        raise ValueError(f"a group of it cannot be read: {error}") from error
+        raise ValueError(f"a group in it cannot be read: {error}") from error
 
 
 def group_samples(samples: Sequence[Sample], group_size: int) -> list[SampleGroup]:
-    """Groups samples by group_index, in the order of their first; those without one, each `group_size`."""
+    """Groups samples by group_index, in the order of first samples; without indexes, every `group_size` in a row."""
     groups: dict[tuple[str, int], list[Sample]] = {}
     for position, sample in enumerate(samples):
         index = sample.group_index

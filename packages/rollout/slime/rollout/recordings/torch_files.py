@@ -1,7 +1,7 @@
 """Reads recordings that `torch.save` wrote: {"rollout_id": 3, "samples": [{...}, ...]}, one dictionary per sample.
 
 Such a file is a pickle. It is opened by torch's restricted reader, which makes tensors, arrays and plain values, and
-refuses anything else by name.
+refuses everything else, naming it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMPTY_WHERE_NONE = (
 )  # fmt: skip
 
 
-# Errors of torch's reader on other files: it runs their bytes as instructions as far as they make sense.
+# Errors of torch's reader for other files, whose bytes it runs as pickle instructions for as long as they are valid.
 UNREADABLE = (
     pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, AssertionError, LookupError, TypeError, ValueError,
     struct.error, OverflowError,
@@ -77,5 +77,5 @@ def _flat(items: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _without_none(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a sample, less those that are None where ours are never: these are empty then."""
+    """Returns the fields of a sample without the None values of fields that are never None here: these become empty."""
     return {name: value for name, value in sample.items() if value is not None or name not in EMPTY_WHERE_NONE}

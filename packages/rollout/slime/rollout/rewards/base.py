@@ -14,5 +14,5 @@ END_OF_THINKING = "</think>"
 
 
 def after_thinking(response: str) -> str:
-    """Returns what follows the last `</think>`; the whole response where there is none."""
+    """Returns the text after the last `</think>`; the whole response if there is none."""
     return response.rpartition(END_OF_THINKING)[2]

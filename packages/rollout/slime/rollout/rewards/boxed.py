@@ -18,6 +18,8 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def score_boxed(function: RewardFunction) -> RewardFunction:
+    """Returns `function` as a reward of the box's content, which is empty for a response without a closed box."""
+
     async def reward(args: RolloutArgs, sample: Sample) -> Any:
         boxed = copy.copy(sample)
         boxed.response = last_boxed(sample.response) or ""
@@ -27,8 +29,7 @@ def score_boxed(function: RewardFunction) -> RewardFunction:
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns the text between the braces of the last \\boxed or \\fbox; None if there is none, or if it is not
-    closed."""
+    """Returns the text between the braces of the last \\boxed or \\fbox; None without one, or if it is not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None

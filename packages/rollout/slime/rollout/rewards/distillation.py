@@ -1,11 +1,11 @@
-"""On-policy distillation with the log-probs of a teacher behind an engine's HTTP.
+"""On-policy distillation with the log-probs of a teacher that an SGLang engine serves over HTTP.
 
     slime train --use-opd --opd-type sglang --rm-url http://HOST:PORT/generate
         --custom-rm-path slime.rollout.on_policy_distillation.reward_func
         --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
 
-The teacher has the tokenizer of the policy. The trainer subtracts --opd-kl-coef times the difference of log-probs from
-the advantages; the reward itself is 0.
+The teacher must have the tokenizer of the policy. The trainer subtracts --opd-kl-coef times the difference of log-probs
+from the advantages; the reward itself is 0.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slime.types.errors import InvalidField, InvalidSetting, counted
 if TYPE_CHECKING:
     from slime.rollout.settings.plugin_args import RolloutArgs
 
-# Characters of an answer that an error shows.
+# Maximum number of characters of an answer in an error.
 SHOWN = 200
 
 
 async def reward_func(args: RolloutArgs, sample: Sample, **kwargs: Any) -> float:
     """Sets `teacher_log_probs` of the sample and returns 0, the contract of `--custom-rm-path`.
 
-    Raises InvalidSetting without --rm-url, Unavailable if it does not answer, InvalidField for another answer than an
-    engine's.
+    Raises InvalidSetting without --rm-url, Unavailable if it does not answer, InvalidField for an answer that is not
+    that of an engine.
     """
     if not args.rm_url:
         raise InvalidSetting.requires("slime.rollout.on_policy_distillation.reward_func", "--rm-url URL")
@@ -56,7 +56,10 @@ def post_process_rewards(
 
 
 def response_log_probs(answer: Any, tokens: Sequence[int], response_length: int) -> list[float]:
-    """Returns log-probs of the last `response_length` of `tokens` in an engine's answer. Raises InvalidField."""
+    """Returns the natural log-probs of the last `response_length` of `tokens` in an engine's answer.
+
+    Raises InvalidField for an answer without them.
+    """
     expected = f"(log-prob, token) of each of the {len(tokens)} tokens that --rm-url was sent, as SGLang answers"
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
@@ -70,7 +73,7 @@ def response_log_probs(answer: Any, tokens: Sequence[int], response_length: int)
             raise InvalidField(f"{field}[{i}]", _short(entry), f"{expected}: here token {token}")
     first = len(entries) - response_length
     for i, entry in enumerate(entries[first:], first):
-        # The first token of a prompt has no log-prob, and is no token of a response.
+        # The first token of a prompt has no log-prob, and is never a token of a response.
         if isinstance(entry[0], bool) or not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
             raise InvalidField(f"{field}[{i}]", _short(entry), f"{expected}: a number")
     return [float(entry[0]) for entry in entries[first:]]

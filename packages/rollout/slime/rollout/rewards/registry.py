@@ -29,17 +29,18 @@ BUILT_IN = {
     "ifbench": "slime.rollout.rewards.built_in.ifbench:reward",
     "remote_rm": "slime.rollout.rewards.built_in.remote:remote_rm",
 }
-# Rewards that are, or may be, a dict of numbers.
+# Rewards that return, or may return, a dict of numbers.
 DICTS = ("dapo", "remote_rm")
-# Rewards of packages that may be missing: their modules say so in `require`.
+# Rewards that need packages of their own: `require` in their modules raises NotAvailable without them.
 OPTIONAL = ("ifbench", "reasoning_gym")
+# Rewards that compare the response with the label.
 LABELLED = ("math", "deepscaler", "dapo", "f1", "gpqa", "integer", "exact_partial")
 BOXED = "boxed_"
 
 
 @functools.cache
 def reward_function(rm_type: str) -> RewardFunction:
-    """Returns the function of a name; `boxed_NAME` scores what stands in the last \\boxed{} of the response.
+    """Returns the function of a name; `boxed_NAME` scores the content of the last \\boxed{}.
 
     Raises what `check_name` raises.
     """

@@ -18,7 +18,7 @@ from slime.types.plugins import load_plugin
 if TYPE_CHECKING:
     from slime.rollout.settings.plugin_args import RolloutArgs
 
-# The function of a file that scores several samples, where the file has one for a single sample as well.
+# Name of the function for several samples in a file that also has a function for one sample.
 BATCHED = ("batched_custom_rm",)
 
 
@@ -36,13 +36,14 @@ async def batched_async_rm(args: RolloutArgs, samples: list[Sample], **kwargs: A
 
 
 async def score_sample(args: RolloutArgs, sample: Sample, *, evaluation: bool = False) -> None:
-    """Sets `sample.reward`. Raises InvalidField naming the sample and the function where that is no finite number."""
+    """Sets `sample.reward`. Raises InvalidField, naming sample and function, for a reward that is not a finite
+    number."""
     function, name = choose(args, sample)
     _set(args, sample, await maybe_await(function, args, sample), name, evaluation)
 
 
 async def score_group(args: RolloutArgs, samples: list[Sample], *, evaluation: bool = False) -> None:
-    """Sets the rewards of samples that are scored together."""
+    """Sets the rewards of samples that are scored together. Raises InvalidField, also for a wrong number of rewards."""
     if not samples:
         return
     name = args.custom_rm_path or args.rm_type or "reward"
@@ -58,7 +59,7 @@ async def score_group(args: RolloutArgs, samples: list[Sample], *, evaluation: b
 def apply_overlong_rules(args: RolloutArgs, samples: Iterable[Sample], name: str, evaluation: bool) -> None:
     """Applies DAPO's rules to samples that came with their reward from the function `name`, in training.
 
-    Raises InvalidField naming the sample and the function where a reward is no finite number.
+    Raises InvalidField, naming sample and function, for a reward that is not a finite number.
     """
     if evaluation or (getattr(args, "overlong_buffer_len", None) is None and not getattr(args, "overlong_mask", False)):
         return
@@ -75,7 +76,7 @@ def _set(args: RolloutArgs, sample: Sample, reward: Any, name: str, evaluation: 
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, largest: float) -> float:
-    """Returns DAPO's penalty for a response of `length` tokens, from -`largest` to 0.
+    """Returns DAPO's penalty for a response of `length` tokens (limit, buffer: tokens too), from -`largest` to 0.
 
         largest * min(0, (limit - buffer - length) / buffer)    at least -largest
 
@@ -85,27 +86,30 @@ def overlong_penalty(length: int, limit: int, buffer: int, largest: float) -> fl
 
 
 def _shorten(args: RolloutArgs, sample: Sample, key: str | None) -> None:
-    """Applies DAPO's rules for long responses. Metrics go on with the reward as it was. key: of a dict reward."""
+    """Applies DAPO's rules for long responses. metadata["raw_reward"] keeps the reward without penalty for metrics.
+
+    key: the entry of a dict reward that is the reward.
+    """
     if getattr(args, "overlong_mask", False) and sample.status is Sample.Status.TRUNCATED:
         sample.remove_sample = True
     buffer = getattr(args, "overlong_buffer_len", None)
     if buffer is None:
         return
-    found = overlong_penalty(sample.response_length, args.rollout_max_response_len, buffer, args.overlong_penalty)
-    if not found:
+    penalty = overlong_penalty(sample.response_length, args.rollout_max_response_len, buffer, args.overlong_penalty)
+    if not penalty:
         return
     if isinstance(sample.reward, dict):
         assert key is not None
         sample.metadata.setdefault("raw_reward", float(sample.reward[key]))
-        sample.reward = sample.reward | {key: sample.reward[key] + found}
+        sample.reward = sample.reward | {key: sample.reward[key] + penalty}
     elif sample.reward is not None:
         sample.metadata.setdefault("raw_reward", sample.reward)
-        sample.reward += found
+        sample.reward += penalty
 
 
 def scores_by_group(args: RolloutArgs, evaluation: bool) -> bool:
-    """Tells whether a group's samples are scored in one call: with `--group-rm`, and in evaluation where the user's
-    function is one for several samples alone."""
+    """Returns whether a group's samples are scored in one call: with `--group-rm`, but in evaluation only if the user's
+    file has no function for a single sample."""
     if not args.group_rm or not evaluation:
         return bool(args.group_rm)
     if not args.custom_rm_path:
@@ -131,7 +135,10 @@ def choose(args: RolloutArgs, sample: Sample) -> tuple[Callable[..., Any], str]:
 
 
 def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
-    """Returns the reward as a float, or the dict whose `key` is one."""
+    """Returns the reward as a float, or the dict whose entry `key` is the reward. Raises InvalidField for others.
+
+    name: that of the reward function, for errors.
+    """
     value, returned = reward, f"{name} returned {reward!r:.200} for sample {sample.index}"
     if isinstance(reward, dict):
         if key is None:
@@ -151,5 +158,5 @@ def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
 
 @functools.cache
 def _reward_at(path: str, names: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Loads the function at `path`, and checks it once; `load_plugin` says what `names` are for."""
+    """Loads and checks the function at `path`, once. names: see `load_plugin`."""
     return load_plugin(path, flag="--custom-rm-path", names=names)

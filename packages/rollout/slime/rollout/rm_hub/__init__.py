@@ -31,7 +31,7 @@ async def batched_async_rm(args: RolloutArgs, samples: list[Sample], **kwargs: A
 
 
 def _trim(args: RolloutArgs, samples: Iterable[Sample]) -> None:
-    # A function that generates may score as well, before the service has looked at its samples.
+    # A generate function may score its samples itself, before the service has trimmed them.
     state = getattr(args, ATTRIBUTE, None)
     if state is not None:
         for sample in samples:

@@ -39,7 +39,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    """Returns what is between the braces. Raises ValueError for text that is no \\boxed{...}."""
+    """Returns the text between the braces. Raises ValueError for text that is not \\boxed{...}."""
     if not (s.startswith(BOX) and s.endswith("}")):
         raise ValueError(f"expected \\boxed{{...}}, got {s[:100]!r}")
     return s[len(BOX) : -1]

@@ -13,7 +13,7 @@ __all__ = ["EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_li
 
 @dataclass
 class EvalDatasetConfig:
-    """One evaluation set; None: as the flags say. The keys of a set in an --eval-config file."""
+    """One evaluation set; its fields are the keys of a set in an --eval-config file. None: the value of the flag."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class EvalDatasetConfig:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Equal for two sets whose prompts are the same."""
+        """A key that is equal for sets with the same prompts."""
         columns = tuple(sorted((self.multimodal_keys or {}).items()))
         keys = (self.input_key, self.label_key, self.tool_key, self.metadata_key)
         return (self.name, self.path, *keys, columns, self.apply_chat_template, repr(self.apply_chat_template_kwargs))
@@ -76,7 +76,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: object, raw_config_list: Any = None, defaults: Mapping[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
-    """Returns the sets of `raw_config_list`, each with what it lacks from `defaults`; without it, those of the run.
+    """Returns the sets of `raw_config_list`, completed from `defaults`; without that list, the sets of the run.
 
     Raises ValueError for a key that no set has.
     """

@@ -1,7 +1,6 @@
 """Settings of single evaluation sets: `{"greedy": {"temperature": 0}, "sampled": {"top_k": 5}}`.
 
-Each key of a set stands for a setting of `RolloutSettings`, which the other sets keep, or for one that single sets
-alone have.
+A key replaces a setting of `RolloutSettings` for its set alone, or is a setting that only single sets have.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from slime.types.errors import InvalidSetting
 
 Args = TypeVar("Args")
 
-# Key -> (the setting that it replaces, its type, what its value must be, whether it is).
+# Key -> (the setting that it replaces, its type, the expected value in words, the check of a value).
 KEYS: dict[str, tuple[str, type, str, Any]] = {
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", int, "at least 1", lambda v: v >= 1),
     "temperature": ("eval_temperature", float, "at least 0", lambda v: v >= 0),
@@ -52,7 +51,7 @@ def _is_token(value: Any) -> bool:
 def check_overrides(overrides: Mapping[str, Any], where: str = "eval_overrides.") -> dict[str, dict[str, Any]]:
     """Returns `overrides` with numbers of the right types. Raises InvalidSetting naming set, key and value.
 
-    where: what stands before the set's name in the error.
+    where: the text before the set's name in an error.
     """
     checked: dict[str, dict[str, Any]] = {}
     for name, values in overrides.items():
@@ -67,7 +66,7 @@ def set_args(args: Args, name: str) -> Args:
     set_values: Any = copy.copy(args)
     values = (getattr(args, "eval_overrides", None) or {}).get(name, {})
     if "rm_type" in values:
-        # A function that scores the other sets would take precedence.
+        # The reward function of the other sets would take precedence.
         set_values.custom_rm_path = None
     for key, value in values.items():
         setattr(set_values, KEYS[key][0], value)

@@ -92,7 +92,7 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
 
     # Sampling.
     rollout_max_response_len: int = setting(1024, "Maximum new tokens per sample", minimum=1)
-    overlong_mask: bool = setting(False, "Train nothing of responses that were cut off (DAPO's overlong filtering)")
+    overlong_mask: bool = setting(False, "Leave truncated responses out of the loss (DAPO's overlong filtering)")
     overlong_buffer_len: int | None = setting(
         None,
         "Tokens before --rollout-max-response-len over which the reward falls by --overlong-penalty (DAPO)",

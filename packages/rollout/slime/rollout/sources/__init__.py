@@ -1,10 +1,10 @@
-"""Sources of groups, which also take the finished ones. A rollout function gets one of these as `data_source`.
+"""Sources of groups, which also take finished groups. A rollout function gets one of these as `data_source`.
 
     GroupSource            the interface
-    ├── LeasedDataSource  a buffer over gRPC: leases, renewed in the background until the group's fate is told
+    ├── LeasedDataSource  a buffer over gRPC: leases, renewed in the background until a group is done or given back
     └── MemorySource      a list of prompts, for work without a buffer
 
-`EvaluationSource` is what an evaluation function gets: whole sets, nothing leased.
+`EvaluationSource` is what an evaluation function gets: whole sets, without leases.
 """
 
 from slime.rollout.sources.evaluation import EvaluationSource

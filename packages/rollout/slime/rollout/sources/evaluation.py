@@ -20,10 +20,11 @@ class EvaluationCalls(Protocol):
 
 
 class EvaluationSource:
-    """Evaluation sets of a buffer. names: the sets to evaluate; all that the buffer has where none is given. Raises
-    NotFound for an unknown name.
+    """Evaluation sets of a buffer. names: the sets to evaluate; empty: all that the buffer has. Raises NotFound for an
+    unknown name.
 
-    wire_names: what samples of the buffer may name. render: turns the prompts of a group into what the model is sent.
+    wire_names: the names that samples of the buffer may hold. render: replaces prompts by the
+    text that the model is sent.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class EvaluationSource:
     def read(self, name: str, n_samples: int, render: Render | None = None) -> list[list[Sample]]:
         """Returns the groups of a set in order, `n_samples` each, their samples numbered from 0 through the whole set.
 
-        render: in place of the source's own.
+        render: used in place of the source's own.
         Raises what `WireNames.check` raises.
         """
         groups: list[list[Sample]] = []

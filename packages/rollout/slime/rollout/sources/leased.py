@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
-# After so many unusable groups in a row, the settings of the run are wrong, not the groups.
+# So many unusable groups in a row mean that the settings of the run are wrong, not the groups.
 REFUSED_IN_A_ROW = 1000
-# Groups of others that may wait before one that is leased again.
+# Maximum number of groups that are not held here and may be leased while looking for one that is (`_regain`).
 MOST_STRANGERS = 64
 
 
@@ -50,9 +50,9 @@ class LeasedDataSource:
     """Groups that are leased from a buffer. Thread-safe. Use it as a context manager: at its end, groups still leased
     go back as they were.
 
-    names: what samples of the buffer may name; a group that names anything else is rejected. render: turns the prompts
+    names: the names that samples of the buffer may hold; a group with any other is rejected. render: turns the prompts
     of a group into what the model is sent; a group whose prompt it refuses is rejected. completed: the groups that were
-    handed in.
+    completed.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class LeasedDataSource:
         return len(self._leases)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Leases up to `num_samples` groups; waits for the first. Raises DeadlineExceeded when none comes, and what is
-        wrong with the last of `REFUSED_IN_A_ROW` groups that it had to reject one after the other."""
+        """Leases up to `num_samples` groups; waits for the first. Raises DeadlineExceeded when none comes, and
+        the error of the last group after it had to reject `REFUSED_IN_A_ROW` groups in a row."""
         call = CALL.get()
         deadline = time.monotonic() + self.wait_seconds
         while call is None or not call.cancelled.is_set():
@@ -123,11 +123,11 @@ class LeasedDataSource:
         return [group for group in groups if self._usable(group)]
 
     def _take(self, lease: Any) -> list[Sample] | None:
-        """Returns the samples of a lease; None where it is of a group that is worked on here already."""
+        """Returns the samples of a lease; None for a group that is held here already."""
         group: SampleGroup = lease.group
         with self._lock:
             if (held := self._leases.get(group.group_index)) is not None:
-                # Its lease could not be renewed, and expired: the work goes on under the new one.
+                # Its lease expired because it could not be renewed: the work continues under the new lease.
                 log.warning("group %s was leased again while it was worked on", group.group_index)
                 held.token = lease.token
                 return None
@@ -136,8 +136,10 @@ class LeasedDataSource:
         return group.samples
 
     def _usable(self, group: list[Sample]) -> bool:
-        """Renders the prompt of a group. False where it cannot, or where the group names what this run does not know:
-        then it is rejected, with that reason."""
+        """Renders the prompt of a group, and returns whether the group can be used.
+
+        Rejects the group, with the reason, if its prompt cannot be rendered or a name in it is unknown to this run.
+        """
         error = self._unknown_name(group)
         reason = "" if error is None else f"unknown {error.field.partition('.')[0]}"
         if error is None and self.render is not None:
@@ -175,15 +177,16 @@ class LeasedDataSource:
         self._end(self._index(group), lambda lease: self.buffer.reject_group(lease.token, reason))
 
     def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
-        """Raises InvalidField for samples that break the contract or are of no leased group, LeaseLost where the lease
-        has ended."""
+        """Completes a group. Raises InvalidField for samples that break the contract or belong to no leased group,
+        LeaseLost where the lease has ended."""
         self._complete_as(self._index(leased if leased is not None else samples), samples)
 
     def complete_rest(self, groups: list[list[Sample]]) -> None:
         """Completes the groups that a rollout function returned and did not complete itself.
 
-        A group that names none of the leased ones takes the next of those that are left, in order: functions may make
-        samples of their own. Padding (group_index -1) is left out. Raises InvalidField for more than were leased.
+        Functions may make samples of their own: a group without the index of a leased group takes the place of the next
+        one that is left, in order. Padding (group_index -1) is left out. Raises InvalidField for more groups than were
+        leased.
         """
         call = CALL.get()
         done = {id(sample) for samples in self.completed for sample in samples}
@@ -225,7 +228,7 @@ class LeasedDataSource:
             return sorted(self._leases)
 
     def close(self) -> None:
-        """Lets running calls end, then gives back what is left; what the buffer cannot be told ends by expiry."""
+        """Waits for running calls, then gives back the groups that are left; if that fails, their leases expire."""
         self._closed.set()
         if self._renewer.is_alive():
             self._renewer.join(timeout=CLOSE_SECONDS)
@@ -244,7 +247,7 @@ class LeasedDataSource:
                 return
 
     def find(self, group: Sequence[Sample]) -> int | None:
-        """Returns the leased group that these samples are of: by identity, else by group_index."""
+        """Returns the index of the leased group to which these samples belong: by identity, else by group_index."""
         with self._lock:
             for sample in group:
                 for index in (self._group_of.get(id(sample)), sample.group_index):
@@ -274,7 +277,7 @@ class LeasedDataSource:
                 self._lock.notify_all()
 
     def _end(self, index: int, call: Callable[[_Lease], Any]) -> None:
-        """Makes a call that ends a lease; where it fails, the lease stays, and `close` gives it back.
+        """Makes a call that ends a lease; if the call fails, the lease stays, and `close` gives it back.
 
         A lease that expired because it could not be renewed is taken again first, unless another worker has the group.
         """
@@ -289,10 +292,10 @@ class LeasedDataSource:
             self.forget(index)
 
     def _regain(self, index: int) -> bool:
-        """Leases groups that wait until the one at `index`, which is held here, is among them."""
+        """Leases waiting groups until the one at `index`, which is held here, is among them; returns whether it was."""
         strangers: list[str] = []
         try:
-            # Groups that wait are leased by their index: nearly all before this one are held here too.
+            # Waiting groups are leased in the order of their index: nearly all before this one are held here too.
             for _ in range(len(self._leases) + MOST_STRANGERS):
                 leased = self.buffer.lease_groups(
                     1, ttl_seconds=self.ttl_seconds, wait_seconds=0.0, worker_id=self.worker_id
@@ -311,7 +314,7 @@ class LeasedDataSource:
                 self.buffer.return_group(token, [])
 
     def forget(self, index: int) -> None:
-        """Leaves a lease that has ended."""
+        """Drops a lease that has ended."""
         with self._lock:
             lease = self._leases.pop(index, None)
             for sample in lease.samples if lease is not None else ():
@@ -330,8 +333,8 @@ class LeasedDataSource:
 
 
 def _finish(sample: Sample) -> None:
-    """Marks what a user's function may leave open: it returned the sample, so its generation is over, and a response
-    without tokens has nothing to train."""
+    """Sets what a user's function may have left open: a returned sample is completed, and one with an empty response
+    is left out of the loss."""
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
     if not sample.response_length and not sample.response and not sample.remove_sample:

@@ -1,4 +1,4 @@
-"""The interface of a source of groups, and one over prompts held in memory."""
+"""The interface of a source of groups, and a source of prompts in memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slime.types.errors import DeadlineExceeded
 
 class GroupSource(Protocol):
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Returns up to so many groups, at least one."""
+        """Returns at least one and at most `num_samples` groups."""
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Gives groups back with what they have."""
+        """Gives groups back with their partial responses."""
 
     def give_back(self, groups: list[list[Sample]]) -> None:
         """Gives groups back as they were."""
 
     def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
-        """Hands in a finished group. leased: the samples that `get_samples` gave, where the function made new ones."""
+        """Completes a group. leased: the samples that `get_samples` returned, if the function made new ones."""
 
     def reject(self, group: list[Sample], reason: str) -> None:
         """Drops a group for good."""
@@ -45,7 +45,7 @@ class MemorySource:
         self.rejected: dict[str, int] = {}
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Raises DeadlineExceeded when none is left."""
+        """Raises DeadlineExceeded when no prompt is left."""
         if not self._waiting:
             raise DeadlineExceeded("no prompt is left", field="prompts", expected="a prompt")
         taken, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnSource:
-    """The user's object, and the groups of it that the buffer has, as it gave them."""
+    """The user's data source, and its groups that are in the buffer, as it gave them."""
 
     def __init__(self, source: Any, path: str, args: RolloutArgs) -> None:
         self.source = source
@@ -48,7 +48,7 @@ class OwnSource:
         """Makes the user's object. args: every setting of the run. The class gets them with the directories of
         checkpoints as `save` and `load`.
 
-        Raises PluginError for a path that does not lead to a data source, and what the class raises of ours.
+        Raises PluginError for a path that does not lead to a data source; a SlimeError of the class is passed on.
         """
         own_args: Any = copy.copy(args)
         own_args.save = getattr(args, "checkpoint_dir", None) or getattr(args, "save", None)
@@ -74,14 +74,14 @@ class OwnSource:
         return cls(source, path, own_args)
 
     def begin(self, rollout_id: int) -> None:
-        """Has the class load what it saved last. Called before the first rollout of this process."""
+        """Makes the class load its last saved state, before the first iteration of this process only."""
         with self.lock:
             if not self._loaded and rollout_id > 0:
                 self.source.load(rollout_id - 1)
             self._loaded = True
 
     def end(self, rollout_id: int) -> None:
-        """Lets the class save after an iteration of a run that writes checkpoints: one may follow."""
+        """Makes the class save its state after an iteration, in a run that writes checkpoints."""
         if getattr(self.args, "save_interval", None) is not None:
             with self.lock:
                 self.source.save(rollout_id)
@@ -92,7 +92,7 @@ class OwnSource:
         groups = self.source.get_samples(count)
         if isinstance(groups, list) and groups and all(isinstance(sample, Sample) for sample in groups):
             self.flat = True
-            # Slime's own dataset for such sources gives prompts alone.
+            # The dataset class of slime sets only the prompts of these samples.
             fill_labels = getattr(getattr(self.source, "dataset", None), "fill_labels", None)
             if fill_labels is not None:
                 fill_labels(groups)
@@ -143,7 +143,7 @@ class OwnLeases(LeasedDataSource):
         return True
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Takes groups that wait in the buffer, then new ones. Raises DeadlineExceeded where none come in time."""
+        """Takes groups that wait in the buffer, then new ones. Raises DeadlineExceeded if none comes in time."""
         with self.own.lock:
             missing = num_samples - self.buffer.stats().groups.get("ready", 0)
             groups = self.own.take(missing, self.group_size) if missing > 0 else []
@@ -160,14 +160,14 @@ class OwnLeases(LeasedDataSource):
         group = lease.group
         given = self.own.given.get(group.group_index)
         if given is not None:
-            # Groups of the class are kept unchanged, for groups that are leased again.
+            # Copied, so that the original is unchanged if the group is leased again.
             for sample, leased in zip(copied := copy.deepcopy(given), group.samples, strict=True):
                 sample.group_index, sample.index = leased.group_index, leased.index
             group.samples = copied
         return super()._take(lease)
 
     def _unknown_name(self, group: list[Sample]) -> SlimeError | None:
-        # Names in groups of the class come from code of the user.
+        # The user's own code set the names in groups of the class, so they are trusted.
         return None if self.find(group) in self.own.given else super()._unknown_name(group)
 
     def add_samples(self, groups: list[list[Sample]]) -> None:

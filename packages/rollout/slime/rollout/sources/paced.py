@@ -1,4 +1,4 @@
-"""Groups leased from a buffer at the pace of the trainer, for generation that goes on while it trains."""
+"""Groups leased from a buffer at the pace of the trainer, for generation that continues while it trains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class PacedSource(LeasedDataSource):
-    """Groups that are leased at the trainer's pace. weight_version: returns that of the engines. A group that a step
-    has rejected meanwhile, because it had become too old, is forgotten when it is handed in."""
+    """Groups that are leased at the trainer's pace. weight_version: returns the weight version of the engines. A group
+    that the trainer has rejected meanwhile as too old is forgotten when it is completed."""
 
     def __init__(self, buffer: Any, pace: TrainerPace, weight_version: Callable[[], int], **options: Any) -> None:
         super().__init__(buffer, **options)
@@ -32,8 +32,8 @@ class PacedSource(LeasedDataSource):
         self._changed.set()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Waits for as long as there is nothing to lease, which the trainer's progress ends. Raises WrongState once the
-        call has ended."""
+        """Waits, without a limit, until the trainer's progress allows a lease. Raises WrongState once the call has
+        ended."""
         call = CALL.get()
         while call is None or not call.cancelled.is_set():
             self._changed.clear()
@@ -50,7 +50,7 @@ class PacedSource(LeasedDataSource):
             super().complete(samples, leased)
         except LeaseLost as error:
             self._forget(group, error)
-        # Nobody asks for them, and the call may last for weeks.
+        # Nothing reads this list here, and it would grow for weeks.
         self.completed.clear()
 
     def reject(self, group: list[Sample], reason: str) -> None:
@@ -81,7 +81,7 @@ class PacedSource(LeasedDataSource):
         super().close()
 
     def _regain(self, index: int) -> bool:
-        # It may have been rejected as too old; and what is leased again has to be within the pace.
+        # The group may have been rejected as too old, and a new lease must stay within the pace.
         return False
 
     def _forget(self, group: list[Sample], error: LeaseLost) -> None:

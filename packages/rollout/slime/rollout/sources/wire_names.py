@@ -21,7 +21,7 @@ PATHS = {"generate_function_path": "custom_generate_function_path", "custom_rm_p
 
 
 class WireNames:
-    """The names that samples may hold. tokenizer: its chat template says which arguments there are. Thread-safe."""
+    """The names that samples may hold. tokenizer: its chat template determines the valid arguments. Thread-safe."""
 
     def __init__(self, settings: RolloutSettings, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class WireNames:
             field: {getattr(settings, name), *(values.get(name) for values in sets.values())} - {None}
             for field, name in PATHS.items()
         }
-        # A set's own rm_type takes the place of the function that scores the others.
+        # A set's own rm_type replaces the function that scores the other sets.
         self._scored_by_function = {None: settings.custom_rm_path is not None} | {
             name: bool(values.get("custom_rm_path"))
             or (settings.custom_rm_path is not None and not values.get("rm_type"))

@@ -1,7 +1,7 @@
 """1 for the label exactly; else half the share of correct positions, with the end of the response as one more.
 
-With n characters in the label and c of them right in their places: 0.5 * c / (n + 1). A partial reward gives a
-model that knows nothing a slope to climb.
+With n characters in the label and c of them right in their places: 0.5 * c / (n + 1). The partial reward lets
+an untrained model improve step by step.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def score(response: str | None, label: Any, metadata: dict[str, Any] | None = No
 class _Question:
     letters: str
     letter: str | None
-    texts: frozenset[str]  # the right answer in plain words, in every form that is known
+    texts: frozenset[str]  # every known form of the right answer, in lower-case words
 
 
 def _question(label: Any, metadata: dict[str, Any]) -> _Question:
@@ -76,7 +76,7 @@ def _question(label: Any, metadata: dict[str, Any]) -> _Question:
 
 
 def chosen_letter(answer: str, letters: str) -> str | None:
-    """Returns the option that an answer states last: in a box, else in words, else as the last letter alone."""
+    """Returns the option that an answer states last: in a box, else in words, else as a letter that stands alone."""
     boxed = re.sub(r"\\text|[^A-Za-z]", "", last_boxed(answer) or "").upper()
     if len(boxed) == 1 and boxed in letters:
         return boxed

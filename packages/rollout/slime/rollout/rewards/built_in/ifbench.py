@@ -1,8 +1,8 @@
 """Instruction following by the checkers of IFBench (Pyatkin et al. 2025, arXiv:2507.02833): 1 where all are satisfied.
 
-IFBench is no package: clone https://github.com/allenai/IFBench, install its requirements and put it on PYTHONPATH. A
-sample names its instructions in metadata: `instruction_id_list`, `kwargs` (a mapping for each instruction, or one for
-all) and `prompt_text`.
+IFBench is not an installable package: clone https://github.com/allenai/IFBench, install its requirements and put it on
+PYTHONPATH. A sample names its instructions in metadata: `instruction_id_list`, `kwargs` (a mapping for each
+instruction, or one for all) and `prompt_text`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ def score(response: str | None, metadata: dict[str, Any], index: int | None = No
 def _arguments(kwargs: Any, count: int) -> list[dict[str, Any]]:
     """Returns one mapping for each of `count` instructions, without empty values, which the checkers do not take."""
     every = list(kwargs) if isinstance(kwargs, list) else [kwargs] * count
-    every = [dict(one) if isinstance(one, dict) else {} for one in every[:count]]
+    every = [dict(entry) if isinstance(entry, dict) else {} for entry in every[:count]]
     every += [dict(every[-1]) if every else {} for _ in range(count - len(every))]
-    return [{name: value for name, value in one.items() if value is not None} for one in every]
+    return [{name: value for name, value in entry.items() if value is not None} for entry in every]

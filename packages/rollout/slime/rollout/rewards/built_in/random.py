@@ -1,4 +1,4 @@
-"""0 or 1 at random, repeatable for each sample: to try out a pipeline."""
+"""0 or 1 at random, the same in every run for the same sample: for trying out a pipeline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Scores with the scorer of a reasoning-gym data set, named by `metadata["source_dataset"]`.
 
-The entry that it wants is {"question", "answer", "metadata"}: `metadata["entry"]` where that is given, else the
-sample's prompt, label and metadata. The answer is what stands in the last <answer>...</answer>, else the response.
+The scorer gets the entry {"question", "answer", "metadata"}: `metadata["entry"]` where that is given, else the sample's
+prompt, label and metadata. The answer is the text in the last <answer>...</answer>, else the whole response.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ async def reward(args: RolloutArgs, sample: Sample) -> float:
         "metadata": sample.metadata,
     }
     name = sample.metadata.get("source_dataset") or entry.get("metadata", {}).get("source_dataset")
-    # Models that reason first are told to put what counts between these tags.
+    # Prompts for models that reason first ask for the answer between these tags.
     _, _, tagged = sample.response.rpartition("<answer>")
     answer = tagged.partition("</answer>")[0] if "</answer>" in tagged else sample.response
     return await asyncio.to_thread(score, str(name), answer.strip(), entry)
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float:
-    """Returns 0 for an answer with which the scorer fails. Raises InvalidField where it fails with the right one, too:
-    then the entry is at fault."""
+    """Returns the score; 0 for an answer with which the scorer fails.
+
+    Raises InvalidField if the scorer fails with the right answer too: then the entry is at fault.
+    """
     scorer = _scorer(name)
     try:
         return float(scorer(answer=answer, entry=entry))

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: POST {prompt, response, label} to `--rm-url`, the answer's JSON is the reward."""
+"""A reward model behind HTTP: {prompt, response, label} is posted to `--rm-url`, and the JSON answer is the reward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ TIMEOUT_SECONDS = 120.0
 
 
 async def remote_rm(args: RolloutArgs, sample: Sample, max_retries: int = TRIES) -> Any:
-    """Asks --rm-url. Between tries k and k + 1 it waits min(2^k, 30) seconds and up to one more. Raises Unavailable
-    after the last."""
+    """Asks --rm-url for the reward.
+
+    Waits min(2^k, 30) seconds, and up to one second more, after failed try k, counted from 0. Raises Unavailable after
+    the last try, InvalidSetting without --rm-url.
+    """
     if not args.rm_url:
         raise InvalidSetting.requires("--rm-type remote_rm", "--rm-url URL")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}

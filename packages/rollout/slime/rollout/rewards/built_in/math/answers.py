@@ -1,10 +1,9 @@
 r"""The answer of a response and whether it equals the label, by math-verify.
 
-1. The last \boxed{...} of the response is its answer, whatever stands elsewhere; one that is not closed is none.
+1. The last \boxed{...} of the response is its answer, whatever else it says; a box that is not closed holds none.
 2. Without a box math-verify looks for the answer in the end of the response.
-3. Both sides are cleaned of what writes the same thing in another way and math-verify does not read: 1 000, 1e3,
-   \varnothing, unicode signs, units in \text, degrees, spaces of LaTeX. Then equal text is equal; else math-verify and
-   sympy compare.
+3. In both sides, notations that math-verify does not read are rewritten: 1 000, 1e3, \varnothing, Unicode signs,
+   units in \text, degrees, LaTeX spaces. Equal texts are equal; otherwise math-verify and sympy compare.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 from slime.rollout.rewards.boxed import BOX, last_boxed
 
-# Characters: of an answer in a box, and of what is searched where there is no box.
+# Maximum characters of an answer in a box, and of the end of a response that is searched where there is no box.
 LONGEST_ANSWER = 1000
 LONGEST_SEARCH = 2000
 
@@ -50,6 +49,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'()-]*")
 
 
 def equal(response: str, label: str) -> bool:
+    """Returns whether the answer of a response equals the label, which may be in a box itself."""
     gold = last_boxed(label) if BOX.search(label) else label
     if gold is None or not gold.strip() or len(gold) > LONGEST_ANSWER:
         return False
@@ -63,7 +63,7 @@ def equal(response: str, label: str) -> bool:
 
 
 def same(answer: str, gold: str) -> bool:
-    """Compares two answers without boxes as mathematics."""
+    """Returns whether two answers without boxes are equal as mathematics."""
     answer, gold = clean(answer), clean(gold)
     if _alike(answer, gold):
         return True
@@ -90,7 +90,7 @@ def _alike(answer: str, gold: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """Returns `text` in one form where it is words (no solution, Monday, (A)), else nothing."""
+    """Returns a text of words (no solution, Monday, (A)) in one common form; "" for any other text."""
     plain = " ".join(_TEXT.sub(r" \1 ", text).split())
     if not _WORDS.fullmatch(plain.strip("()")) or "\\" in plain:
         return ""

@@ -1,8 +1,8 @@
-"""1 where the response's answer equals the label as mathematics says, by math-verify; see `answers`.
+"""1 where the response's answer equals the label mathematically, by math-verify; see `answers`.
 
-Comparing takes milliseconds or, for `9^{9^{9}}`, for ever. So answers are graded by processes, as many as there are
-cores; what takes longer than `QUICK_SECONDS` of CPU time goes to other processes, of lower priority, which give up
-after `SLOW_SECONDS`: hopeless answers hold up no others. The processes end with ours.
+A comparison takes milliseconds or, for `9^{9^{9}}`, for ever. So answers are graded by processes, about one for each
+core. A comparison of more than `QUICK_SECONDS` of CPU time moves to other processes, of lower priority, which give up
+after `SLOW_SECONDS`: hopeless answers do not delay others. The processes end with this one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def reward(args: RolloutArgs, sample: Sample) -> float:
 
 
 def equal(response: str, label: str) -> float:
-    """Returns 1.0 or 0.0; 0.0 too where the comparison does not end."""
+    """Returns 1.0 or 0.0; 0.0 also for a comparison that does not end in time."""
     for pool in (_quick(), _slow()):
         answer = pool.score(response, label)
         if answer is not None:
@@ -68,7 +68,7 @@ def _slow() -> MathPool:
 
 
 class _GivenUp:
-    """Counts answers that were given up, and says so now and then."""
+    """Counts answers that were given up, and logs their number at most once in `SECONDS_BETWEEN_WARNINGS`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,8 +82,8 @@ class _GivenUp:
                 return
             count, self._count, self._next = self._count, 0, time.monotonic() + SECONDS_BETWEEN_WARNINGS
         logger.warning(
-            "--rm-type math: %s could not be compared in %g s or in the memory allowed, which makes a reward of 0. "
-            "The last ends with %r",
+            "--rm-type math: %s could not be compared within %g s of CPU time or the memory limit and got a reward of "
+            "0. The last one ends with %r",
             counted(count, "answer"), SLOW_SECONDS, response[-80:],
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _cores() -> int:
 
 
 class MathPool:
-    """Workers, started when they are needed; thread-safe."""
+    """A pool of worker processes, each started when it is first needed. Thread-safe."""
 
     def __init__(self, cpu_seconds: float, *, niceness: int, size: int | None = None) -> None:
         size = size or min(MOST_WORKERS, max(2, _cores()))
@@ -113,7 +113,7 @@ class MathPool:
         atexit.register(self.stop)
 
     def score(self, response: str, label: str) -> float | None:
-        """Returns None where it took too long."""
+        """Returns the reward; None if the comparison used up its time or memory."""
         worker = self._idle.get()
         try:
             return worker.score(response, label)
@@ -126,7 +126,7 @@ class MathPool:
 
 
 class MathWorker:
-    """A process; one comparison at a time."""
+    """A worker process, which makes one comparison at a time."""
 
     def __init__(self, cpu_seconds: float, niceness: int) -> None:
         self._arguments = [str(cpu_seconds), str(niceness)]

@@ -1,7 +1,7 @@
 """The process that grades answers: JSON lines {"response", "label"} in, {"reward"} out; ends with its input.
 
-Each question is answered by a child, forked when everything is imported and warm. A child that uses up its CPU time or
-its memory is killed, the answer is null, and the next question gets another child, within milliseconds.
+A child, forked when everything is imported and warm, answers the questions. If it uses up its CPU time or its memory,
+it is killed, the reward is null, and the next question gets another child within milliseconds.
 
     python -m slime.rollout.rewards.built_in.math.worker CPU_SECONDS NICENESS
 """
@@ -75,7 +75,7 @@ class Child:
         ours.close()
 
     def ask(self, line: bytes) -> float | None:
-        """Returns None where it ended without an answer."""
+        """Returns the reward; None if the child ended without an answer."""
         try:
             self._requests.write(line)
             self._requests.flush()
@@ -91,7 +91,7 @@ class Child:
 
 
 def _answer(requests: BinaryIO, replies: BinaryIO, cpu_seconds: float) -> None:
-    """Runs in the child, and ends it."""
+    """Answers questions in the child, and ends the process."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
