@@ -69,7 +69,7 @@ def test_batches_come_out_as_the_flags_say(words: list[str], capsys: pytest.Capt
     batch = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "16"]
     lines = plan(words, *batch, "--actor-num-gpus-per-node", "2", capsys=capsys)
     text = "\n".join(lines)
-    assert "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples per rollout" in text
+    assert "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples per iteration" in text
     assert "32 / 16 samples per update = 2 optimizer updates" in text
     assert "16 / 2 data-parallel replicas = 8 samples per replica and update" in text
     assert "8 / --micro-batch-size 1 = 8 forward passes per replica and update" in text

@@ -118,7 +118,7 @@ def _batches(plan: Plan) -> Iterator[str]:
     yield "Batches"
     yield (
         f"  --rollout-batch-size {sums.prompts} x --n-samples-per-prompt {sums.samples_per_prompt} = "
-        f"{counted(sums.samples, 'sample')} per rollout"
+        f"{counted(sums.samples, 'sample')} per iteration"
     )
     rest = f", {counted(sums.left_over, 'sample')} left over" if sums.left_over else ""
     yield f"  {sums.samples} / {sums.per_update} samples per update = {counted(sums.updates, 'optimizer update')}{rest}"
