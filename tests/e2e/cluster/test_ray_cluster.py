@@ -19,7 +19,7 @@ from slime.launcher.quickstart import reverse
 from slime.rollout.recordings.rollouts import read_rollout
 from slime.types.clients import TrainerClient
 from slime.types.rpc import RpcSettings
-from tiny_runs import DEADLINE, command_line, gone, metrics, trained_a_step, wait_for
+from tiny_runs import DEADLINE, command_line, gone, metrics, slow, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
 ROOT = Path(__file__).resolve().parents[3]
@@ -180,7 +180,7 @@ def test_engines_on_the_nodes_of_the_trainer_all_generate_with_the_weights_of_th
     assert cluster.workers() == []
 
 
-@pytest.mark.parametrize("killed", ["engine", "host"])
+@pytest.mark.parametrize("killed", [pytest.param("engine", marks=slow), "host"])
 def test_an_engine_that_dies_on_another_node_than_the_rollout_service_ends_the_run_with_its_name(
     cluster: RayCluster, inputs: Path, tmp_path: Path, killed: str
 ) -> None:

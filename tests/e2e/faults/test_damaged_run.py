@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import command, finish, metrics, write_inputs
+from tiny_runs import command, finish, metrics, slow, write_inputs
 
 # Called when the groups of a rollout are complete, before they are sealed.
 DAMAGE = """
@@ -25,7 +25,7 @@ def log(rollout_id, args, samples, metrics, seconds):
 """
 
 
-@pytest.mark.parametrize("name", ["train", "train-async"])
+@pytest.mark.parametrize("name", ["train", pytest.param("train-async", marks=slow)])
 def test_a_damaged_group_is_generated_again(tmp_path: Path, name: str) -> None:
     buffer = tmp_path / "buffer"
     (tmp_path / "damage.py").write_text(DAMAGE.format(buffer=str(buffer)))

@@ -24,6 +24,7 @@ from tiny_runs import (
     processes_with,
     quickstart,
     services,
+    slow,
     trained_a_step,
     wait_for,
     write_inputs,
@@ -32,7 +33,11 @@ from tiny_runs import (
 
 @pytest.mark.parametrize(
     "number, code, moment",
-    [(signal.SIGINT, 130, "starting"), (signal.SIGINT, 130, "training"), (signal.SIGTERM, 143, "training")],
+    [
+        pytest.param(signal.SIGINT, 130, "starting", marks=slow),
+        (signal.SIGINT, 130, "training"),
+        (signal.SIGTERM, 143, "training"),
+    ],
 )
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code: int, moment: str) -> None:
     process = quickstart(tmp_path)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import tiny_colours
 from tiny_colours import write_inputs
-from tiny_runs import evaluations, finish, metrics
+from tiny_runs import evaluations, finish, metrics, slow
 
 REWARD = tiny_colours.__file__
 
@@ -38,7 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("colours") / "inputs", "llava")
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", [pytest.param("llava", marks=slow), "qwen2_5_vl"])
 def test_a_run_on_images_trains_what_it_generated(kind: str, tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", kind)
     code, output = train(inputs, tmp_path / "run", "--save", str(tmp_path / "saved"), "--save-interval", "3")

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import DEADLINE, command_line, descendants, finish, gone, metrics, quickstart, run, timeless, wait_for
+from tiny_runs import (
+    DEADLINE,
+    command_line,
+    descendants,
+    finish,
+    gone,
+    metrics,
+    quickstart,
+    run,
+    slow,
+    timeless,
+    wait_for,
+)
 
 MEGATRON = ("--train-backend", "megatron")
 TENSOR = (*MEGATRON, "--tensor-model-parallel-size", "2")
@@ -41,7 +53,10 @@ def test_two_layouts_train_alike(whole: dict[str, Path]) -> None:
     assert (whole["tensor"] / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("name", "flags", "other"), [("tensor", TENSOR, PIPELINE), ("pipeline", PIPELINE, TENSOR)])
+@pytest.mark.parametrize(
+    ("name", "flags", "other"),
+    [("tensor", TENSOR, PIPELINE), pytest.param("pipeline", PIPELINE, TENSOR, marks=slow)],
+)
 def test_a_killed_run_resumes_at_its_layout_and_at_another(
     whole: dict[str, Path], tmp_path: Path, name: str, flags: tuple[str, ...], other: tuple[str, ...]
 ) -> None:

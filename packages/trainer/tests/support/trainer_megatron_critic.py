@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from trainer_megatron_ranks import CP, EP, PP, SP, TP, VIRTUAL, batch_of
-from trainer_processes import run_cases
+from trainer_processes import quick_cases, run_cases
 from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer.backends.build import open_checkpoints
@@ -18,11 +18,11 @@ from slime.trainer.step.critic import clipped_value_loss
 
 SHARDED = {"use_distributed_optimizer": True}
 # name -> (world size, model, Megatron's arguments, settings of the trainer)
-CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
-    "data": (2, "dense", {}, {}),
-    "data-sharded": (2, "dense", SHARDED, {"async_save": True}),
-    "tensor": (2, "tied", {TP: 2}, {"recompute_loss_function": True}),
-    "tensor-sequence": (2, "dense", {TP: 2, SP: True}, {}),
+EVERY_CASE: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "data": (2, "dense", SHARDED, {"async_save": True}),
+    "data-whole": (2, "dense", {}, {}),
+    "tensor": (2, "tied", {TP: 2}, {}),
+    "tensor-sequence": (2, "dense", {TP: 2, SP: True}, {"recompute_loss_function": True}),
     "context": (2, "tied", {CP: 2}, {}),
     "pipeline": (2, "tied", {PP: 2}, {}),
     "pipeline-virtual": (2, "dense", VIRTUAL, {}),
@@ -30,6 +30,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "tensor-context": (4, "dense", {TP: 2, CP: 2, SP: True}, {}),
     "tensor-data": (4, "tied", {TP: 2} | SHARDED, {}),
 }
+CASES = quick_cases(EVERY_CASE, {"data-whole", "tensor", "pipeline", "tensor-data"})
 
 
 def settings_of(directory: Path, model: str, **values: Any) -> Any:

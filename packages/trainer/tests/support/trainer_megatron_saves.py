@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from trainer_megatron_ranks import CP, EP, PP, SP, TP
+from trainer_processes import quick_cases
 from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer.backends.build import open_checkpoints
@@ -20,7 +21,7 @@ from slime.trainer.checkpoints import checkpoint
 from slime.trainer.process.collective import Ranks
 
 # name -> (model, Megatron's arguments, settings of the trainer)
-LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+EVERY_LAYOUT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "data": ("dense", {"use_distributed_optimizer": True}, {}),
     "tensor": ("dense", {TP: 2}, {}),
     "pipeline": ("dense", {PP: 2, "num_layers_per_virtual_pipeline_stage": 1}, {"async_save": True}),
@@ -30,6 +31,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("experts", {EP: 2}, {}),
     "experts-tensor": ("experts", {TP: 2, SP: True, "use_distributed_optimizer": True}, {}),
 }
+LAYOUTS = quick_cases(EVERY_LAYOUT, {"context"})
 
 
 class Run(Runner):

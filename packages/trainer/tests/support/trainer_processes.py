@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,13 @@ DEADLINE_SECONDS = 400
 
 # (ranks, directory of models) -> a JSON value
 Case = Callable[[Any, Path], Any]
+T = TypeVar("T")
+
+
+def quick_cases(cases: dict[str, T], slow: set[str]) -> dict[str, T]:
+    """All cases with SLIME_SLOW=1 (see CONTRIBUTING.md), else those that are not slow."""
+    assert slow <= cases.keys()
+    return cases if os.environ.get("SLIME_SLOW") else {name: case for name, case in cases.items() if name not in slow}
 
 
 def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) -> list[str]:
