@@ -32,11 +32,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tiny_model_learns_to_reverse_digits(trained: tuple[Path, str]) -> None:
     output_dir, output = trained
     rewards = [row["rollout/raw_reward"] for row in metrics(output_dir)]
-    # Kinds of processors round differently, so that they get differently far: 0.86 to 1 of the held-out prompts.
-    assert sum(rewards[-3:]) / 3 > 0.8, output
+    assert sum(rewards[-3:]) / 3 > 0.9, output
     assert sum(rewards[:3]) / 3 < 0.4
     evaluation = json.loads((output_dir / "eval.json").read_text())
-    assert evaluation["before"] < 0.4 and evaluation["after"] > 0.7
+    assert evaluation["before"] < 0.4 and evaluation["after"] > 0.9
 
 
 def test_a_run_leaves_what_it_says(trained: tuple[Path, str]) -> None:

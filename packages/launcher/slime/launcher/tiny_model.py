@@ -1,45 +1,96 @@
-"""A model of two layers with a character tokenizer, small enough to train from scratch on a CPU in a minute."""
+"""A model of two layers with a character tokenizer, small enough to train from scratch on a CPU in a minute.
+
+Its files are written directly: transformers' model classes take seconds to import, more than the rest of a run's start.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from slime.types.directories import whole_directory
 
 SPECIAL = ("<pad>", "<eos>")
+PAD, EOS = range(len(SPECIAL))
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 128, 2, 4, 2, 16
+INITIALIZER_RANGE = 0.02
 
 
 def write_model(directory: Path, characters: Iterable[str], seed: int, chat_template: str | None = None) -> Path:
-    """Writes a randomly initialised Qwen3 of some 76,000 parameters as a Hugging Face directory.
+    """Writes a randomly initialised Qwen3 of some 76,000 parameters in float32 as a Hugging Face directory.
 
     characters: the tokenizer's vocabulary besides <pad> and <eos>, one token each.
     """
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from safetensors.numpy import save_file
 
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(seed)
     vocabulary = [*SPECIAL, *characters]
-    config = Qwen3Config(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
-        tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>"))
-    core.decoder = decoders.Fuse()
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = chat_template
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32",
+        "vocab_size": len(vocabulary), "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM, "max_position_embeddings": 64, "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": False, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
+    }  # fmt: skip
+    # pad_token etc. are what makes the two special: `skip_special_tokens` leaves them out.
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": SPECIAL[PAD], "eos_token": SPECIAL[EOS],
+        "padding_side": "left", "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
     with whole_directory(directory, "slime-quickstart", field="--output-dir") as partial:
-        Qwen3ForCausalLM(config).save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
+        _write_json(partial / "tokenizer_config.json", tokenizer_config)
+        (partial / "tokenizer.json").write_text(_tokenizer(vocabulary))
+        if chat_template is not None:
+            (partial / "chat_template.jinja").write_text(chat_template)
+        save_file(_weights(len(vocabulary), seed), partial / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _tokenizer(vocabulary: list[str]) -> str:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token=SPECIAL[PAD]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return str(tokenizer.to_str(pretty=True))
+
+
+def _weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """Matrices normal with a deviation of 0.02, as transformers initialises them; norms are 1, the row of <pad> 0."""
+    generator = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape, np.float32) * np.float32(INITIALIZER_RANGE)
+
+    def ones(size: int) -> np.ndarray:
+        return np.ones(size, np.float32)
+
+    embedding = normal(vocab_size, HIDDEN)
+    embedding[PAD] = 0
+    weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": ones(HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": ones(HIDDEN),
+            f"{prefix}.self_attn.q_proj.weight": normal(HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": normal(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": normal(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": normal(HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}.self_attn.q_norm.weight": ones(HEAD_DIM),
+            f"{prefix}.self_attn.k_norm.weight": ones(HEAD_DIM),
+            f"{prefix}.post_attention_layernorm.weight": ones(HIDDEN),
+            f"{prefix}.mlp.gate_proj.weight": normal(INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": normal(INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": normal(HIDDEN, INTERMEDIATE),
+        }
+    return weights | {"lm_head.weight": normal(vocab_size, HIDDEN)}
