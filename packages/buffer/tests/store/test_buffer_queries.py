@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from buffer_samples import complete
+from typing import Any
+
+import pytest
+from buffer_samples import complete, finish
 
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.sqlite import SqliteStore
+from slime.types import Sample
 from slime.types.clients import BufferClient
 from slime.types.rpc import RpcSettings
 
@@ -38,3 +42,32 @@ def test_a_group_goes_from_lease_to_commit_without_a_scan_of_all_groups() -> Non
                 plan = [row[-1] for row in store._connection.execute(f"EXPLAIN QUERY PLAN {query}")]
             scans += [(query, step) for step in plan if step.startswith("SCAN groups")]
         assert not scans
+
+
+@pytest.mark.stores
+def test_a_reader_of_few_samples_loads_the_groups_that_these_are_in(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serving(n_samples_per_prompt=2)
+    with BufferClient(service.address) as client:
+        client.open_run("run")
+        client.add_prompts([f"prompt {number}" for number in range(6)])
+        (lease,) = client.lease_groups(1)
+        one, two = finish(lease.group.samples)
+        three = Sample.from_dict(two.to_dict())
+        two.rollout_id = three.rollout_id = 8
+        client.complete_group(lease.token, [one, two, three])
+        complete(client, 5)
+        client.seal_step(0, 6)
+        loaded: list[int] = []
+        load = service.buffer.store.groups
+
+        def groups(**which: Any) -> Any:
+            found = load(**which)
+            loaded.extend(group.group_index for group in found)
+            return found
+
+        monkeypatch.setattr(service.buffer.store, "groups", groups)
+        read = [(sample.group_index, sample.index) for sample in client.read_step(0, [12, 4, 2, 11, 3])]
+        assert read == [(5, 11), (1, 3), (0, 1), (5, 10), (1, 2)]
+        assert sorted(loaded) == [0, 1, 5]

@@ -10,9 +10,10 @@ trainer replays the same batches.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from slime.buffer.groups.pacing import STALE, choose, unsealed_groups
@@ -260,15 +261,23 @@ class Steps:
 
         Raises NotFound for a step that is not sealed, InvalidField for a position out of range.
         """
-        known = self._step(step)
-        groups = self._groups(known)
-        places = [StepSample(group, position) for group in groups for position in range(len(group.sizes))]
-        for position in positions:
-            if not 0 <= position < len(places):
-                released = any(group.payload is None for group in groups)
-                expected = f"0 to {len(places) - 1}" if not released else "a step whose samples were not released"
-                raise InvalidField("positions", position, expected)
-        return [places[position] for position in positions]
+        # Many readers ask for few samples each, so the rows of all groups would cost more than what is read.
+        with self.store.lock:
+            counts = self.store.sample_counts(self._step(step).group_indexes)
+            ends = list(accumulate(count for _, count in counts))
+            for position in positions:
+                if not 0 <= position < ends[-1]:
+                    released = any(count == 0 for _, count in counts)
+                    expected = f"0 to {ends[-1] - 1}" if not released else "a step whose samples were not released"
+                    raise InvalidField("positions", position, expected)
+            which = [bisect_right(ends, position) for position in positions]
+            needed = [counts[number][0] for number in sorted(set(which))]
+            groups = {group.group_index: group for group in self.store.groups(indexes=needed)}
+        return [
+            StepSample(groups[index], position - ends[number] + count)
+            for position, number in zip(positions, which, strict=True)
+            for index, count in [counts[number]]
+        ]
 
     def encoded(self, places: Sequence[StepSample]) -> list[bytes]:
         """Returns the encoded samples at `places`."""

@@ -128,6 +128,10 @@ class Store(ABC):
         """Returns groups by ascending index; a negative limit means no limit."""
 
     @abstractmethod
+    def sample_counts(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (index, number of stored samples) of groups by ascending index; 0 for one without a payload."""
+
+    @abstractmethod
     def group_of_token(self, token: str) -> Group | None:
         """Returns the group that is leased under `token`."""
 

@@ -124,6 +124,12 @@ class SqlStore(Store):
             values.append(limit)
         return [_group(row) for row in self._rows(query, *values)]
 
+    def sample_counts(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
+        # The sizes are a JSON list of numbers.
+        count = "CASE sizes WHEN '[]' THEN 0 ELSE 1 + length(sizes) - length(replace(sizes, ',', '')) END"
+        query = f"SELECT group_index, {count} FROM groups WHERE {self.in_list} ORDER BY group_index"
+        return self._rows(query, self._list(indexes))  # type: ignore[return-value]
+
     def group_of_token(self, token: str) -> Group | None:
         return next(map(_group, self._rows(SELECT_GROUPS + "WHERE token = ?", token)), None)
 
