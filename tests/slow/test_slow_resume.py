@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import postgres_server
 import psutil
 import pytest
 
+import run_databases
 from tiny_runs import (
     DEADLINE,
     command_line,
@@ -115,4 +119,57 @@ def test_a_resume_that_was_killed_as_well(
     load = ("--load", str(parts / "checkpoints"))
     kill(parts, names[1], 3, *keep, *load)
     run(parts, "--num-rollout", str(ROLLOUTS), *keep, *load)
+    assert_equal(parts, whole)
+
+
+# Queries that see a moment at which the whole run is killed.
+MOMENTS = {
+    "groups are generated": "SELECT 1 FROM groups WHERE state = 'leased' LIMIT 1",
+    "a step is trained": "SELECT 1 FROM steps WHERE state = 'sealed' LIMIT 1",
+    "a step waits for its checkpoint": "SELECT 1 FROM steps WHERE state = 'acknowledged' LIMIT 1",
+}
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kills a run and everything below it; none of them sees another one die."""
+    family = [psutil.Process(process.pid)]
+    for each in family:
+        # Stopped, it starts nothing more.
+        with suppress(psutil.NoSuchProcess):
+            each.suspend()
+            family += each.children()
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    finish(process)
+    wait_for(lambda: gone(family), DEADLINE, "every process of the run has ended")
+
+
+def killed_whole(output: Path, moment: str, server: postgres_server.PostgresServer, *flags: str) -> None:
+    """Starts or resumes a run, and kills all of it at a moment after two more steps."""
+    process = quickstart(output, *flags)
+    least = rows(output) + 2
+    wait_for(lambda: rows(output) >= least or process.poll() is not None, DEADLINE, f"{least} rows")
+    query = MOMENTS[moment]
+    wait_for(lambda: process.poll() is not None or bool(server.execute(query, run_databases.SCHEMA)), DEADLINE, moment)
+    assert process.poll() is None, finish(process)
+    kill_all(process)
+
+
+def test_a_run_with_its_buffer_in_databases_that_is_killed_as_a_whole(
+    straight: tuple[tuple[str, ...], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := postgres_server.missing():
+        pytest.skip(reason)
+    flags, whole = straight
+    parts = tmp_path / "parts"
+    with run_databases.databases(monkeypatch.setenv) as (server, databases):
+        words = ("--num-rollout", str(ROLLOUTS), *flags, *kept(tmp_path, False), *databases)
+        load: tuple[str, ...] = ()
+        for moment in MOMENTS:
+            killed_whole(parts, moment, server, *words, *load)
+            load = ("--load", str(parts / "checkpoints"))
+        run(parts, *words, *load)
+        committed = server.execute("SELECT count(*) FROM steps WHERE state = 'committed'", run_databases.SCHEMA)
+    assert committed == [(ROLLOUTS,)]
     assert_equal(parts, whole)

@@ -9,12 +9,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import postgres_server
 import psutil
 import pytest
-from moto.server import ThreadedMotoServer
 
+import run_databases
 from tiny_runs import (
     DEADLINE,
     alive,
@@ -68,20 +67,8 @@ def databases(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
     """Flags of a buffer whose state is in PostgreSQL and whose samples are in an object store."""
     if reason := postgres_server.missing():
         pytest.skip(reason)
-    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    try:
-        variables = {
-            "AWS_ENDPOINT_URL_S3": "http://{}:{}".format(*s3.get_host_and_port()), "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-        }  # fmt: skip
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="samples")
-        with postgres_server.postgres_server() as server:
-            yield "--buffer-store", server.new_store(), "--buffer-payloads", "s3://samples/run"
-    finally:
-        s3.stop()
+    with run_databases.databases(monkeypatch.setenv) as (_, flags):
+        yield flags
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
