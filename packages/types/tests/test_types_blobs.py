@@ -142,7 +142,7 @@ def test_bytes_of_another_digest_or_length_and_another_store_are_refused() -> No
         def read(self, wanted: Any) -> list[Any]:
             return [b"\0" + data[1:] for data in store.read(wanted)]
 
-    with pytest.raises(InvalidField, match="reference.sha256: got .* the digest of what was put"):
+    with pytest.raises(InvalidField, match="reference.sha256: got .* the digest of the bytes that were stored"):
         resolver([message], Altering())
 
     longer = sample_pb2.Sample.FromString(message.SerializeToString())

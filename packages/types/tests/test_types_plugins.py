@@ -61,7 +61,7 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
     [
         ("{file}:missing", ["has no 'missing'", "exact"]),
         ("{file}:NUMBER", ["NUMBER is a value of type int, not a function"]),
-        ("{file}:alone", ["it takes (args), and is called with (args, sample) to return a number"]),
+        ("{file}:alone", ["it takes (args), but is called with (args, sample) to return a number"]),
         ("{file}", ["defines 3 public functions (exact, later, alone)"]),
         ("{dir}/nowhere.py:f", ["no such file"]),
         ("{dir}/broken.py:f", ["SyntaxError"]),

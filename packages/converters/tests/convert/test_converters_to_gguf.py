@@ -136,10 +136,10 @@ def test_models_that_would_come_out_wrong_are_refused(tmp_path: Path) -> None:
 def test_a_place_that_takes_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidSetting, match="--output must be a file in a directory that exists"):
         convert(tmp_path, tmp_path / "none" / "m.gguf")
-    with pytest.raises(InvalidSetting, match="no regular file"):
+    with pytest.raises(InvalidSetting, match="not a regular file"):
         convert(tmp_path, tmp_path)
     (tmp_path / "notes.txt").write_text("precious")
-    with pytest.raises(InvalidSetting, match="notes.txt is no GGUF file, and is not replaced"):
+    with pytest.raises(InvalidSetting, match="notes.txt is not a GGUF file, and is not replaced"):
         convert(tmp_path, tmp_path / "notes.txt")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")  # of an earlier conversion
     with pytest.raises(MissingFile, match="config.json"):

@@ -233,7 +233,7 @@ def test_the_command_makes_a_script_from_a_config_and_holds_others_against_it(
     for path in (link, notes):
         assert cli.main(["model-args", "--model-type", "qwen3-0.6b", "--output", str(path)]) == 2
     assert notes.read_text() == "precious" and link.is_symlink()
-    assert "--output: " in (error := capsys.readouterr().err) and "notes.txt is no script of a model" in error
+    assert "--output: " in (error := capsys.readouterr().err) and "notes.txt is not a script of a model" in error
     for wrong in (
         [],
         ["--model-type", "none"],

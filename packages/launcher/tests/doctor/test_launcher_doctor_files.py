@@ -180,7 +180,7 @@ def test_labels_that_are_null_are_a_warning(tmp_path: Path) -> None:
     "source, words",
     [
         ("def other(args, sample): ...", "has no 'reward'"),
-        ("def reward(args): ...", "it takes (args), and is called with (args, sample)"),
+        ("def reward(args): ...", "it takes (args), but is called with (args, sample)"),
         ("reward = 3", "reward is a value of type int, not a function"),
         ("import nothing_like_it", "nothing_like_it"),
         ("1 / 0", "ZeroDivisionError"),

@@ -199,7 +199,7 @@ def test_a_file_is_not_written_in_place_of_a_directory(tmp_path: Path) -> None:
         write_html(tmp_path, answers)
     somebodys = tmp_path / "thesis.html"
     somebodys.write_text("<!doctype html>\n<title>Thesis</title>")
-    with pytest.raises(InvalidSetting, match="--html: .*thesis.html is no page of a run, and is not replaced"):
+    with pytest.raises(InvalidSetting, match="--html: .*thesis.html is not a page of a run, and is not replaced"):
         write_html(somebodys, answers)
     assert "Thesis" in somebodys.read_text()
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""Addresses that users name: "host:port", checked in one place.
+"""Parses and checks the addresses that users give: "host:port", URLs and "unix:PATH".
 
-gRPC and sockets cut a port to 16 bits: 99999 would lead to port 34463, and take a token there.
+gRPC and sockets truncate a port to 16 bits: unchecked, 99999 would connect to port 34463 and send a token there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def split_address(address: str, field: str = "address") -> tuple[str, int]:
-    """Returns (host, port) of "host:port", an IPv6 address without its brackets. Raises InvalidSetting.
+    """Returns (host, port) of "host:port"; an IPv6 address loses its brackets. Raises InvalidSetting.
 
-    field: the flag or setting that named it.
+    field: the flag or setting that gave the address.
     """
     host, _, port = address.rpartition(":")
     name = _host(host)

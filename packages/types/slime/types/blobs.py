@@ -22,8 +22,8 @@ from slime.types.errors import InvalidField, NotFound
 from slime.types.wire.tensor import Resolver
 from slime.v1 import sample_pb2, tensor_pb2
 
-# Two ranks that need the same tensors of this size have them as soon from their messages: digests, lookup and copies of
-# smaller ones cost more than the messages do (benchmarks/launcher/data_transport.py --kib 64).
+# Below this size a store gains nothing, even for tensors that two ranks need: digests, lookups and copies cost more
+# than sending the tensors twice in messages (benchmarks/launcher/data_transport.py --kib 64).
 INLINE_BYTES = 64 << 10
 DIGEST_THREADS = 4
 
@@ -38,7 +38,7 @@ class _Kept:
 class BlobWriter(ABC):
     """Keeps blobs, each once, by its SHA-256 digest. Thread-safe.
 
-    name: the store's, which references carry. inline_bytes: smaller tensors stay in their message.
+    name: identifies the store in references. inline_bytes: tensors below this size stay in their message.
     """
 
     name: str
@@ -50,28 +50,29 @@ class BlobWriter(ABC):
 
     @abstractmethod
     def hold(self, blobs: Sequence[bytes]) -> list[Any]:
-        """Stores `blobs`; returns a handle of each, which is dropped to forget it. Raises OutOfSpace."""
+        """Stores `blobs` and returns a handle for each; dropping the handle frees the blob. Raises OutOfSpace."""
 
     def put(self, blobs: Sequence[bytes], owner: int) -> list[tensor_pb2.BlobReference]:
         """Keeps `blobs` for `owner` and returns references to them. Raises OutOfSpace."""
         named = list(zip(digests(blobs), blobs, strict=True))
         with self._lock:
             # Blobs that are kept already get their owner now, so that none is released before the second pass.
-            new = {digest: blob for digest, blob in named if not self._own(digest, owner)}
+            new = {digest: blob for digest, blob in named if not self._add_owner(digest, owner)}
         handles = self.hold(list(new.values())) if new else []
         with self._lock:
             for (digest, blob), handle in zip(new.items(), handles, strict=True):
                 self._kept.setdefault(digest, _Kept(handle, len(blob))).owners.add(owner)
         return [tensor_pb2.BlobReference(store=self.name, sha256=digest, length=len(blob)) for digest, blob in named]
 
-    def _own(self, digest: bytes, owner: int) -> bool:
+    def _add_owner(self, digest: bytes, owner: int) -> bool:
+        """Adds an owner to a blob; returns whether the blob is kept."""
         kept = self._kept.get(digest)
         if kept is not None:
             kept.owners.add(owner)
         return kept is not None
 
     def release(self, owner: int) -> None:
-        """Forgets the blobs of `owner` that no other owner has."""
+        """Ends the ownership of `owner`, and forgets the blobs that have no owner left."""
         with self._lock:
             for kept in self._kept.values():
                 kept.owners.discard(owner)
@@ -91,12 +92,13 @@ class BlobWriter(ABC):
             return [self._kept[digest].handle for digest in wanted]
 
     def kept_bytes(self) -> int:
+        """Returns the total size of the blobs that are kept, in bytes."""
         with self._lock:
             return sum(kept.length for kept in self._kept.values())
 
 
 class BlobReader(ABC):
-    """Reads blobs. Thread-safe. name: the store's, as references carry it."""
+    """Reads blobs. Thread-safe. name: identifies the store in references."""
 
     name: str
 
@@ -109,14 +111,14 @@ class BlobReader(ABC):
 
 
 def detach(messages: Iterable[Message], store: BlobWriter, owner: int) -> int:
-    """Moves the tensors of at least `store.inline_bytes` from `messages` into `store`, all in one call.
+    """Moves the tensors of at least `store.inline_bytes` bytes from `messages` into `store`, all in one call.
 
     Returns the number of bytes moved.
     """
-    least = max(store.inline_bytes, 1)
+    min_bytes = max(store.inline_bytes, 1)
     # Reading `inline` copies it, so tensors that are too small as a whole are skipped first.
-    large = [(tensor, tensor.inline) for tensor in tensors(messages) if tensor.ByteSize() > least]
-    large = [(tensor, data) for tensor, data in large if len(data) >= least]
+    large = [(tensor, tensor.inline) for tensor in tensors(messages) if tensor.ByteSize() > min_bytes]
+    large = [(tensor, data) for tensor, data in large if len(data) >= min_bytes]
     if large:
         references = store.put([data for _, data in large], owner)
         for (tensor, _), reference in zip(large, references, strict=True):
@@ -127,7 +129,7 @@ def detach(messages: Iterable[Message], store: BlobWriter, owner: int) -> int:
 def resolver(messages: Iterable[Message], store: BlobReader) -> Resolver:
     """Reads the blobs that `messages` refer to, all in one call; returns a function from reference to bytes.
 
-    Raises InvalidField for a reference into another store and for bytes of another digest, and the errors of `read`.
+    Raises InvalidField for a reference into another store and for bytes whose digest differs, and the errors of `read`.
     """
     wanted: dict[bytes, None] = {}
     for tensor in tensors(messages):
@@ -138,12 +140,13 @@ def resolver(messages: Iterable[Message], store: BlobReader) -> Resolver:
     found = dict(zip(wanted, store.read(list(wanted)), strict=True)) if wanted else {}
     for digest, actual in zip(found, digests(list(found.values())), strict=True):
         if actual != digest:
-            raise InvalidField("reference.sha256", actual.hex(), f"{digest.hex()}, the digest of what was put")
+            expected = f"{digest.hex()}, the digest of the bytes that were stored"
+            raise InvalidField("reference.sha256", actual.hex(), expected)
     return lambda reference: found[reference.sha256]
 
 
 def digests(blobs: Sequence[Any]) -> list[bytes]:
-    """Returns the SHA-256 digests, computed in threads: a core hashes about 1 GB per second."""
+    """Returns the SHA-256 digests of `blobs`, computed in threads: a core hashes about 1 GB per second."""
     if len(blobs) < 2:
         return [hashlib.sha256(blob).digest() for blob in blobs]
     with ThreadPoolExecutor(DIGEST_THREADS) as pool:
@@ -156,14 +159,14 @@ def tensors(messages: Iterable[Message]) -> Iterator[tensor_pb2.Tensor]:
         if isinstance(message, tensor_pb2.Tensor):
             yield message
         elif isinstance(message, tensor_pb2.Value):
-            yield from _of_value(message)
+            yield from _value_tensors(message)
         else:
             for name in _PARTS:
                 if message.HasField(name):
                     yield from tensors((getattr(message, name),))
 
 
-def _of_value(value: tensor_pb2.Value) -> Iterator[tensor_pb2.Tensor]:
+def _value_tensors(value: tensor_pb2.Value) -> Iterator[tensor_pb2.Tensor]:
     kind = value.WhichOneof("kind")
     if kind == "tensor_value":
         yield value.tensor_value

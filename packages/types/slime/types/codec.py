@@ -1,8 +1,9 @@
 """Codec between `Sample` and `slime.v1.Sample`, lossless for every field.
 
-`wire.fields` knows how each field travels; only the three oneofs are named here. Changes on the way: numpy scalars
-become plain numbers, tuples lists, a reward that is an int or a bool the float of the same value, tensors in
-`multimodal_*` numpy arrays. A value that cannot travel raises InvalidField with its path.
+`wire.fields` knows how each field travels; only the three oneofs are named here. Some types change on the way: numpy
+scalars become plain numbers, tuples become lists, a reward that is an int or a bool becomes the float of the same
+value, and torch tensors in `multimodal_*` become numpy arrays. A value that cannot travel raises InvalidField with its
+path.
 Per-token arrays of a decoded sample are its own and may be written to; with `copy=False` they are read-only views
 of the message's bytes.
 """
@@ -60,23 +61,23 @@ _FACTORIES = tuple(
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Encodes as `sample_to_proto(sample).SerializeToString()` does, copying each array once instead of three times.
+    """Encodes as `sample_to_proto(sample).SerializeToString()` does, but copies each array once instead of three times.
 
-    A message is the concatenation of its fields, in any order.
+    The fields of an encoded message may stand in any order, so the arrays are appended to the other fields.
     """
     message = sample_pb2.Sample()
     values = sample.__dict__
-    aside: list[Any] = []
+    array_parts: list[Any] = []
     for name, (number, _, itemsize) in _ARRAYS.items():
         array = values[name]
         if isinstance(array, list):
             array = _CONVERT[name](array)
         if array is not None and _is_plain(name, array):
-            aside += (_array_header(name, number, array.size, itemsize), array)
+            array_parts += (_array_header(name, number, array.size, itemsize), array)
         elif array is not None:
             _fill_array(message, name, array)
     _fill_fields(message, values)
-    return b"".join((message.SerializeToString(), *aside))
+    return b"".join((message.SerializeToString(), *array_parts))
 
 
 def _is_plain(name: str, array: np.ndarray) -> bool:
@@ -106,6 +107,7 @@ def _varint(value: int) -> bytes:
 
 
 def decode_sample(data: bytes, *, resolve: Resolver | None = None, copy: bool = True) -> Sample:
+    """Decodes a sample, as `sample_from_proto` does, from the bytes of its message. Raises InvalidField."""
     try:
         message = sample_pb2.Sample.FromString(data)
     except DecodeError as error:
@@ -220,7 +222,7 @@ def _fill_prompt(message: Any, name: str, prompt: Any) -> None:
 
 
 def _fill_reward(message: Any, name: str, reward: Any) -> None:
-    # Larger whole numbers are no exact floats.
+    # Larger whole numbers need not have an exact float.
     if (
         isinstance(reward, (float, np.floating))
         or isinstance(reward, (int, np.integer, np.bool_))

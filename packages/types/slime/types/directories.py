@@ -7,12 +7,13 @@
     finally:
         writing.discard()
 
-A complete directory holds MARK, written last: who wrote it, and its files. Another may take its place as long as it
-holds nothing but those. Everything else that can be at a path (a file, a device, a link, a directory with a file of
-somebody's) is refused by name; `check_replaceable` does so before any work.
+A complete directory holds MARK, written last, which names its writer and lists its files. Another directory may replace
+it as long as it holds nothing but those files. Anything else at the path (a file, a device, a link, a directory with
+somebody else's file) is refused by name; `check_replaceable` does so before any work.
 
-While it is written, a directory is locked. What a dead process of this host and this user left behind is removed by the
-next that writes to the same path, or put back where it was killed between the two renames of a replacement.
+A directory is locked while it is written. The next process that writes to the same path removes what a dead process of
+this host and user left behind; if that process died between the two renames of a replacement, the old directory is put
+back.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ MARK = "slime-files.json"
 # Files that identify directories of versions that wrote no mark.
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
-SHOWN = 3
+MAX_NAMES = 3  # foreign files that an error lists
 # Names that `_leftover_prefix` makes.
 _LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")
-_OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)  # no path's fault
+# OSErrors that no path causes.
+_OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)
 
 
 class WholeDirectory:
     """A directory `partial` beside `path` that takes its place once it is complete.
 
-    field: the flag or field that named `path`. need_bytes: to be free on the disk. alone: refuse where another process
-    of this host is writing `path`; otherwise the last to be complete stays.
-    Raises InvalidSetting where `path` may not be replaced or written, OutOfSpace.
+    field: the flag or field that named `path`. need_bytes: free space that the disk must have. alone: refuse if another
+    process of this host is writing `path`; otherwise the directory that is completed last stays.
+    Raises InvalidSetting if `path` may not be replaced or written, OutOfSpace.
     """
 
     def __init__(self, path: Path, *, field: str = "path", need_bytes: int = 0, alone: bool = False) -> None:
@@ -68,7 +70,7 @@ class WholeDirectory:
             self.partial, self._handle = _locked_directory(self.path, "partial")
 
     def complete(self, writer: str, *, files: Iterable[str] = (), **about: Any) -> None:
-        """Renames `partial` to `path`. Raises InvalidSetting or OutOfSpace, and leaves `path` unchanged then.
+        """Renames `partial` to `path`. Raises InvalidSetting or OutOfSpace; `path` is then unchanged.
 
         files: names written by other hosts, which a listing may not show yet. about: further content of the mark.
         """
@@ -108,7 +110,7 @@ class WholeDirectory:
 
     def _take_place(self) -> None:
         try:
-            os.rename(self.partial, self.path)  # of a directory: only where there is nothing, or an empty one
+            os.rename(self.partial, self.path)  # succeeds only if nothing or an empty directory is there
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -149,7 +151,7 @@ def remove_directory(path: Path, *, field: str = "path") -> None:
 
 
 def remove_written(path: Path, *, field: str = "path") -> str | None:
-    """Removes what slime wrote in a directory, and the directory where nothing else is in it.
+    """Removes the files that slime wrote in a directory, and the directory if nothing else is in it.
 
     Returns the reason why the directory stays; None where it is gone.
     """
@@ -175,7 +177,7 @@ def remove_written(path: Path, *, field: str = "path") -> str | None:
 def whole_directory(
     path: Path, writer: str, *, field: str = "path", need_bytes: int = 0, alone: bool = False, **about: Any
 ) -> Iterator[Path]:
-    """Yields the `partial` of a WholeDirectory, which is completed if the block succeeds and removed if not."""
+    """Yields the path of a directory that replaces `path` if the block succeeds, and is removed if it fails."""
     directory = WholeDirectory(path, field=field, need_bytes=need_bytes, alone=alone)
     try:
         with path_errors(directory.path, field):
@@ -215,7 +217,7 @@ def foreign_files(path: Path) -> list[str]:
                 found.append(f"{below.as_posix()}/")
                 directories.remove(name)
         found += [entry for name in sorted(names) if (entry := (here / name).as_posix()) not in files]
-        if len(found) > SHOWN:
+        if len(found) > MAX_NAMES:
             break
     return found
 
@@ -239,8 +241,8 @@ def _not_ours(path: Path) -> str | None:
         return None
     if read_mark(path) is None and any((path / name).is_file() for name in OLDER_MARKS):
         return "was written by an older version of slime, which left no list of its files; move it away"
-    more = ", ..." if len(foreign) > SHOWN else ""
-    return f"holds what slime did not write ({', '.join(foreign[:SHOWN])}{more})"
+    more = ", ..." if len(foreign) > MAX_NAMES else ""
+    return f"holds what slime did not write ({', '.join(foreign[:MAX_NAMES])}{more})"
 
 
 def kind_of(mode: int) -> str:
@@ -298,7 +300,7 @@ def try_lock(handle: int) -> bool | None:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Cleans up after dead writers of whatever was to be in `directory`."""
+    """Cleans up after dead writers of any entry of `directory`."""
     if directory.is_dir():
         names = [_LEFTOVER.match(entry.name) for entry in os.scandir(directory)]
         for name in {match[1] for match in names if match}:
@@ -350,7 +352,7 @@ def _check_space(path: Path, needed: int, field: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the names in a directory, to the disk."""
+    """Flushes a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(handle)
@@ -375,7 +377,7 @@ def write_error(error: OSError, path: Path, field: str = "path") -> SlimeError:
         return OutOfSpace(f"{_label(field)}no space left while writing {path}", field=field, value=str(path))
     if error.errno == errno.EFBIG:
         return OutOfSpace(
-            f"{_label(field)}{path} becomes larger than this process or file system may write",
+            f"{_label(field)}{path} becomes larger than this process or file system allows",
             field=field, value=str(path), expected="a higher limit (ulimit -f)",
         )  # fmt: skip
     about = f" ({error.filename})" if error.filename and os.fspath(error.filename) != os.fspath(path) else ""

@@ -8,7 +8,7 @@
     │   ├── NotAvailable            a known name that is not implemented
     │   ├── MissingFile
     │   ├── InvalidFile             a file that exists and cannot be used; names the line
-    │   └── PluginError (+)         a plug-in path without a fitting callable, or a wrong answer of one
+    │   └── PluginError (+)         a plug-in path without a suitable callable, or one that returned a wrong value
     ├── NotFound                    NOT_FOUND
     ├── StaleWriter                 FAILED_PRECONDITION  a write of an older incarnation
     ├── LeaseLost                   FAILED_PRECONDITION
@@ -30,7 +30,7 @@ user code catches them as it does Python's own errors.
 An error names what was wrong (`field`, `value`) and what was `expected`. The server kit sends these three and the
 message as an `ErrorDetail`, and the client kit raises the same class again.
 
-The constructors of ConfigError word a fault of what a user gave; each class below it has them:
+The constructors of ConfigError word the faults of flags and files; its subclasses inherit them:
 
     must_be      --temperature must be greater than 0, got -1
     one_of       --train-backend must be one of fsdp, megatron, got 'megatorn'; did you mean megatron?
@@ -50,7 +50,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self
 
-# The similarity, of 1, from which a name may have been meant for another.
+# Similarity, from 0 to 1, from which a name counts as a misspelling of another.
 SIMILAR = 0.5
 
 
@@ -68,7 +68,7 @@ class SlimeError(Exception):
 
     @classmethod
     def restore(cls, message: str, *, field: str = "", value: str = "", expected: str = "") -> SlimeError:
-        """Rebuilds an error that another process raised, past any __init__ with other arguments."""
+        """Rebuilds an error that another process raised, without calling an __init__ that takes other arguments."""
         error = cls.__new__(cls)
         SlimeError.__init__(error, message, field=field, value=value, expected=expected)
         return error
@@ -95,9 +95,9 @@ def _plural(noun: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `name`, the first one of equals; None if none is similar.
+    """Returns the known name most similar to `name`, the first of equally similar ones; None if none is similar.
 
-    A name to which only one known name adds words is short for it: `--sglang-tp` for `--sglang-tp-size`.
+    A name that exactly one known name extends by words is taken as short for it: `--sglang-tp` for `--sglang-tp-size`.
     """
     names, name = list(known), name[:100]
     longer = [each for each in names if each.startswith((f"{name}-", f"{name}_"))]
@@ -107,8 +107,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     best, similarity = None, 0.0
     for each in names:
         matcher.set_seq1(each.lower().lstrip("-"))
-        least = max(SIMILAR, similarity)
-        if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
+        threshold = max(SIMILAR, similarity)
+        if matcher.real_quick_ratio() < threshold or matcher.quick_ratio() < threshold:
             continue
         ratio = matcher.ratio()
         if ratio >= SIMILAR and ratio > similarity:
@@ -145,18 +145,18 @@ class InvalidField(SlimeError, ValueError, TypeError):
 
 
 class ConfigError(SlimeError):
-    """A mistake in flags, files or arguments. Names of settings are spelled as the user can type them: `--foo`."""
+    """A mistake in flags, files or arguments. Settings are spelled as the user can type them: `--foo`."""
 
     status = "INVALID_ARGUMENT"
 
     def at(self, source: str) -> Self:
-        """Returns the error with the file or variable before it that the setting stands in: `config.json: ...`."""
+        """Returns the error prefixed with the file or variable that holds the setting: `config.json: ...`."""
         return type(self)(f"{source}: {self.message}", field=self.field, value=self.value, expected=self.expected)
 
     @classmethod
     def must_be(cls, setting: str, expected: str, *, got: object, reason: str = "") -> Self:
         """Reports a wrong value: `must_be("--temperature", "greater than 0", got=-1)`."""
-        # Parsers make 1.0 of the 1 that was typed.
+        # Show `1` as it was typed, although the parser made 1.0 of it.
         got = int(got) if isinstance(got, float) and got.is_integer() and abs(got) < 1e15 else got
         message = f"{setting} must be {expected}, got {_shorten(repr(got))}{_because(reason)}"
         return cls(message, field=setting, value=got, expected=expected)
@@ -194,9 +194,9 @@ class ConfigError(SlimeError):
     ) -> Self:  # fmt: skip
         """Reports an unknown name, with the nearest known one, or all of them if none is similar.
 
-        field: the setting that has the name as its value; without it the name itself is the field.
-        refused: known names that would be an error, too, and so are not suggested.
-        instead: what to use in its place, where that is known for certain.
+        field: the setting whose value is the name; without it the name itself is the field.
+        refused: known names that would be refused, too, and so are not suggested.
+        instead: the replacement of the name, if it is certain.
         """
         names = [str(each) for each in known]
         quoted = str(name) if str(name).startswith("--") else repr(name)
@@ -211,7 +211,7 @@ class ConfigError(SlimeError):
 
 @contextmanager
 def errors_name(flag: str) -> Iterator[None]:
-    """Puts the flag before errors in what it names, a file or a directory, unless they name it already."""
+    """Prefixes errors about the file or directory that `flag` names with the flag, unless they name it already."""
     try:
         yield
     except ConfigError as error:
@@ -239,7 +239,7 @@ class NotAvailable(ConfigError):
 
     @classmethod
     def not_installed(cls, setting: str, package: str, extra: str) -> Self:
-        """Reports a setting whose optional package is missing. extra: brings the package, `slime-rollout[agents]`."""
+        """Reports a setting whose optional package is missing. extra: installs it, `slime-rollout[agents]`."""
         return cls.requires(setting, f"the package {package}", f'pip install "{extra}"')
 
 

@@ -1,4 +1,4 @@
-"""Files that users name: only regular ones are read, and they are written as a whole or not at all."""
+"""Reads regular files that users name, and writes files as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
 
 # Settings, tokens, keys and certificates are far smaller.
 MOST_BYTES = 16 << 20
-# Bytes at the beginning of a file in which the sign of its kind is looked for.
+# Bytes at the beginning of a file that are searched for the sign of its kind.
 SIGN_WITHIN = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_readable(path: str | Path, flag: str) -> None:
-    """Raises MissingFile, or InvalidFile unless it is a regular file: a pipe would wait for its writer, and a device
-    may have no end."""
+    """Raises MissingFile, or InvalidFile if `path` is not a regular file: reading a pipe would wait for its writer, and
+    a device may have no end."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -38,14 +38,14 @@ def check_readable(path: str | Path, flag: str) -> None:
 
 
 def no_directory(path: str | Path, flag: str, expected: str = "a Hugging Face model directory") -> MissingFile:
-    """Makes the error for a missing directory, which tells how to get what may be the name of a model on the Hub."""
+    """Returns the error for a missing directory, with the command that downloads it if it looks like a Hub name."""
     return MissingFile(
         f"{flag}: no such directory {path}{hub_hint(path, flag)}", field=flag, value=str(path), expected=expected
     )
 
 
 def hub_hint(path: str | Path, flag: str) -> str:
-    """Returns how to download the model "ORG/NAME" from the Hub; "" for other paths."""
+    """Returns a hint how to download "ORG/NAME" from the Hub; "" for other paths."""
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).parent.exists():
         return ""
@@ -76,30 +76,30 @@ def _cannot_read(path: str | Path, flag: str, error: OSError | ValueError) -> In
 
 
 def check_file_place(path: Path, *, field: str = "path") -> None:
-    """Raises InvalidSetting if `path` exists and is no regular file."""
+    """Raises InvalidSetting if `path` exists and is not a regular file."""
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise InvalidSetting(
-            f"{field}: {path} is no regular file; expected one, or nothing there",
-            field=field, value=str(path), expected="a regular file, or nothing there",
+            f"{field}: {path} is not a regular file; expected one, or a path that does not exist",
+            field=field, value=str(path), expected="a regular file, or a path that does not exist",
         )  # fmt: skip
 
 
 def check_own_file(path: Path, sign: bytes, kind: str, *, field: str = "path") -> None:
-    """Raises InvalidSetting if a file at `path` is not a `kind`, which has `sign` near its beginning: it is somebody's,
-    and must not be replaced."""
+    """Raises InvalidSetting if a file at `path` lacks the `sign` that a `kind` has near its beginning: it belongs to
+    somebody else and must not be replaced."""
     check_file_place(path, field=field)
     try:
         with path.open("rb") as file:
             beginning = file.read(SIGN_WITHIN)
     except (FileNotFoundError, NotADirectoryError):
-        # Writing it tells if no file can lie there.
+        # Writing the file reports a path that cannot hold one.
         return
     except OSError as error:
         raise _cannot_read(path, field, error) from None
     if beginning and sign not in beginning:
         expected = f"a new file, or a {kind} to replace"
         raise InvalidSetting(
-            f"{field}: {path} is no {kind}, and is not replaced; expected {expected}",
+            f"{field}: {path} is not a {kind}, and is not replaced; expected {expected}",
             field=field, value=str(path), expected=expected,
         )  # fmt: skip
 
@@ -108,8 +108,8 @@ def check_own_file(path: Path, sign: bytes, kind: str, *, field: str = "path") -
 def whole_file(path: Path, mode: str = "w", *, field: str = "path") -> Iterator[IO[Any]]:
     """Yields a file that replaces `path` if the block succeeds; otherwise `path` stays unchanged.
 
-    The file is written beside it, under a name that nobody can foresee, and readable by all.
-    Raises InvalidSetting where `path` is no regular file or takes none, OutOfSpace.
+    The file is written beside it, under an unpredictable name, and readable by all users.
+    Raises InvalidSetting if `path` is not a regular file or cannot be written, OutOfSpace.
     """
     with path_errors(path, field):
         check_file_place(path, field=field)
@@ -128,6 +128,6 @@ def whole_file(path: Path, mode: str = "w", *, field: str = "path") -> Iterator[
 
 
 def write_whole(path: Path, text: str, *, field: str = "path") -> None:
-    """Replaces `path` by a file with this text, as a whole."""
+    """Replaces `path` by a file that holds `text`, as a whole."""
     with whole_file(path, field=field) as file:
         file.write(text)

@@ -13,12 +13,12 @@ _PREFIX = "STALENESS_POLICY_"
 
 @dataclass(frozen=True)
 class TrainerPace:
-    """The pace of a trainer. max_staleness: most versions between the oldest token of a group and the step that trains
-    on it.
+    """The pace of a trainer. max_staleness: the most weight versions between the oldest token of a group and the step
+    that trains on it.
 
-    policy: how a step is sealed where a group would exceed it: "wait" for the groups that are due, "drop" those that
-    are too old, "keep" them. groups_per_step: of every step. stop_step: the step after the last one.
-    weight_version: of the engines, when groups are leased.
+    policy: how a step is sealed if a group would exceed max_staleness: "wait" for the groups that are due, "drop" the
+    groups that are too old, or "keep" them. groups_per_step: groups that each step trains on. stop_step: the step after
+    the last one. weight_version: the version that the engines hold; used only to lease groups.
     """
 
     max_staleness: int
@@ -38,10 +38,10 @@ class TrainerPace:
 
     @classmethod
     def from_proto(cls, message: buffer_pb2.Pace) -> TrainerPace:
-        """Raises InvalidField naming the field."""
-        for name, least in (("max_staleness", 0), ("groups_per_step", 1), ("stop_step", 0), ("weight_version", 0)):
-            if getattr(message, name) < least:
-                raise InvalidField(f"pace.{name}", getattr(message, name), f"at least {least}")
+        """Converts a message. Raises InvalidField naming the field."""
+        for name, minimum in (("max_staleness", 0), ("groups_per_step", 1), ("stop_step", 0), ("weight_version", 0)):
+            if getattr(message, name) < minimum:
+                raise InvalidField(f"pace.{name}", getattr(message, name), f"at least {minimum}")
         if message.policy not in buffer_pb2.StalenessPolicy.values() or not message.policy:
             raise InvalidField("pace.policy", message.policy, "one of WAIT, DROP and KEEP")
         return cls(

@@ -1,6 +1,6 @@
 """Contracts of plug-ins: the arguments and the return value of the function behind each flag.
 
-Whoever loads a plug-in names its flag alone (`slime.types.plugins.load_plugin`); the checks before a run, the loaders
+Code that loads a plug-in names only its flag (`slime.types.plugins.load_plugin`); the checks before a run, the loaders
 and the documentation read this table.
 """
 
@@ -17,12 +17,12 @@ class Contract:
     """Contract of one plug-in: the arguments it is called with.
 
     parameters      positional arguments
-    returns         what it returns, in words
+    returns         the return value, in words
     keywords        arguments that are passed by keyword
     optional        keywords that are passed if the function takes them
-    alternatives    other lists of positional arguments that fit as well
+    alternatives    other lists of positional arguments that are accepted
     names           usual names of the function, for a file that defines several
-    constructor     class method that makes the object, where a class has it
+    constructor     class method that makes the object, if a class has it
     """
 
     parameters: tuple[str, ...]
@@ -34,7 +34,7 @@ class Contract:
     constructor: str = ""
 
     def fits(self, function: Callable[..., Any]) -> bool:
-        """Tells whether the function takes the arguments."""
+        """Returns whether the function can be called with these arguments."""
         try:
             signature = inspect.signature(function)
         except ValueError:  # a builtin without a signature

@@ -2,8 +2,8 @@
 
     reward = load_plugin("my_rewards.py:exact", flag="--custom-rm-path")
 
-A file without `:name` means its one public function; of several, the one that is called as the file is, or as such a
-plug-in usually is. Each path is loaded once per process.
+A file without `:name` stands for its only public function; if it has several, for the one named like the file, or named
+as such a plug-in usually is. Each path is loaded once per process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LOADING = threading.RLock()
 def load_plugin(path: str, *, flag: str, label: str = "", names: Sequence[str] = ()) -> Callable[..., Any]:
     """Loads the function at `path` and checks it against the contract of `flag` (see `plugin_contracts`).
 
-    label: how errors name the setting (default: the flag). names: tried before the usual ones, for a file without
-    `:name`. Raises PluginError naming the setting, the path, and what is wrong with it.
+    label: how errors name the setting (default: the flag). names: names of functions to try before the usual ones, for
+    a file without `:name`. Raises PluginError naming the setting, the path and the problem.
     """
     contract = CONTRACTS[flag]
     setting = label or flag
     function = find_function(path, flag=setting, names=names, usual=contract.names)
     function = getattr(function, contract.constructor or "", None) or function
     if not contract.fits(function):
-        problem = f"it takes {inspect.signature(function)}, and is called with {contract} to return {contract.returns}"
+        problem = f"it takes {inspect.signature(function)}, but is called with {contract} to return {contract.returns}"
         raise _error(path, setting, problem, str(contract))
     return function
 
@@ -53,7 +53,7 @@ def find_function(
 ) -> Callable[..., Any]:
     """Loads the callable at `path`, whatever arguments it takes.
 
-    For a file that defines several: one of `names`, else the one that is called as the file is, else one of `usual`.
+    In a file that defines several: one of `names`, else the function named like the file, else one of `usual`.
     Raises PluginError naming `flag`.
     """
     module_path, name = _split(path, flag)
@@ -102,7 +102,7 @@ def _load_file(file: Path, path: str, flag: str) -> ModuleType:
     if not file.is_file():
         raise _error(path, flag, f"no such file {file}", "an existing .py file")
     resolved = file.resolve()
-    # Two files of one name must not replace each other in sys.modules.
+    # Two files of the same name must not replace each other in sys.modules.
     name = f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
     with _LOADING:
         if name in sys.modules:
@@ -110,7 +110,7 @@ def _load_file(file: Path, path: str, flag: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, resolved)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # As any import does: classes look for their module while they are defined, and pickle does later.
+        # Registered as any import is: classes look up their module while they are defined, and pickle does later.
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""A temporary directory that the next process removes if this one is killed."""
+"""A temporary directory that a later process removes if this one is killed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCRATCH_MARK = "slime-scratch"  # in a ScratchDirectory: the host of its process
 
 
 class ScratchDirectory:
-    """A temporary directory `path`, until `close`; the next one with its prefix removes those of dead processes of this
-    host and user. parent: where it is made (default: where the system has such)."""
+    """A temporary directory `path` that `close` removes. A later one with the same prefix removes the directories that
+    dead processes of this host and user left. parent: the directory to create it in (default: the system's)."""
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
         directory, self._prefix = Path(parent or tempfile.gettempdir()), prefix
@@ -31,7 +31,8 @@ class ScratchDirectory:
             (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
 
     def close(self, *, keep: bool = False) -> None:
-        """Removes it; call this once. keep: leave it, for what others put there; no later process removes it then."""
+        """Removes the directory; call this once. keep: leave it, and what is in it, for good: no later process removes
+        it then."""
         if keep:
             (self._outer / SCRATCH_MARK).unlink(missing_ok=True)
         else:

@@ -51,14 +51,14 @@ def setting(
     """Declares a dataclass field with its flag.
 
     default: a value, a zero-argument callable for a mutable one, or REQUIRED.
-    refused: known values that are no choices and have an error of their own, with the reason.
+    refused: known values that are not choices: an error of their own names the reason.
     minimum, maximum: inclusive bounds; above: an exclusive lower one. None passes where the default is None.
     aliases: other flag names (with dashes, without the leading `--`).
     parse: converts text to a value, if the annotation is not enough (JSON objects).
     off_help: help of the flag that turns off a switch that is on by default.
     append: the flag may be repeated, each time with one value, or with several if the annotation is a list of lists.
     flags: names of the flag in place of the field's (with dashes, without the leading `--`).
-    switch: for a `bool | None`, the value that the flag sets; it takes none.
+    switch: for a `bool | None`, the value that the flag sets; the flag takes no value then.
     hidden: the flag is left out of `--help`.
     flag: False for a setting that only a family of flags or a `--config` file sets.
     """
@@ -107,13 +107,13 @@ class _Store(argparse._StoreAction):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those that say nothing."""
+    """Shows defaults, except those that tell the reader nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if _is_untold(action.default) else super()._get_help_string(action)
+        return action.help if _is_uninformative(action.default) else super()._get_help_string(action)
 
 
-def _is_untold(default: object) -> bool:
+def _is_uninformative(default: object) -> bool:
     return default is None or isinstance(default, bool) or default in ([], {}, "")
 
 
@@ -223,7 +223,7 @@ def flag_help(field: dataclasses.Field[Any]) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, *settings: type, show_hidden: bool = False) -> None:
-    """Adds a flag for every field. Flags that are left out stay out of the namespace, so that values of a file count.
+    """Adds a flag for every field. A flag that is not given stays out of the namespace, so that a file's value applies.
 
     Classes that share a field share its flag, which the first of them declares.
     show_hidden: describe also the settings that `--help` leaves out.
@@ -244,7 +244,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     names = flag_names(field)
     default = _default(field)
     default_note = " (required)" if default is REQUIRED else f" (default: {default_text(default)})"
-    text = flag_help(field).replace("%", "%%") + ("" if _is_untold(default) else default_note)
+    text = flag_help(field).replace("%", "%%") + ("" if _is_uninformative(default) else default_note)
     common: dict[str, Any] = dict(
         dest=field.name,
         default=argparse.SUPPRESS,
@@ -330,7 +330,10 @@ class FlagFamily(typing.Protocol):
 def parse(
     argv: Sequence[str] | None, *settings: type, prog: str, description: str, families: Sequence[FlagFamily] = ()
 ) -> tuple[Any, ...]:
-    """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`."""
+    """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`.
+
+    families: flags of other programs to accept, too. Raises ConfigError, which names the flag or the key.
+    """
     parser = Parser(prog=prog, description=description)
     parser.add_argument(
         "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from slime.types.settings import REQUIRED, setting
 
-# Engines take a lower temperature as greedy, and logits divided by it might not be numbers.
+# Engines treat a lower temperature as greedy, and logits divided by it may overflow.
 LOWEST_TEMPERATURE = 1e-6
 
 
@@ -65,7 +65,7 @@ class GroupSettings:
 
 @dataclass(kw_only=True)
 class PromptSettings:
-    """Order and number of what is generated."""
+    """Seed of generation and size of evaluation groups."""
 
     rollout_seed: int = setting(42, "Seed of shuffling and sampling: epoch e is shuffled with seed + e")
     n_samples_per_eval_prompt: int = setting(1, "Samples generated per prompt of an evaluation set", minimum=1)

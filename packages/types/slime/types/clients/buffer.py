@@ -47,9 +47,9 @@ SLACK_SECONDS = 10.0  # time that a call may take beyond its wait
 
 
 class BufferClient(Client):
-    """Calls of `slime.v1.BufferService`. Writes carry `writer`, which `open_run` and `get_run` set.
+    """Client of `slime.v1.BufferService`. Writes carry `writer`, which `open_run` and `get_run` set.
 
-    blobs: the store through which large tensors of a step may come; None: they come in the messages.
+    blobs: the store through which large tensors of a step may arrive; None: they arrive in the messages.
     """
 
     stub = buffer_pb2_grpc.BufferServiceStub
@@ -65,7 +65,11 @@ class BufferClient(Client):
         self.blobs = blobs
 
     def open_run(self, run_id: str, last_committed_step: int = -1) -> Writer:
-        """Starts a new incarnation of `run_id`; writes of older ones are refused from then on."""
+        """Starts a new incarnation of `run_id`; writes of older ones are refused from then on.
+
+        last_committed_step: the last step in the checkpoint that the run continues from, -1 without one; later steps
+        are sealed again with the same groups.
+        """
         request = buffer_pb2.OpenRunRequest(run_id=run_id, last_committed_step=last_committed_step)
         answer = self._call("OpenRun", request)
         self.writer = Writer(answer.writer.run_id, answer.writer.incarnation, answer.next_step)
@@ -82,8 +86,8 @@ class BufferClient(Client):
     ) -> AddPromptsResult:
         """Adds prompts: texts, or mappings with `prompt` (text or chat messages), `label` and `metadata`.
 
-        key: a name for this batch; adding it again adds nothing. Only with a key is the call repeated on its own while
-        the buffer is unavailable.
+        key: a name for these prompts; adding them again under it adds nothing. While the buffer is unavailable, the
+        call is retried only if it has a key.
         """
         messages = [prompt_to_proto(prompt, position) for position, prompt in enumerate(prompts)]
         requests = [buffer_pb2.AddPromptsRequest(key=key, dataset=dataset)]
@@ -101,11 +105,11 @@ class BufferClient(Client):
     ) -> list[LeasedGroup]:
         """Leases up to `max_groups` groups; fewer, or none, if no more are ready within `wait_seconds`.
 
-        pace: leases no more than can be trained on within that staleness.
+        pace: leases no more groups than can be trained on within its staleness.
         """
 
         def lease(wait: float) -> list[LeasedGroup]:
-            # Named, so that a call that is repeated gets the groups that an answer which was lost had.
+            # The id lets a retry get the groups of an answer that was lost.
             request = buffer_pb2.LeaseGroupsRequest(
                 request_id=secrets.token_hex(8),
                 writer=self._writer(),
@@ -128,7 +132,7 @@ class BufferClient(Client):
         return list(self._call("RenewLeases", request).lost_tokens)
 
     def return_group(self, token: str, samples: Sequence[Sample] = ()) -> None:
-        """Returns a group unfinished, with what its samples hold so far; without samples, as it was leased."""
+        """Returns an unfinished group with its samples so far; without `samples`, as it was leased."""
         validate_samples(samples, validate_sample)
         self._call("ReturnGroup", self._group_stream(buffer_pb2.ReturnGroupRequest, token, samples))
 
@@ -150,9 +154,10 @@ class BufferClient(Client):
         )
 
     def requeue_groups(self, worker_id: str, *, unsealed: bool = False) -> int:
-        """Makes the groups leased by a worker that has died ready again; returns how many.
+        """Makes the groups that a dead worker leased ready again; returns their number.
 
-        unsealed: also those that anybody completed or rejected and that no step has counted yet, as they were drawn.
+        unsealed: also the groups that any worker completed or rejected and that no step has counted yet; they start
+        again from their prompts.
         """
         request = buffer_pb2.RequeueGroupsRequest(writer=self._writer(), worker_id=worker_id, unsealed=unsealed)
         return self._call("RequeueGroups", request).groups
@@ -167,7 +172,8 @@ class BufferClient(Client):
     ) -> SealedStep:
         """Fixes the groups of `step`; waits up to `wait_seconds` for enough completed ones.
 
-        metrics: kept with the step; those of the first call stay. pace: chooses them by the age of their weights.
+        metrics: kept with the step; those of the first call stay. pace: chooses groups by the age of their weights.
+        Raises DeadlineExceeded if too few groups are completed in time.
         """
 
         def seal(wait: float) -> SealedStep:
@@ -186,6 +192,9 @@ class BufferClient(Client):
         return json.loads(self._call("StorePlan", request).plan_json)
 
     def get_plan(self, step: int, wait_seconds: float = 0.0) -> dict[str, Any]:
+        """Returns the plan of a step, waiting up to `wait_seconds` for it. Raises NotFound, or after a wait
+        DeadlineExceeded."""
+
         def get(wait: float) -> dict[str, Any]:
             request = buffer_pb2.GetPlanRequest(step=step, wait_seconds=wait)
             return {"": json.loads(self._call("GetPlan", request, _waiting(wait)).plan_json)}
@@ -212,8 +221,8 @@ class BufferClient(Client):
         self._call("CommitSteps", buffer_pb2.CommitStepsRequest(writer=self._writer(), step=step))
 
     def rewind_steps(self, last_step: int) -> None:
-        """Makes `last_step` the last trained one again, for a trainer that goes on from its state; nothing is
-        committed."""
+        """Makes `last_step` the last trained step again, for a trainer that continues from that state; commits
+        nothing."""
         self._call("RewindSteps", buffer_pb2.RewindStepsRequest(writer=self._writer(), last_step=last_step))
 
     def read_groups(
@@ -261,11 +270,12 @@ class BufferClient(Client):
         return list(self._call("DropGroups", request).unsealed_steps)
 
     def read_evaluation_set(self, name: str) -> list[SampleGroup]:
+        """Returns the prompts of an evaluation set, in order. Raises NotFound naming the known sets."""
         request = buffer_pb2.ReadEvaluationSetRequest(name=name)
         return [group_from_proto(message.group) for message in self._stream("ReadEvaluationSet", request)]
 
     def read_place(self, step: int) -> bytes:
-        """Returns the file with the place in the data after `step`, for a buffer that begins there (--data-place)."""
+        """Returns the content of a --data-place file: the place in the data after `step`, where a new buffer begins."""
         request = buffer_pb2.ReadPlaceRequest(step=step)
         return b"".join(message.part for message in self._stream("ReadPlace", request))
 
@@ -290,9 +300,9 @@ class BufferClient(Client):
 
 
 def _in_slices(wait_seconds: float, call: Callable[[float], T]) -> T:
-    """Calls `call(seconds to wait)` until its answer is not empty or the time is over; returns the last answer.
+    """Calls `call(seconds to wait)` until it returns something or the time is over; returns the last answer.
 
-    A server then need not hold a call for as long as its client waits.
+    The server then need not hold one call for as long as its client waits.
     """
     if not wait_seconds > WAIT_SLICE_SECONDS:
         # Passed on unchanged, NaN included: the server names what is wrong with it.

@@ -1,4 +1,4 @@
-"""Records of `BufferClient`, and the conversion of what it sends and gets from and to messages."""
+"""Records that `BufferClient` takes and returns, and their conversion to and from messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class LeasedGroup:
 class SealedStep(list[SampleSummary]):
     """Summaries of a step's samples, in order.
 
-    metrics: those that it was sealed with. rejected: number of groups rejected since the previous step, by reason.
+    metrics: as the first `seal_step` of the step gave them. rejected: number of groups rejected since the previous
+    step, by reason.
     """
 
     def __init__(self, summaries: Iterable[SampleSummary], metrics: dict[str, float], rejected: dict[str, int]) -> None:
@@ -187,7 +188,7 @@ def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> It
 
 
 def chunk_messages(messages: Iterable[M], max_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
-    """Yields any messages, split the same way."""
+    """Yields `messages` in lists of about `max_bytes`; a larger message is a list of its own."""
     chunk: list[M] = []
     size = 0
     for message in messages:

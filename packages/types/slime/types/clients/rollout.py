@@ -15,7 +15,7 @@ from slime.types.sample import Sample
 from slime.v1 import rollout_pb2, rollout_pb2_grpc
 
 Progress = Callable[[int, int], None]
-# Generation without end lasts as long as the run.
+# Continuous generation lasts as long as the run; gRPC needs some deadline.
 NO_DEADLINE = 10.0 * 365 * 86400
 
 
@@ -68,7 +68,7 @@ class EvaluateResult:
 
 
 class StopSignal:
-    """Ends a call from another thread, also one that begins only afterwards."""
+    """Ends a call from another thread, even a call that begins after `set`."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -91,7 +91,7 @@ class StopSignal:
 
 
 class RolloutClient(Client):
-    """Calls of `slime.v1.RolloutService`. Timeouts are in seconds."""
+    """Client of `slime.v1.RolloutService`. Timeouts are in seconds."""
 
     stub = rollout_pb2_grpc.RolloutServiceStub
 
@@ -113,7 +113,7 @@ class RolloutClient(Client):
     def generate_on(
         self, rollout_id: int, pace: TrainerPace, stop: StopSignal, on_metrics: Callable[[dict[str, float]], None]
     ) -> None:
-        """Generates group after group until `stop` is set, within `pace`; `on_metrics` gets sums since the beginning.
+        """Generates group after group until `stop` is set, within `pace`; `on_metrics` gets sums since the call began.
 
         rollout_id: the first iteration that trains on what is generated.
         """
@@ -136,7 +136,7 @@ class RolloutClient(Client):
         timeout: float | None = None,
         on_progress: Progress | None = None,
     ) -> EvaluateResult:
-        """Runs the evaluation sets `names`, or all. on_progress gets (completed samples, total)."""
+        """Runs the evaluation sets `names`, or all of them. on_progress gets (completed samples, total)."""
         request = rollout_pb2.EvaluateRequest(rollout_id=rollout_id, names=names)
         last = self._last("Evaluate", request, timeout, on_progress, lambda m: (m.completed_samples, m.num_samples))
         return EvaluateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
@@ -187,7 +187,7 @@ class RolloutClient(Client):
         self._call("AbortWeightUpdate", request, timeout)
 
     def offload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
-        """Stops the engines and frees their GPU memory: "weights", "kv_cache", "cuda_graph"; all without `parts`."""
+        """Stops the engines and frees parts of their GPU memory: "weights", "kv_cache", "cuda_graph", or all."""
         self._call("Offload", rollout_pb2.OffloadRequest(writer=self._writer(), parts=parts), timeout)
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:

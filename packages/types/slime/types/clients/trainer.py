@@ -1,4 +1,4 @@
-"""`TrainerClient`: one rank of the trainer. Collective calls go to every rank at once."""
+"""`TrainerClient`: the client of one trainer rank. Collective calls go to every rank at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainerInfo:
 class TrainedStep:
     """One rank's answer about a step.
 
-    log_probs: of the response tokens of the samples that were asked for and that this rank scored, by position.
+    log_probs: float32 [response tokens] of each requested sample that this rank scored, by its position in the step.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class TrainedStep:
 
 
 class TrainerClient(Client):
-    """Calls of `slime.v1.TrainerService`. Timeouts are in seconds."""
+    """Client of `slime.v1.TrainerService`. Timeouts are in seconds."""
 
     stub = trainer_pb2_grpc.TrainerServiceStub
 
@@ -57,7 +57,7 @@ class TrainerClient(Client):
         return TrainedStep(dict(answer.metrics), found)
 
     def update_weights(self, weight_version: int, timeout: float, *, joining: bool = False) -> dict[str, float]:
-        """Pushes the policy's weights to the engines (collective); joining: to those that were started again alone."""
+        """Pushes the policy's weights to the engines (collective). joining: only to engines that were started again."""
         request = trainer_pb2.UpdateWeightsRequest(
             writer=self._writer(), weight_version=weight_version, joining=joining
         )
@@ -66,7 +66,8 @@ class TrainerClient(Client):
     def save_checkpoint(self, step: int, path: str, timeout: float, *, for_restart: bool = False) -> str:
         """Writes a checkpoint below `path` and commits its steps (collective); returns its directory.
 
-        for_restart: for ranks of this run that are started again: with the optimizer, and nothing is committed.
+        for_restart: a checkpoint for ranks of this run that are started again: it always holds the optimizer, and no
+        step is committed.
         """
         request = trainer_pb2.SaveCheckpointRequest(
             writer=self._writer(), step=step, path=path, for_restart=for_restart

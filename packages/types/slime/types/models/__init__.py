@@ -1,1 +1,1 @@
-"""Models as their config.json describes them: images that they read, experts that they route to."""
+"""Properties of models that their config.json gives: the images that they read, the experts that they route to."""

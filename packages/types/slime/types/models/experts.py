@@ -1,4 +1,4 @@
-"""Mixtures of experts, as config.json describes them."""
+"""Sizes of mixtures of experts, read from config.json."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 
 class Experts(NamedTuple):
-    """The sizes of a mixture of experts. layers: of the model, dense ones counted. top_k: experts of a token. experts:
-    of a layer."""
+    """Sizes of a mixture of experts. layers: all layers of the model, dense ones included. top_k: experts per token.
+    experts: experts per layer."""
 
     layers: int
     top_k: int
@@ -16,7 +16,7 @@ class Experts(NamedTuple):
 
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
-    """Returns the shape of the model's experts; None for a dense model. config: the object of config.json."""
+    """Returns the sizes of the model's experts; None for a dense model. config: the content of config.json."""
     text = config.get("text_config") or config
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(text[name]) for name in names if text.get(name)), 0)

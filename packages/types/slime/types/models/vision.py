@@ -2,8 +2,8 @@
 
 `Sample.multimodal_inputs` is {"image": [bytes of a PNG or JPEG file, ...]}, in the order of the prompt.
 `Sample.multimodal_train_inputs` holds arrays by the names of the model's arguments; the first dimension of each counts
-images, or tiles or patches of images, so those of several samples are joined end to end.
-`Sample.multimodal_train_input_id` is equal for two samples only where their images are.
+images, or tiles or patches of images, so the arrays of several samples are concatenated along it.
+`Sample.multimodal_train_input_id` is equal for two samples only if their images are equal.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IMAGE = "image"
 
 @dataclass(frozen=True)
 class Vision:
-    """A family of models that read images. arguments: arrays of the processor that the model takes, the pixels first.
+    """A family of models that read images. arguments: the processor's arrays that the model takes, the pixels first.
 
-    by_prompt: those have a dimension in front that counts prompts.
-    grids: of models whose positions count an image's tokens by time, height and width: the argument that has an image's
-    patches in each, [images, 3]. A token is a square of `merge` patches a side; image_token: its id.
-    model_type: its name in config.json.
+    by_prompt: the arrays have a leading dimension that counts prompts.
+    grids: for models that count the positions of image tokens by time, height and width: the argument with the number
+    of patches along each, [images, 3]. A token covers merge x merge patches; image_token: its id.
+    model_type: the family's name in config.json.
     """
 
     arguments: tuple[str, ...]
@@ -40,7 +40,7 @@ class Vision:
     model_type: str = ""
 
     def take(self, output: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the part of a processor's output for one prompt that `multimodal_train_inputs` holds."""
+        """Returns the `multimodal_train_inputs` of one prompt, from the processor's output for it."""
         taken = {name: np.asarray(output[name]) for name in self.arguments if name in output}
         return {name: array[0] for name, array in taken.items()} if self.by_prompt else taken
 
@@ -56,31 +56,33 @@ class Vision:
                 joined[name] = whole[None] if self.by_prompt else whole
         return joined
 
-    def positions(self, places: np.ndarray, inputs: Mapping[str, Any] | None) -> np.ndarray:
+    def positions(self, image_mask: np.ndarray, inputs: Mapping[str, Any] | None) -> np.ndarray:
         """Returns the positions [3, L] (int64) that a family with `grids` uses in place of 0, 1, ... L - 1.
 
-        places: [L] bool, the tokens of images; inputs: `multimodal_train_inputs` of these images.
-        Raises InvalidField for images of another number of tokens than there are places.
+        image_mask: [L] bool, true for the tokens of images; inputs: `multimodal_train_inputs` of these images.
+        Raises InvalidField if the images have more or fewer tokens than the mask, or text stands within an image.
         """
-        spots = np.empty((3, len(places)), np.int64)
-        where = np.flatnonzero(places)
+        positions = np.empty((3, len(image_mask)), np.int64)
+        indexes = np.flatnonzero(image_mask)
         grids = np.asarray((inputs or {}).get(self.grids, ()), np.int64).reshape(-1, 3) // (1, self.merge, self.merge)
-        if int(grids.prod(1).sum()) != len(where):
+        if int(grids.prod(1).sum()) != len(indexes):
             raise InvalidField(
-                "multimodal_train_inputs", f"images of {grids.prod(1).sum()} tokens", f"{len(where)}, as in the prompts"
+                "multimodal_train_inputs",
+                f"images of {grids.prod(1).sum()} tokens",
+                f"{len(indexes)}, as in the prompts",
             )
-        laid = following = seen = 0
+        filled = next_position = image_tokens = 0
         for grid in grids:
-            start, size = int(where[seen]), int(grid.prod())
-            if where[seen + size - 1] != start + size - 1:
+            start, size = int(indexes[image_tokens]), int(grid.prod())
+            if indexes[image_tokens + size - 1] != start + size - 1:
                 raise InvalidField("tokens", f"text within an image's {size} tokens", "the tokens of an image in a row")
-            spots[:, laid:start] = np.arange(following, following + start - laid)
-            following += start - laid
-            spots[:, start : start + size] = following + np.indices(grid).reshape(3, -1)
-            following += int(grid.max())
-            laid, seen = start + size, seen + size
-        spots[:, laid:] = np.arange(following, following + len(places) - laid)
-        return spots
+            positions[:, filled:start] = np.arange(next_position, next_position + start - filled)
+            next_position += start - filled
+            positions[:, start : start + size] = next_position + np.indices(grid).reshape(3, -1)
+            next_position += int(grid.max())
+            filled, image_tokens = start + size, image_tokens + size
+        positions[:, filled:] = np.arange(next_position, next_position + len(image_mask) - filled)
+        return positions
 
 
 _TILES = Vision(("pixel_values", "pixel_attention_mask"), by_prompt=True)
@@ -94,7 +96,7 @@ FAMILIES = {model_type: replace(vision, model_type=model_type) for model_type, v
 
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
-    """Returns the family of a config.json; None for a model that reads text only, or of an unknown family."""
+    """Returns the family of a config.json; None if the model reads text only or its family is unknown."""
     found = FAMILIES.get(str(config.get("model_type")))
     if found is None or not found.grids:
         return found
@@ -105,7 +107,7 @@ def vision_of(config: Mapping[str, Any]) -> Vision | None:
 def require_vision(directory: str, flag: str) -> Vision:
     """Returns the family of the model in a Hugging Face directory.
 
-    Raises InvalidSetting naming `flag` for a model that reads text alone, NotAvailable for a family not known here.
+    Raises InvalidSetting naming `flag` for a model that reads text only, NotAvailable for an unknown family.
     """
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     found, kind = vision_of(config), config.get("model_type")
@@ -114,7 +116,7 @@ def require_vision(directory: str, flag: str) -> Vision:
     known = ", ".join(FAMILIES)
     if "vision_config" in config:
         raise NotAvailable.unavailable(f"{flag} with a {kind} ({directory})", f"known families are {known}")
-    reason = f"the one in {directory} ({kind}) reads text alone; families that read images are {known}"
+    reason = f"the model in {directory} ({kind}) reads text only; families that read images are {known}"
     raise InvalidSetting.requires(flag, "a model that reads images", reason)
 
 

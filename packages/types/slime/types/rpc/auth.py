@@ -27,6 +27,7 @@ OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # probes carry no token
 
 
 def read_file(path: str, flag: str) -> bytes:
+    """Returns the content of a file, stripped of whitespace. Raises MissingFile, or InvalidFile if it is empty."""
     content = read_bounded(path, flag).strip()
     if not content:
         raise InvalidFile(f"{flag}: {path} is empty", field=flag, value=path)
@@ -95,7 +96,7 @@ def channel_credentials(settings: RpcSettings) -> grpc.ChannelCredentials | None
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Answers UNAUTHENTICATED to calls without a token, PERMISSION_DENIED to those of a role that may not make them."""
+    """Answers UNAUTHENTICATED to calls without a valid token, PERMISSION_DENIED to calls that a role may not make."""
 
     def __init__(self, token: str) -> None:
         self._token = _bearer(token)

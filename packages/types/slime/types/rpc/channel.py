@@ -52,8 +52,8 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
     """Returns a channel to "host:port" for the generated stubs. It connects at the first call.
 
     Every call has a deadline (`call_timeout_seconds` where none is passed), is repeated while the server is unavailable
-    (`RetryInterceptor` says which), and raises the SlimeError that the server raised. TLS where `tls_ca` is set. The
-    token is that of `token_file`, or of a service of this user on the loopback, which `token_files` finds.
+    (`RetryInterceptor` says which), and raises the SlimeError that the server raised. `tls_ca` turns TLS on. The token
+    comes from `token_file`; without it, `token_files` finds that of a service of this user on the loopback.
     Raises InvalidSetting for an invalid address, or a token that would cross the network in plain text.
     """
     settings = settings or RpcSettings()
@@ -66,7 +66,7 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         # gRPC's default pauses grow to two minutes, so clients would return long after their server.
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
-        # The name misleads: it limits an attempt, whose failure ends a call, and no pause.
+        # Despite its name it is no pause: it limits the time of an attempt to connect, whose failure ends a call.
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
     ]

@@ -1,4 +1,4 @@
-"""Repeats calls whose server is unavailable, busy or has just restarted, and no others."""
+"""Repeats calls whose server is unavailable, busy or newly started, and no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Repeatable:
 
 
 class Attempts:
-    """Limits repetitions of a call: until `seconds` or its deadline pass, with exponential backoff and jitter."""
+    """Limits the attempts of a call to `seconds` and to its deadline, with exponential backoff and jitter."""
 
     def __init__(self, seconds: float, details: grpc.ClientCallDetails, token: Token) -> None:
         self._details = details
@@ -41,17 +41,17 @@ class Attempts:
         self._pause = FIRST_PAUSE
 
     def details(self) -> grpc.ClientCallDetails:
-        """Returns the details of a call with the rest of its deadline."""
+        """Returns the details of the next attempt, whose timeout is the time left to the call."""
         self._token_sent = self._token()
         if self._details.timeout is None:
             return self._details
         return with_details(self._details, timeout=max(0.0, self._details.timeout - (time.monotonic() - self._started)))
 
     def pause_after(self, outcome: Any) -> bool:
-        """Pauses; returns whether to call again."""
+        """Returns whether to call again after this outcome, after a pause if so."""
         if outcome.code() is grpc.StatusCode.UNAUTHENTICATED and self._token() != self._token_sent:
-            return True  # The service has just started, and made another token.
-        if not _passes(outcome):
+            return True  # The service has just started, and generated another token.
+        if not _is_transient(outcome):
             return False
         wait = random.uniform(0, self._pause)
         if time.monotonic() - self._started + wait > self._limit:
@@ -61,8 +61,8 @@ class Attempts:
         return True
 
 
-def _passes(outcome: Any) -> bool:
-    """Tells whether the same call may succeed a moment later: the server is unavailable or busy."""
+def _is_transient(outcome: Any) -> bool:
+    """Returns whether the same call may succeed a moment later: the server is unavailable or busy."""
     if outcome.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         details = [value for key, value in outcome.trailing_metadata() or () if key == METADATA_KEY]
         return any(error_pb2.ErrorDetail.FromString(value).name == Busy.__name__ for value in details)
@@ -72,10 +72,10 @@ def _passes(outcome: Any) -> bool:
 class RetryInterceptor(
     grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor
 ):
-    """Repeats a call on UNAVAILABLE or Busy for up to `seconds`, and where its token was replaced meanwhile.
+    """Repeats a call on UNAVAILABLE or Busy for up to `seconds`, and when its token was replaced meanwhile.
 
-    A server stream is repeated before its first message only; a client stream where what is passed can be iterated
-    again (a list, `Repeatable`). A caller whose client stream must not arrive twice passes an iterator.
+    A server stream is repeated only before its first message. A client stream is repeated if its messages can be
+    iterated over again (a list, `Repeatable`); a caller whose stream must not arrive twice passes an iterator.
     """
 
     def __init__(self, seconds: float, token: Token = lambda: None) -> None:

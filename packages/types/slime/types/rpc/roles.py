@@ -1,8 +1,8 @@
 """Roles of callers, and the calls that each may make.
 
-The token of a service opens every call. The token of a role is derived from it and opens the calls that name the role
-below; who holds one can derive neither the service's token nor another role's. A call that is not below is for holders
-of the service's token only.
+The token of a service permits every call. The token of a role is derived from it and permits the calls that list the
+role below; from it neither the service's token nor that of another role can be derived. A call that is not listed needs
+the service's own token.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    FEED = "feed"  # brings prompts
+    FEED = "feed"  # adds prompts
     ROLLOUT = "rollout"  # leases groups, returns and completes them
-    TRAIN = "train"  # seals and reads steps, moves weights, writes checkpoints
-    READ = "read"  # looks, and changes nothing
+    TRAIN = "train"  # seals and reads steps, sends weights, writes checkpoints
+    READ = "read"  # reads, and changes nothing
 
 
 EVERY_ROLE = frozenset(Role)

@@ -30,8 +30,9 @@ PING_STRIKES = 10
 class Server:
     """Serves `servicers`, pairs of a generated `add_XServicer_to_server` and a servicer.
 
-    Calls carry the token of `settings.token_file`, or of a role derived from it (`roles`). On the loopback, without
-    such a file, the server makes a token; `token_file` is where clients find it. Only `insecure` serves without one.
+    Calls must carry the token in `settings.token_file`, or the token of a role that is derived from it (`roles`).
+    Without that file a server on the loopback generates a token and publishes it in `token_file`; with `insecure`,
+    calls need no token.
 
     service_names: full names such as "slime.v1.BufferService", for health and reflection.
     """
@@ -46,8 +47,8 @@ class Server:
         check_exposure(settings)
         interceptors: list[grpc.ServerInterceptor] = [ErrorsToStatus()]
         self._token = read_token(settings)
-        self._own_token = self._token is None and not settings.insecure
-        if self._own_token:
+        self._generated_token = self._token is None and not settings.insecure
+        if self._generated_token:
             self._token = secrets.token_hex(32)
         if self._token is not None:
             interceptors.insert(0, TokenCheck(self._token))
@@ -76,7 +77,7 @@ class Server:
             reflection.enable_server_reflection(names, self._server)
 
     def start(self) -> str:
-        """Starts serving; returns "host:port". Raises PortInUse, or InvalidSetting for a foreign host."""
+        """Starts serving; returns "host:port". Raises PortInUse, or InvalidSetting for a host of another machine."""
         settings = self._settings
         listen = join_address(settings.host, settings.port)
         host = listen.rpartition(":")[0]
@@ -89,7 +90,7 @@ class Server:
                 port = self._server.add_secure_port(listen, credentials)
         except RuntimeError as error:
             raise _cannot_listen(settings.host, settings.port, error) from None
-        if self._own_token:
+        if self._generated_token:
             self.token_file = token_files.publish(f"{host}:{port}", str(self._token))
         self._server.start()
         for name in ("", *self._names):
@@ -101,7 +102,7 @@ class Server:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait(grace_seconds + 5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._own_token and self.token_file is not None:
+        if self._generated_token and self.token_file is not None:
             token_files.retract(self.token_file, str(self._token))
 
     def wait(self, timeout_seconds: float | None = None) -> None:

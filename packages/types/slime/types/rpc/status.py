@@ -110,7 +110,7 @@ def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: floa
     where = f"{address}{method}"
     if code is grpc.StatusCode.CANCELLED:
         if not text.startswith(_CANCELLED_HERE):
-            return Unavailable(f"{where}: the server ended the call, as one that stops does", field=address)
+            return Unavailable(f"{where}: the server ended the call, as it does when it stops", field=address)
         return Cancelled(f"{where}: the call was cancelled", field=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         within = "before its deadline" if timeout is None else f"within {timeout:g} s"
@@ -127,9 +127,9 @@ def raised_by(call: grpc.RpcError, address: str, method: str = "", timeout: floa
 
 
 class ErrorsToStatus(grpc.ServerInterceptor):
-    """Turns exceptions of a servicer into statuses: SlimeErrors as they say, others into RemoteError.
+    """Turns exceptions of a servicer into statuses: a SlimeError into its own, any other exception into RemoteError.
 
-    The traceback of an unexpected exception goes to the log; the client gets only the line of a plug-in.
+    The traceback of an unexpected exception goes to the log; the client gets only the line in a plug-in, if any.
     """
 
     def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
@@ -167,7 +167,7 @@ def _with_readable(behavior: Callable[..., Any], request_streaming: bool) -> Cal
 
     def readable(request: Any) -> Any:
         if isinstance(request, _Unreadable):
-            raise InvalidField("request", f"bytes that cannot be read ({request.error})", "a message of the contract")
+            raise InvalidField("request", f"bytes that cannot be read ({request.error})", "a message of slime.v1")
         return request
 
     if request_streaming:

@@ -1,7 +1,7 @@
 """Token files of the services that this user runs on this machine, readable by this user only.
 
-A service on the loopback that was given no token makes one and writes it to DIRECTORY/HOST:PORT, where clients of the
-same user find it. DIRECTORY is $XDG_RUNTIME_DIR/slime, or /tmp/slime-UID where there is no such variable.
+A service on the loopback that was given no token generates one and writes it to DIRECTORY/HOST:PORT, where clients of
+the same user find it. DIRECTORY is $XDG_RUNTIME_DIR/slime, or /tmp/slime-UID if that variable is not set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 def private_directory(path: Path) -> Path:
     """Creates the directory `path` for this user alone.
 
-    Raises InvalidFile where somebody else owns it, or may look into it, as on file systems that keep no modes.
+    Raises InvalidFile if another user owns it or may read it, as on file systems without modes.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

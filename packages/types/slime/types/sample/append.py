@@ -1,8 +1,8 @@
 """Appends response tokens, and an engine's information about them, to a sample.
 
-The engine's `meta_info` is SGLang's: `weight_version`, `finish_reason`, counts of caches, and as base64 of
-little-endian int32 (or as lists) the nucleus of each new token and the experts that each token of the sequence was
-routed to.
+The engine's `meta_info` has SGLang's keys: `weight_version`, `finish_reason`, counts of cached and drafted tokens, and,
+as base64 of little-endian int32 or as lists, the nucleus of each new token and the experts that each token of the
+sequence was routed to.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
         ids, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int64)
     if ids is None or offsets is None:
         raise InvalidField(
-            "meta_info." + (_NUCLEUS_IDS if ids is None else _NUCLEUS_OFFSETS)[0], None, "an array beside the other"
+            "meta_info." + (_NUCLEUS_IDS if ids is None else _NUCLEUS_OFFSETS)[0],
+            None,
+            "an array: ids and offsets of a nucleus come together",
         )
     if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
         raise InvalidField(
@@ -123,7 +125,7 @@ def _nucleus(sample: Sample, meta_info: Mapping[str, Any], count: int, trainable
         )
     old_ids = sample.array("rollout_top_p_token_ids")
     if old_offsets is None or old_ids is None:
-        # The tokens before came from a tool and have an empty nucleus.
+        # The earlier tokens came from a tool and have an empty nucleus.
         old_offsets, old_ids = np.zeros(sample.response_length + 1, np.int64), np.empty(0, np.int32)
     return {
         "rollout_top_p_token_ids": np.concatenate((old_ids, ids)),

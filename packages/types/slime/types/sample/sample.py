@@ -106,7 +106,7 @@ class Sample:
     def array(self, name: str) -> np.ndarray | None:
         """Returns the array of a per-token field, in the field's dtype; not to be written to.
 
-        Raises InvalidField where a list that was changed in place is no array of the field any more.
+        Raises InvalidField if a list that was changed in place no longer fits the field.
         """
         value = self.__dict__[name]
         return _ARRAYS[name].convert(name, value) if isinstance(value, list) else value
@@ -129,7 +129,7 @@ class Sample:
         return self.reward[key] if key else self.reward  # type: ignore[index, return-value]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all attributes by name: the status as text, infos and spans as dicts, the others uncopied."""
+        """Returns all attributes by name: the status as text, infos and spans as dicts, the others as they are."""
         return (
             self.__dict__
             | {name: getattr(self, name) for name in _LISTS}
@@ -139,7 +139,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverts `to_dict`; keys that are no fields become attributes."""
+        """Inverts `to_dict`; keys that are not fields become attributes. Raises InvalidField for an unknown status."""
         values = dict(data)
         status = values.get("status", SampleStatus.PENDING)
         try:
@@ -172,7 +172,7 @@ class Sample:
 
         tokens: n ids. trainable: whether the policy generated them; then `log_probs` (n) are required. Tokens of a tool
         or an environment have no log-probs; they get log-prob 0 and loss mask 0.
-        A missing loss mask becomes one with ones for all tokens before.
+        A loss mask that was missing becomes 1 for all earlier tokens.
         meta_info: the engine's information about this request (weight version, cache, finish reason, nucleus, experts);
         its finish reason sets `status` unless `update_terminal_info` is False.
 

@@ -11,7 +11,7 @@ class SampleStatus(Enum):
     TRUNCATED = "truncated"
     # Stopped before its end; its tokens are valid and may be continued.
     ABORTED = "aborted"
-    # A tool, an API or a parser failed in a way that a retry may heal.
+    # A tool, an API or a parser failed; a retry may succeed.
     FAILED = "failed"
 
 

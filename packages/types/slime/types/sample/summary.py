@@ -29,7 +29,7 @@ class SampleSummary:
 
     @classmethod
     def of(cls, sample: Sample) -> SampleSummary:
-        """Summarizes a sample that has its indexes, weight versions left out."""
+        """Summarizes a sample whose indexes are set; leaves the weight versions at -1."""
         assert sample.index is not None and sample.group_index is not None
         return cls(
             index=sample.index,

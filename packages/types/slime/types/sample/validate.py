@@ -25,9 +25,9 @@ NO_VERSION = "default"
 MAX_VERSION = 2**63 - 1
 # A log-softmax in float32 may exceed 0 by its rounding error.
 LOG_PROB_ROUNDING = 1e-4
-# Far below what any logits give: -3e38, say, stands for a token that was masked, and sums of it overflow.
+# Far below the log-prob of any sampled token. Values such as -3e38 stand for masked tokens, and their sums overflow.
 LEAST_LOG_PROB = -1e6
-# Some thirty years.
+# About thirty years.
 MOST_SECONDS = 1e9
 # Rewards become float32 tensors.
 MAX_REWARD = float(np.finfo(np.float32).max)
@@ -122,7 +122,7 @@ def validate_samples(samples: Sequence[Any], check: Callable[[Any], None]) -> No
 
 
 def is_untrainable(sample: Sample) -> bool:
-    """Tells whether the sample is never trained on, whatever it holds."""
+    """Returns whether the sample is never trained on, whatever its other fields hold."""
     return sample.remove_sample or sample.status is SampleStatus.FAILED
 
 

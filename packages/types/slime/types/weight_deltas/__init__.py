@@ -3,8 +3,8 @@
 The trainer encodes, engines apply; needs the extra `slime-types[deltas]`.
 """
 
-# Ways in which engines take deltas: from the bytes of requests, from a directory on a disk, or as a whole checkpoint on
-# their own host, which is brought up to date from that directory.
+# Ways in which deltas reach an engine: in the bytes of requests, through a directory on a disk, or through a whole
+# checkpoint on the engine's own host, which is brought up to date from that directory.
 CARRIERS = ("tensor", "disk", "checkpoint")
 
 # The function that SGLang's processes run, as a weight loader, to bring the checkpoint on their host up to date.
@@ -12,7 +12,7 @@ PULL = "slime.rollout.engines.sglang.local_checkpoint.pull_weights"
 
 
 def checkpoint_name(version: int, lineage: str) -> str:
-    """Returns the name of a version's directory on the host of SGLang engines, which no other run's version has."""
+    """Returns the name of a version's directory on the host of SGLang engines; the lineage tells runs apart."""
     return f"weight_v{version:06d}-{lineage}"
 
 

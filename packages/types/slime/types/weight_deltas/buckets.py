@@ -4,8 +4,8 @@
     header: JSON, `VersionDelta` and a row for each tensor, with the checksum of its bytes after the change
     payloads, in the order of the rows
 
-A bucket stands for itself; the buckets of a version hold every tensor once, also those that did not change, so that an
-engine with other weights than the base notices.
+Each bucket can be applied by itself. The buckets of a version hold every tensor once, unchanged ones included, so that
+an engine whose weights differ from the base version notices.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _TENSOR_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class VersionDelta:
-    """One version as changes of another. lineage: names the trainer process whose versions these are, and
-    their sequence in it."""
+    """One version as changes of another. lineage: names the trainer process, and the sequence of versions in it, that
+    both belong to."""
 
     version: int
     base_version: int
@@ -64,14 +64,15 @@ class TensorDelta:
 def encode_tensor(
     about: VersionDelta, name: str, dtype: str, shape: Iterable[int], old: Bytes, new: Bytes
 ) -> TensorDelta:
+    """Encodes the change of a tensor's bytes from `old` to `new`, which have the same length."""
     change = encode(old, new, ITEM_BYTES[dtype], about.delta_encoding)
     return TensorDelta(name, dtype, tuple(shape), find_checksum(about.checksum_format)(new), change)
 
 
 def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
-    """Returns the tensor's bytes in the new version; `old` stays.
+    """Returns the tensor's bytes in the new version, and leaves `old` as it is.
 
-    Raises DataLoss naming the tensor where they are not those of the trainer.
+    Raises DataLoss naming the tensor if the bytes are not the trainer's.
     """
     where = f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
     size = _bytes_of(delta)
@@ -93,16 +94,16 @@ def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
 
 def write_buckets(about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int) -> Iterator[tuple[bytes, bool]]:
     """Yields (bucket, whether it is the last), each of about `max_bytes`; a larger tensor is alone in its bucket."""
-    held: list[TensorDelta] = []
-    size = whole = 0
+    bucket: list[TensorDelta] = []
+    bucket_bytes = tensor_bytes = 0
     for tensor in tensors:
-        more = len(tensor.change.payload) + len(tensor.name) + _ROW_BYTES
-        if held and (size + more > max_bytes or whole + _bytes_of(tensor) > _TENSOR_BYTES):
-            yield _write(about, held), False
-            held, size, whole = [], 0, 0
-        held.append(tensor)
-        size, whole = size + more, whole + _bytes_of(tensor)
-    yield _write(about, held), True
+        delta_bytes = len(tensor.change.payload) + len(tensor.name) + _ROW_BYTES
+        if bucket and (bucket_bytes + delta_bytes > max_bytes or tensor_bytes + _bytes_of(tensor) > _TENSOR_BYTES):
+            yield _write(about, bucket), False
+            bucket, bucket_bytes, tensor_bytes = [], 0, 0
+        bucket.append(tensor)
+        bucket_bytes, tensor_bytes = bucket_bytes + delta_bytes, tensor_bytes + _bytes_of(tensor)
+    yield _write(about, bucket), True
 
 
 def _bytes_of(tensor: TensorDelta) -> int:
@@ -122,7 +123,7 @@ def _write(about: VersionDelta, tensors: list[TensorDelta]) -> bytes:
 
 
 def read_bucket(data: bytes) -> tuple[VersionDelta, list[TensorDelta]]:
-    """Raises DataLoss for bytes that are no whole bucket."""
+    """Decodes one bucket. Raises DataLoss for bytes that are not a whole bucket."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + length
@@ -167,7 +168,7 @@ def read_index(directory: Path) -> tuple[VersionDelta, list[Path]] | None:
         content = json.loads(file.read_text())
         names = [str(name) for name in content.pop("files")]
         if any(Path(name).name != name for name in names):
-            raise ValueError(f"files {names} are not all beside it")
+            raise ValueError(f"files {names} are not all in its directory")
         return _about(content), [directory / name for name in names]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidFile(f"{file}: {error}", field="model_path", value=str(file)) from error

@@ -1,14 +1,14 @@
-"""Encodes what changed between two versions of a tensor's bytes, and applies it.
+"""Encodes the changes between two versions of a tensor's bytes, and applies them.
 
-Elements count as changed where their bits differ, so -0.0, infinities and the payloads of NaNs arrive as they are. Of
-three forms the one that comes out smallest is taken:
+An element counts as changed if its bits differ, so -0.0, infinities and the payloads of NaNs arrive as they are. The
+smallest of three forms is used:
 
     same     nothing
     sparse   the distances between changed elements, then their values
     dense    the values of all elements
 
-A value is the new bits (overwrite) or their exclusive or with the old ones (xor). Numbers are stored plane by plane,
-the first bytes of all, then the second bytes: high bytes are mostly alike, and zstd finds that.
+A value is the new bits (overwrite) or their exclusive or with the old ones (xor). Numbers are stored plane by plane:
+the first bytes of all values, then the second bytes. High bytes are mostly alike, so zstd compresses their plane well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from slime.types.errors import DataLoss, NotAvailable
 from slime.types.weight_deltas.checksums import EXTRA
 
 OPERATIONS = ("xor", "overwrite")
-# zstd's fastest level that is as small as the next ones on differences of weights.
+# The next levels are slower and compress differences of weights no better.
 LEVEL = 1
-# Both forms are tried for shares of changed elements between these.
+# Between these shares of changed elements both forms are tried.
 SPARSE_UP_TO = 0.5
 DENSE_FROM = 0.02
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -63,7 +63,7 @@ def encode(old: Bytes, new: Bytes, item_bytes: int, operation: str) -> Change:
 
 
 def apply(old: Bytes, change: Change, item_bytes: int, operation: str) -> Bytes:
-    """Returns the new bytes; `old` stays. Raises DataLoss for a payload that does not fit."""
+    """Returns the new bytes, and leaves `old` as it is. Raises DataLoss for a payload that does not fit."""
     if change.form == "same":
         return old
     if operation not in OPERATIONS:
@@ -80,22 +80,22 @@ def apply(old: Bytes, change: Change, item_bytes: int, operation: str) -> Bytes:
     split = change.changed * change.gap_bytes
     content = _decompress(change.payload, split + change.changed * item_bytes)
     gaps = _from_planes(content[:split], change.gap_bytes).astype(np.int64)
-    places = np.cumsum(gaps + 1) - 1
+    positions = np.cumsum(gaps + 1) - 1
     # Distances that wrap around would not be in order.
-    if gaps.min() < 0 or gaps.max() >= len(before) or places[-1] >= len(before):
-        raise DataLoss(f"a delta has places outside of the tensor, whose size is {len(before)}")
+    if gaps.min() < 0 or gaps.max() >= len(before) or positions[-1] >= len(before):
+        raise DataLoss(f"a delta changes elements outside of the tensor, whose size is {len(before)}")
     values = _from_planes(content[split:], item_bytes)
     after = before.copy()
-    after[places] = before[places] ^ values if operation == "xor" else values
+    after[positions] = before[positions] ^ values if operation == "xor" else values
     return after.view(np.uint8)
 
 
-def _sparse(before: Any, after: Any, places: Any, operation: str) -> Change:
-    gaps = np.diff(places, prepend=-1) - 1
+def _sparse(before: Any, after: Any, positions: Any, operation: str) -> Change:
+    gaps = np.diff(positions, prepend=-1) - 1
     gap_bytes = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << (8 * size - (size == 8)))
-    values = before[places] ^ after[places] if operation == "xor" else after[places]
+    values = before[positions] ^ after[positions] if operation == "xor" else after[positions]
     content = np.concatenate([_planes(gaps.astype(f"<u{gap_bytes}")), _planes(values)])
-    return Change("sparse", len(places), gap_bytes, _compress(content))
+    return Change("sparse", len(positions), gap_bytes, _compress(content))
 
 
 def _elements(data: Bytes, item_bytes: int) -> Any:

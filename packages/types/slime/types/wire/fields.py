@@ -1,4 +1,4 @@
-"""Match between the fields of `Sample` and `slime.v1.Sample`: a field of one of them only fails at import.
+"""Matches the fields of `Sample` with those of `slime.v1.Sample`; a field that only one of them has fails at import.
 
 A field `name` of `Sample` travels as `name`, as the JSON text `name_json`, or as the members of a oneof `name`. Their
 types decide how it is converted (`Kind`), so a field of a known kind needs no further code.
@@ -18,7 +18,7 @@ from slime.types.sample import FIELD_NAMES, Sample
 from slime.types.sample.fields import ArrayField
 from slime.v1 import sample_pb2, tensor_pb2
 
-# Holds the attributes of a sample that are no fields.
+# Holds the attributes of a sample that are not fields.
 EXTRA = "extra_json"
 _INTEGER_TYPES = tuple(
     getattr(tensor_pb2, f"DATA_TYPE_{name}") for name in ("UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64")
@@ -151,7 +151,7 @@ _WIRE_TYPES = {
 
 
 def validate_wire_types(message: sample_pb2.Sample) -> None:
-    """Raises InvalidField for an array of the wrong kind of number: decoding would convert it where values allow."""
+    """Raises InvalidField for an array of the wrong kind of number, which decoding would convert if its values fit."""
     for name, allowed in _WIRE_TYPES.items():
         if message.HasField(name) and getattr(message, name).dtype not in allowed:  # type: ignore[arg-type]
             got = getattr(message, name).dtype

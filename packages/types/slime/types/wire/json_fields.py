@@ -1,4 +1,4 @@
-"""JSON in `*_json` fields: a value that JSON does not have is refused with its path, never approximated."""
+"""JSON in `*_json` fields: a value without a JSON form is refused with its path, never approximated."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _decode = json.JSONDecoder().decode
 
 
 def to_json(value: Any, path: str) -> str:
-    """Encodes one JSON value. Numpy scalars become plain, tuples lists; NaN and infinities are `NaN` and `Infinity`.
-
-    Raises InvalidField naming the path ("metadata.turns[3]") of a value that JSON has no form for, or of a dict with
-    a key that is no text.
-    """
+    """Encodes one JSON value; NaN and infinities are written as `NaN` and `Infinity`. Raises what `plain` raises."""
     return _encode(plain(value, path))
 
 
 def plain(value: Any, path: str, depth: int = 0) -> Any:
+    """Returns `value` in types that JSON has: numpy scalars become Python numbers, tuples become lists.
+
+    Raises InvalidField naming the path ("metadata.turns[3]") of a value without a JSON form, of a dict with a key that
+    is not text, or of a tree that is too deep.
+    """
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value

@@ -114,7 +114,8 @@ def _other_data(tensor: tensor_pb2.Tensor, field: str, resolve: Resolver | None)
 
 
 def fill_value(out: tensor_pb2.Value, value: Any, path: str, depth: int = 0) -> None:
-    """Fills a Value with a tree of plain values and arrays; numpy scalars become plain, tuples lists, tensors arrays.
+    """Fills a Value with a tree of plain values and arrays. Numpy scalars become Python numbers, tuples become lists,
+    torch tensors become arrays.
 
     Raises InvalidField with the path of a value that does not fit.
     """
