@@ -138,6 +138,8 @@ def test_samples_made_of_prompts_alone_keep_the_labels_of_their_rows(write_jsonl
 
 
 def test_without_prompts():
+    with pytest.raises(InvalidField, match="dataset: got no prompts, expected at least one prompt"):
+        RolloutDataSource([], SimpleNamespace()).get_samples(1)
     with pytest.raises(InvalidSetting, match="--prompt-data"):
         RolloutDataSource(SimpleNamespace())
     source = RolloutDataSource(SimpleNamespace(rollout_global_dataset=False, n_samples_per_prompt=2))

@@ -1,8 +1,8 @@
 """A prompt file as an endless sequence of epochs.
 
 Epoch e visits every prompt once, in the order of the file or, shuffled, in the order that `random.Random(seed + e)`
-gives. A request that crosses the end of an epoch goes on into the next ones, however small the file, so that no prompt
-comes twice within an epoch.
+gives. A request that crosses the end of an epoch continues with the next epochs, however small the file, so that no
+prompt comes twice within an epoch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from itertools import islice
 from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
 from slime.buffer.sources.readers import reader_of
 from slime.buffer.sources.reasoning_gym import local_file
-from slime.types.errors import InvalidFile, InvalidSetting, errors_name
+from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, errors_name
 from slime.types.files import check_readable
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next prompt to give: `offset` prompts of `epoch` were given. offset may equal the number of prompts."""
+    """The next prompt to take: `offset` prompts of `epoch` were taken. offset may equal the number of prompts."""
 
     epoch: int = 0
     offset: int = 0
@@ -44,12 +44,12 @@ class Dataset:
 
     @property
     def identity(self) -> str:
-        """Equal for two datasets where a cursor of the one means the same in the other."""
+        """A text that two datasets share if a cursor means the same in both."""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in order"
         return f"{len(self)} prompts {order}, sha256 {self.digest[:16]}"
 
     def order(self, epoch: int) -> list[int]:
-        """Returns positions in the file of epoch `epoch`, a permutation of range(len(self))."""
+        """Returns the positions in the file in the order of an epoch, a permutation of range(len(self))."""
         if self._order[0] != epoch:
             positions = list(range(len(self)))
             if self.shuffle:
@@ -58,7 +58,12 @@ class Dataset:
         return self._order[1]
 
     def take(self, cursor: Cursor, count: int) -> tuple[list[Prompt], Cursor]:
-        """Returns the next `count` prompts from `cursor` on, and the cursor after them."""
+        """Returns the next `count` prompts from `cursor` on, and the cursor after them.
+
+        Raises InvalidField for a dataset without prompts.
+        """
+        if count > 0 and not self.prompts:
+            raise InvalidField("dataset", "no prompts", "at least one prompt")
         taken: list[Prompt] = []
         epoch, offset = cursor.epoch, cursor.offset
         while len(taken) < count:
@@ -79,11 +84,11 @@ def read_dataset(
     all_columns: bool = True,
     flag: str = "--prompt-data",
 ) -> Dataset:
-    """Reads `PATH` or `PATH@[a:b]` (a Python slice of rows, negative bounds count from the end),
-    or `reasoning_gym:NAME` in place of PATH.
+    """Reads `PATH` or `PATH@[a:b]`, a Python slice of rows (negative bounds count from the end). PATH may be
+    `reasoning_gym:NAME`.
 
-    all_columns: a column of metadata or tools that is called otherwise than usual must be in some row.
-    flag: the one that names the file.
+    all_columns: if the column of metadata or tools does not have its default name, some row must have it.
+    flag: the flag that names the file.
 
     Raises MissingFile, InvalidFile (broken row, empty file, empty slice) or InvalidSetting (unknown ending).
     """
@@ -97,7 +102,7 @@ def read_dataset(
 
 
 def _read(source: str, columns: Columns, all_columns: bool, flag: str) -> tuple[str, list[Prompt]]:
-    """Returns the file's path, and the prompts of its rows that `source` names."""
+    """Returns the file's path, and the prompts of the rows that `source` selects."""
     path, rows = split_slice(source, flag)
     check_readable(path, flag)
     read = reader_of(path, flag)(path)
@@ -116,16 +121,15 @@ def _read(source: str, columns: Columns, all_columns: bool, flag: str) -> tuple[
     if absent:
         name = min(absent)
         raise InvalidFile(
-            f"{source}: no row has a column {name!r}", field=name, value=source, expected="a column of it"
+            f"{source}: no row has a column {name!r}", field=name, value=source, expected="a column of that name"
         )
     return path, prompts
 
 
 def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
-    """Splits `data.jsonl@[10:20]` into ("data.jsonl", slice(10, 20)). The path of `reasoning_gym:NAME` is that of its
-    file.
+    """Splits `data.jsonl@[10:20]` into ("data.jsonl", slice(10, 20)); `reasoning_gym:NAME` becomes its file's path.
 
-    Raises InvalidSetting for another form behind `@[`, and what `local_file` raises.
+    Raises InvalidSetting if anything but a slice follows `@[`, and what `local_file` raises.
     """
     path, mark, bounds = source.rpartition("@[")
     if not mark:
