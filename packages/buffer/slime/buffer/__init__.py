@@ -1,7 +1,7 @@
-"""The data buffer: prompts in, leased groups out, completed groups in, batches out.
+"""The data buffer: prompts in, leased groups out, completed groups in, steps out.
 
     from slime.buffer.service import serve
     from slime.buffer.settings import BufferSettings
 
-What it never does: tokenise, generate, score or plan. Read `buffer.py` first, then `leases.py` and `batches.py`.
+It never tokenizes, generates, scores or plans. Read `buffer.py` first, then `groups/leases.py` and `groups/steps.py`.
 """

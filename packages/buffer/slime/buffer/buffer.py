@@ -1,4 +1,4 @@
-"""The buffer of one directory: calls its parts in order, and lets calls wait.
+"""One buffer: calls its parts in order, inside transactions, and lets calls wait.
 
     prompts -> leases -> steps, over a store (state) and payloads (samples)
 
@@ -38,7 +38,7 @@ from slime.v1 import sample_pb2
 
 PAGE = 64
 PART_BYTES = 1 << 20
-# With every rank of a large job in GetPlan there must be threads left for StorePlan and all others.
+# Calls that may wait at a time. Even if every rank of a large job waits in GetPlan, threads are left for other calls.
 WAITING_CALLS = 512
 
 
@@ -46,8 +46,8 @@ class Buffer:
     """Opens or creates the storage of `settings`. Thread-safe. Raises ConfigError for files that it cannot use.
 
     clock: wall-clock seconds, for leases. blobs: where large tensors of a step go, for readers that know the store.
-    standby: waits for as long as another server uses --buffer-store, by calls of this; raises StandbyEnded where one
-    returns true. existing: creates no buffer; MissingFile where there is none.
+    standby: called to wait while another server uses --buffer-store; StandbyEnded is raised once it returns true.
+    existing: create no buffer, and raise MissingFile if there is none.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Buffer:
         self._storage.close()
 
     def open_run(self, run_id: str, last_committed_step: int) -> tuple[WriterId, int]:
-        """Returns (the new writer, the next step)."""
+        """Starts a new incarnation; returns (its writer, the next step). See OpenRun in buffer.proto."""
         with self.store.transaction():
             writer = self.run_lock.raise_incarnation(run_id)
             self.leases.end_all()
@@ -123,12 +123,12 @@ class Buffer:
         self.quarantine.check((State.SEALED,))
         if self.detached is not None:
             self.detached.release()
-        # Writers of the last incarnation are refused from now on, and others may lease its groups.
+        # Writers of the previous incarnation are refused from now on, and others may lease its groups.
         self.waits.wake_all()
         return writer, next_step
 
     def add_prompts(self, templates: Sequence[bytes], *, key: str, dataset: str) -> tuple[int, int, bool]:
-        """Returns (added, first group index, whether they were there). templates: as `encode_prompt` makes them."""
+        """Returns (number added, first group index, whether `key` was known). templates: see `encode_prompt`."""
         rows = self.evaluation.rows_of_file(dataset)
         added = self.prompts.add(templates, key=key, dataset=dataset, evaluation_rows=rows)
         self.waits.wake(READY, added[0])
@@ -146,17 +146,17 @@ class Buffer:
         pace: TrainerPace | None = None,
         request: str = "",
     ) -> list[Leased]:
-        """Waits up to `wait` seconds for the first group; empty where none came, or `pace` admits none.
+        """Leases groups, waiting up to `wait` seconds for the first; returns none if none came or `pace` admits none.
 
-        request: a name of this call; repeated, it gets what it was given before.
+        request: a name of this call; if the call is repeated, it gets the same groups.
         """
 
         def attempt() -> list[Leased] | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
-                if request and (before := self.leases.leased_for(request)):
-                    return before
-                # A transaction that failed still needs its payloads.
+                if request and (earlier := self.leases.leased_for(request)):
+                    return earlier
+                # Payloads that an attempt listed are still needed if its transaction failed.
                 self.leases.unneeded = []
                 next_step = 0 if pace is None else self.steps.next_to_seal()
                 leased = self.leases.lease(max_groups, ttl, worker, pace, next_step, request)
@@ -168,11 +168,13 @@ class Buffer:
         return self.waits.wait(READY, attempt, wait, caller, self.leases.seconds_to_expiry) or []
 
     def renew(self, writer: WriterId, tokens: Sequence[str], ttl: float) -> list[str]:
+        """Returns the tokens whose lease has ended."""
         with self.store.transaction():
             self.run_lock.check(writer)
             return self.leases.renew(tokens, ttl)
 
     def complete(self, writer: WriterId, token: str, samples: Sequence[sample_pb2.Sample]) -> bool:
+        """Completes a group, see `Leases.complete`; returns whether this token had completed it before."""
         return self.leases.complete(token, samples, lambda: self.run_lock.check(writer))
 
     def give_back(self, writer: WriterId, token: str, samples: Sequence[sample_pb2.Sample]) -> None:
@@ -182,12 +184,12 @@ class Buffer:
         with self.store.transaction():
             self.run_lock.check(writer)
             payload = self.leases.reject(token, reason)
-        # A step may have waited for it.
+        # A step may have waited for this group.
         self.waits.wake(COMPLETED)
         self._delete([] if payload is None else [payload])
 
     def requeue(self, writer: WriterId, worker: str, *, unsealed: bool) -> int:
-        """Makes groups ready again, see `Leases.requeue`; returns how many."""
+        """Makes groups ready again, see `Leases.requeue`; returns their number."""
         with self.store.transaction():
             self.run_lock.check(writer)
             count, unneeded = self.leases.requeue(worker, unsealed=unsealed)
@@ -214,7 +216,10 @@ class Buffer:
         wait: float,
         caller: Caller,
     ) -> bytes:
-        """Raises DeadlineExceeded where `num_groups` groups were not complete in time."""
+        """Seals `step`, waiting up to `wait` seconds for `num_groups` groups; returns an encoded SealStepResponse.
+
+        Raises DeadlineExceeded if too few groups were complete in time.
+        """
         if not 0 <= step <= MAX_STEP:
             raise InvalidField("step", step, f"0 to {MAX_STEP}")
 
@@ -247,7 +252,7 @@ class Buffer:
         return stored
 
     def plan(self, step: int, *, wait: float, caller: Caller) -> str:
-        """Raises DeadlineExceeded, or NotFound where `wait` is 0, while there is none."""
+        """Returns the plan of `step`. Raises DeadlineExceeded, or NotFound if `wait` is 0, while there is none."""
         plan = self.waits.wait(("plan", step), lambda: self.steps.plan(step), wait, caller)
         if plan is None:
             error = DeadlineExceeded if wait else NotFound
@@ -257,7 +262,7 @@ class Buffer:
     def read_step(self, step: int, positions: Sequence[int], blob_store: str) -> Iterator[list[bytes]]:
         """Reads a step through `Steps.read`, or through `DetachedSteps.read` for readers that know its store.
 
-        Where samples cannot be read, sets their groups aside, unseals the step and raises DataLoss.
+        If samples cannot be read, sets their groups aside, unseals the step and raises DataLoss.
         """
         try:
             if self.detached is not None and blob_store == self.detached.blobs.name:
@@ -289,7 +294,7 @@ class Buffer:
             self.detached.release(step)
 
     def reopen(self, writer: WriterId, last_step: int) -> None:
-        """Makes `last_step` the last one that is acknowledged, for a trainer that goes on from its state."""
+        """Makes `last_step` the last acknowledged step, for a trainer that continues from the state after it."""
         with self.store.transaction():
             self.run_lock.check(writer)
             self.steps.reopen(last_step)
@@ -299,7 +304,7 @@ class Buffer:
             self.detached.release()
 
     def place(self, step: int) -> Iterator[bytes]:
-        """Yields the file of the place in the data after `step`, in parts of about `PART_BYTES`."""
+        """Yields the file with the place in the data after `step`, in parts of about `PART_BYTES`."""
         part = b""
         for line in place_lines(self.store, self.prompts, self.payloads, step):
             part += line
@@ -311,9 +316,9 @@ class Buffer:
     def groups(
         self, states: Sequence[State], indexes: Sequence[int], *, after: int | None, limit: int
     ) -> Iterator[Group]:
-        """Yields groups by index, page by page: what changes meanwhile is seen as it is when its page is read.
+        """Yields groups by index, page by page; each group as it is when its page is read.
 
-        Raises NotFound where one of `indexes` is not there, whatever its state.
+        Raises NotFound if one of `indexes` does not exist, in whatever state.
         """
         wanted = sorted(set(indexes)) if indexes else None
         if wanted:
@@ -334,21 +339,23 @@ class Buffer:
             left = None if left is None else left - len(page)
 
     def samples(self, group: Group) -> tuple[Group, list[sample_pb2.Sample]]:
-        """Returns a group that was read some time ago, and its samples.
+        """Returns a group that was read before, with its samples.
 
-        The group as it is now where its samples have been replaced; no samples where they were released or damaged.
+        If the samples have been replaced meanwhile, the group is returned as it is now; if they were released or are
+        damaged, without samples.
         """
         try:
             return group, samples_of(group, self.payloads)
         except DataLoss as error:
             with self.store.transaction():
-                now = self.quarantine.damaged(group, error)
+                current = self.quarantine.damaged(group, error)
         try:
-            return now, samples_of(now, self.payloads)
+            return current, samples_of(current, self.payloads)
         except DataLoss:
-            return now, []
+            return current, []
 
     def expire(self) -> None:
+        """Ends the leases whose time has passed."""
         with self.store.transaction():
             self.leases.expire()
 

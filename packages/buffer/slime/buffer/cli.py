@@ -22,7 +22,7 @@ from slime.types.rpc.roles import Role, role_token
 from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
 
 PROG = "slime-buffer"
-# Between two looks whether this server may still serve.
+# Seconds between checks whether this server may still serve.
 CHECK_SECONDS = 1.0
 DIR = "Directory of the buffer (its --buffer-dir)"
 DEST = "Directory to create; it must not exist"
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_answer(words[0], words[1:])
         if words[:1] != ["serve"]:
             raise wrong_command(words, COMMANDS)
-        settings, rpc, own = parse(
+        settings, rpc, takeover = parse(
             words[1:], BufferSettings, RpcSettings, StandbySettings, prog=f"{PROG} serve",
             description=f"{COMMANDS['serve']}.",
         )  # fmt: skip
-        if own.standby and settings.buffer_store is None:
+        if takeover.standby and settings.buffer_store is None:
             raise InvalidSetting.requires("--standby", "--buffer-store URL", "one process can use a --buffer-dir")
-        return serve_until_signal(settings, rpc, standby=own.standby)
+        return serve_until_signal(settings, rpc, standby=takeover.standby)
     except SlimeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -103,7 +103,7 @@ class Signals:
         return self
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether a signal has come, within `seconds` or before."""
+        """Waits up to `seconds`; returns whether a signal has come since the block began."""
         return bool(select.select([self._read], [], [], seconds)[0])
 
     def __exit__(self, *_: object) -> None:
@@ -139,16 +139,17 @@ def print_answer(command: str, words: Sequence[str]) -> int:
         elif command == "groups":
             code = groups_command.main(words, f"{PROG} groups")
         else:
-            code = look_after_storage(command, words)
+            code = run_storage_command(command, words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, `head` for one, has had enough.
+        # The reader, such as `head`, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     return code
 
 
-def look_after_storage(command: str, words: Sequence[str]) -> int:
+def run_storage_command(command: str, words: Sequence[str]) -> int:
+    """Runs `check`, `repair` or `backup`; returns the exit code."""
     from slime.buffer.maintenance import storage_commands
 
     parser = Parser(prog=f"{PROG} {command}", description=f"{STORAGE_COMMANDS[command]}.")
@@ -189,7 +190,7 @@ def look_after_storage(command: str, words: Sequence[str]) -> int:
     for problem in problems:
         print(problem)
     place = options.directory if options.buffer_store is None else options.buffer_store.partition("?")[0]
-    print(f"{place}: {counted(len(problems), 'problem') if problems else 'whole'}")
+    print(f"{place}: {counted(len(problems), 'problem') if problems else 'no problems'}")
     return 1 if problems else 0
 
 

@@ -1,6 +1,6 @@
 """Steps whose large tensors reach their readers through a blob store.
 
-What is read is detached once, however many ranks read it, and kept until the step is acknowledged: then every rank has
+A sample is detached once, however many ranks read it, and kept until its step is acknowledged, when every rank has read
 it. A step that is read again later is detached again, into the same bytes.
 """
 
@@ -18,7 +18,7 @@ from slime.v1 import sample_pb2
 
 log = logging.getLogger(__name__)
 
-# Blobs of one chunk are put, asked for and read together: larger ones are fewer calls, smaller ones let the reader
+# Blobs of one chunk are stored, requested and read together: large chunks need fewer calls, small ones let the reader
 # begin sooner.
 CHUNK_BYTES = 16 << 20
 
@@ -30,7 +30,7 @@ class _Step:
     lock: threading.Lock = field(default_factory=threading.Lock)
     samples: dict[tuple[int, int], bytes] = field(default_factory=dict)
     size: int = 0
-    over: bool = False
+    released: bool = False
 
 
 class DetachedSteps:
@@ -51,8 +51,8 @@ class DetachedSteps:
 
     def _chunk(self, step: int, known: _Step, places: Sequence[StepSample]) -> list[bytes]:
         with known.lock:
-            if known.over:
-                # Nobody would release blobs that are put now.
+            if known.released:
+                # Nobody would release blobs that are stored now.
                 return self._sealed.encoded(places)
             missing = {_key(place): place for place in places if _key(place) not in known.samples}
             samples = [sample_pb2.Sample.FromString(data) for data in self._sealed.encoded(list(missing.values()))]
@@ -64,11 +64,11 @@ class DetachedSteps:
     def release(self, upto: int | None = None) -> None:
         """Forgets the steps up to and including `upto`, or all."""
         with self._lock:
-            over = [step for step in self._steps if upto is None or step <= upto]
-            steps = {step: self._steps.pop(step) for step in over}
+            ended = [step for step in self._steps if upto is None or step <= upto]
+            steps = {step: self._steps.pop(step) for step in ended}
         for step, known in steps.items():
             with known.lock:
-                known.over = True
+                known.released = True
                 self.blobs.release(step)
             log.info("step %d: %d bytes of %s went as blobs", step, known.size, counted(len(known.samples), "sample"))
 

@@ -5,10 +5,10 @@
         del buffer[-num_samples:]
         return chosen
 
-`buffer` is a list of groups, each a list of Samples, lowest group index first. What the function returns is leased as
-it returns it and must have been removed from `buffer`; what it removes without returning is rejected
-("buffer_filter"); what it leaves stays. It sees every waiting group, decoded, so it costs time where many wait. Groups
-of the dataset that nobody leased yet do not exist and are not shown.
+`buffer` is a list of groups, each a list of Samples, lowest group index first. The function removes the groups that it
+returns from `buffer`; they are leased with the samples that it returns. Groups that it removes and does not return are
+rejected ("buffer_filter"); the others keep waiting. Every waiting group is decoded for each call, which takes time if
+many wait. Groups of the dataset that were never leased do not exist yet, so the function does not see them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def pop_first(args: Any, rollout_id: None, buffer: list[list[Sample]], num_sampl
 
 @dataclass
 class Choice:
-    """Groups that a filter chose and dropped. chosen: samples by position of the group; dropped: positions."""
+    """Groups that a filter chose and dropped. chosen: samples by the group's position; dropped: positions of groups."""
 
     chosen: dict[int, list[Sample]]
     dropped: list[int]
 
 
 class BufferFilter:
-    """The function at `path`, called as its contract says. Raises PluginError where it breaks that contract."""
+    """Calls the function at `path`. Raises PluginError if it breaks the contract above."""
 
     def __init__(self, path: str, args: Any) -> None:
         from slime.types.plugins import load_plugin
@@ -69,5 +69,5 @@ class BufferFilter:
             raise self._broken("put a group into the buffer that was not there")
         return Choice(chosen, [p for p in range(len(groups)) if p not in chosen and p not in left])
 
-    def _broken(self, what: str) -> PluginError:
-        return PluginError(f"{FLAG} {self.path}: the function {what}", field=FLAG, value=self.path)
+    def _broken(self, problem: str) -> PluginError:
+        return PluginError(f"{FLAG} {self.path}: the function {problem}", field=FLAG, value=self.path)

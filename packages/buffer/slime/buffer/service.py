@@ -1,4 +1,4 @@
-"""`slime.v1.BufferService` over a `Buffer`: reads requests, calls it, writes answers."""
+"""`slime.v1.BufferService` over a `Buffer`: reads requests, calls the buffer, writes answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
 
 SERVICE_NAME = "slime.v1.BufferService"
-# A stream holds a thread for as long as its client likes, as a call that waits does; what is left answers the rest.
+# A stream holds a thread for as long as its client likes, as a waiting call does. The limits leave threads for others.
 INCOMING_STREAMS = 128
 OUTGOING_STREAMS = 128
 STREAM_SECONDS = 3600.0
@@ -277,7 +277,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         caller = Caller(context.is_active)
-        # False where the call has ended: nobody would receive the answer.
+        # False if the call has ended: nobody would receive the answer.
         if not context.add_callback(caller.end):
             raise WrongState("the call has ended", field="deadline")
         return caller
@@ -309,7 +309,7 @@ def _writer_message(writer: WriterId) -> buffer_pb2.Writer:
 
 
 class RunningBuffer(RunningService):
-    """A buffer that serves until `stop`; calls that wait for groups or plans end at once then."""
+    """A buffer that serves until `stop`, which ends calls that wait for groups or plans at once."""
 
     def __init__(self, server: Server, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -330,16 +330,16 @@ def serve(
     blobs: BlobWriter | None = None,
     standby: Wait | None = None,
 ) -> RunningBuffer:
-    """Serves a buffer until `stop`. Raises ConfigError for files or settings that do not fit, PortInUse.
+    """Serves a buffer until `stop`. Raises ConfigError for files or settings that cannot be used, PortInUse.
 
-    blobs: through which readers of a step that know it get large tensors. standby: see `Buffer`; nothing listens
-    before.
+    blobs: store of the large tensors of a step, for readers that know it. standby: see `Buffer`; the port is opened
+    after the wait.
     """
     return serve_buffer(Buffer(settings, blobs=blobs, standby=standby), rpc)
 
 
 def serve_buffer(buffer: Buffer, rpc: RpcSettings | None = None) -> RunningBuffer:
-    """Serves `buffer`, and closes it at the end or where serving fails."""
+    """Serves `buffer`, and closes it at the end or if serving fails."""
     rpc = rpc or RpcSettings()
     rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + WAITING_CALLS + INCOMING_STREAMS + OUTGOING_STREAMS)
     try:

@@ -14,7 +14,7 @@ from slime.types.models.vision import IMAGE
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
 
-# Settings of columns that a single evaluation set may have.
+# Settings of columns that a single evaluation set may override.
 COLUMNS = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
 NUCLEI = ("any", "required", "refused")
 
@@ -123,7 +123,7 @@ class BufferSettings(GroupSettings, PromptSettings):
         "Refuse finished samples without the engine's log-probs (on in `slime train` where the trainer reads them)",
     )
     text_only: bool = setting(
-        False, "Refuse finished samples with images (on in `slime train` for models that read text alone)"
+        False, "Refuse finished samples with images (on in `slime train` for models that read text only)"
     )
     nuclei: str = setting(
         "any",
@@ -152,7 +152,7 @@ class BufferSettings(GroupSettings, PromptSettings):
                 )
 
     def evaluation_sets(self) -> dict[str, str]:
-        """Returns paths by name, in the order given; a file alone is named after itself.
+        """Returns the paths of evaluation sets by name, in the order given; a PATH alone is named after its file.
 
         Raises InvalidSetting for a name without a path or a name given twice.
         """

@@ -1,4 +1,4 @@
-"""Limits open streams in number (each holds a thread), in time, and in bytes held."""
+"""Limits the number of open streams (each holds a thread), their duration, and the bytes that they hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Cancellable(Protocol):
 
 
 class Streams:
-    """The open streams of a server. Thread-safe. max_seconds: of one stream, which is cancelled then. max_bytes: of all
-    open streams together; None for no limit."""
+    """The open streams of a server. Thread-safe. max_seconds: time after which a stream is cancelled. max_bytes: limit
+    of all open streams together; None for no limit."""
 
     def __init__(self, max_streams: int, max_seconds: float, max_bytes: int | None = None) -> None:
         self.max_streams = max_streams
@@ -31,7 +31,10 @@ class Streams:
 
     @contextmanager
     def open(self, call: Cancellable) -> Iterator[Callable[[int], None]]:
-        """Surrounds a stream; what it gives is called with the bytes of each message. Raises Busy, as that does."""
+        """Counts a stream as open during the block; yields a function to call with the size of each message in bytes.
+
+        Raises Busy at a limit, as does that function.
+        """
         with self._lock:
             if len(self._open) >= self.max_streams:
                 raise Busy(
@@ -74,7 +77,7 @@ class Streams:
                     self._watcher = None
                     return
                 now = time.monotonic()
-                over = [call for end, call in self._open.values() if end <= now]
-            for call in over:
+                expired = [call for end, call in self._open.values() if end <= now]
+            for call in expired:
                 call.cancel()
             time.sleep(min(1.0, self.max_seconds))

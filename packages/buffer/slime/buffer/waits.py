@@ -1,7 +1,7 @@
-"""Lets calls wait for a change: a limited number of them, woken one by one and in order.
+"""Lets a limited number of calls wait for a change, and wakes them one by one, in order.
 
-A write wakes those that wait for what it changed, and of those no more than it has something for: with 500 workers
-waiting for a group, one more prompt wakes one of them.
+A write wakes only calls that wait for its topic, and no more of them than it can serve: with 500 workers waiting for a
+group, one more prompt wakes one of them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 # Topics; a plan's is ("plan", step).
 READY, COMPLETED = "ready", "completed"
-# A client with more time asks again: no call holds a thread for ever.
+# A client that waits longer calls again, so that no call holds a thread for ever.
 LONGEST_WAIT = 600.0
 
 
 class Caller:
-    """A call that may wait. active: whether its client is still there; `end` is called when that changes."""
+    """A call that may wait. active: returns whether its client is still there; `end` is called when that changes."""
 
     def __init__(self, active: Callable[[], bool] = lambda: True) -> None:
         self.active = active
-        self.look = threading.Event()
+        self.wake_event = threading.Event()
 
     def end(self) -> None:
-        self.look.set()
+        self.wake_event.set()
 
 
 class Waits:
@@ -51,10 +51,10 @@ class Waits:
         caller: Caller,
         seconds_to_change: Callable[[], float | None] = lambda: None,
     ) -> T | None:
-        """Returns a result of `attempt` other than None, tried again when `topic` is woken, for up to `seconds`.
+        """Returns a result of `attempt` other than None, trying again when `topic` is woken, for up to `seconds`.
 
-        seconds_to_change: until something changes that wakes nobody; None for never.
-        Raises Busy where `capacity` calls wait already, and Unavailable once `close` was called.
+        seconds_to_change: returns the seconds until something changes that wakes nobody; None for never.
+        Raises Busy if `capacity` calls wait already, and Unavailable once `close` was called.
         """
         if not 0 <= seconds <= LONGEST_WAIT:
             raise InvalidField("wait_seconds", seconds, f"a number of seconds from 0 to {LONGEST_WAIT:g}")
@@ -68,7 +68,7 @@ class Waits:
         self._enter(topic, caller)
         try:
             while True:
-                caller.look.clear()
+                caller.wake_event.clear()
                 if self._closing:
                     raise Unavailable("the buffer is stopping")
                 result = attempt() if caller.active() else None
@@ -77,25 +77,25 @@ class Waits:
                     return result
                 # One waiting call is enough to notice changes that wake nobody.
                 change = seconds_to_change() if self._is_first(topic, caller) else None
-                caller.look.wait(left if change is None else min(left, change + 0.001))
+                caller.wake_event.wait(left if change is None else min(left, change + 0.001))
         finally:
             self._leave(topic, caller)
 
     def wake(self, topic: Hashable, count: int = 1) -> None:
-        """Lets the first `count` calls that wait for `topic`, and were not woken yet, look again."""
+        """Lets the first `count` calls that wait for `topic`, and were not woken yet, try again."""
         with self._lock:
             for caller in self._waiting.get(topic, ()):
                 if count <= 0:
                     return
-                if not caller.look.is_set():
-                    caller.look.set()
+                if not caller.wake_event.is_set():
+                    caller.wake_event.set()
                     count -= 1
 
     def wake_all(self) -> None:
         with self._lock:
             for callers in self._waiting.values():
                 for caller in callers:
-                    caller.look.set()
+                    caller.wake_event.set()
 
     def close(self) -> None:
         """Ends all waits with Unavailable, now and from now on."""
@@ -122,8 +122,8 @@ class Waits:
             if not callers:
                 del self._waiting[topic]
             else:
-                # It may have been woken for what it did not take, or have been the one that watches the clock.
-                callers[0].look.set()
+                # The call may have been woken for something that it did not take, or was the one to watch the clock.
+                callers[0].wake_event.set()
 
     def _is_first(self, topic: Hashable, caller: Caller) -> bool:
         with self._lock:

@@ -1,7 +1,7 @@
 """Compatibility: data sources inside one process, under the path that plug-ins written for slime import.
 
-This module is in slime-buffer, and not with the rest of `slime.rollout`, because it reads prompt files: the package
-that reads them must work without slime-rollout.
+This module is in slime-buffer, not with the rest of `slime.rollout`, because slime-buffer reads prompt files and must
+work without slime-rollout.
 """
 
 from slime.buffer.filters import pop_first

@@ -67,8 +67,7 @@ class PromptFile:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """apply_chat_template: prompts are what the tokenizer's template makes of them. Raises what `read_dataset`
-        raises."""
+        """apply_chat_template: render prompts with the tokenizer's chat template. Raises what `read_dataset` raises."""
         images = (multimodal_keys or {}).get(IMAGE)
         columns = Columns(prompt_key, label_key, metadata_key, tool_key or Columns.tools, images)
         samples = [prompt.to_sample() for prompt in read_dataset(path, columns, all_columns=False).prompts]

@@ -100,5 +100,5 @@ def test_steps_are_trained_again_after_a_rewind_that_commits_nothing(client):
     assert client.complete_group(running.token, finish(running.group.samples)) is False
     client.rewind_steps(-1)
     client.acknowledge_step(0)
-    with pytest.raises(WrongState, match="step 1 is not acknowledged, the last one that is: 0"):
+    with pytest.raises(WrongState, match="step 1 is not acknowledged; the last one that is acknowledged is 0"):
         client.rewind_steps(1)

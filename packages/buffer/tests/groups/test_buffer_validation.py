@@ -122,7 +122,7 @@ def test_a_reward_that_is_no_number_is_refused_where_the_trainer_needs_one(conne
         ({"tokens": [3, 13, 1]}, r"tokens\[1\].*13.*\[0, 13\)"),
         ({"rollout_log_probs": None}, "rollout_log_probs"),
         ({"rollout_log_probs": None, "remove_sample": True}, None),
-        ({"multimodal_train_inputs": {"pixel_values": np.zeros((1, 2), np.float32)}}, "text alone"),
+        ({"multimodal_train_inputs": {"pixel_values": np.zeros((1, 2), np.float32)}}, "reads text only"),
         ({"rollout_top_p_token_ids": [4, 5, 1], "rollout_top_p_token_offsets": [0, 2, 3]}, "got 3 ids, expected none"),
         (
             {

@@ -145,7 +145,7 @@ def test_a_reader_that_has_had_enough_ends_the_command_without_a_traceback(words
 
 
 def test_check_names_what_is_wrong_and_changes_nothing(stopped, capsys):
-    assert command(capsys, "check", stopped).endswith(": whole\n")
+    assert command(capsys, "check", stopped).endswith(": no problems\n")
     (stopped / "payloads" / "000000" / "0000000002-01234567").write_bytes(b"stray")
     next((stopped / "payloads").glob("*/0000000001-*")).write_bytes(b"short")
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_a_pipe_in_the_place_of_a_payload_is_a_damaged_group(stopped, capsys):
     payload.unlink()
     os.mkfifo(payload)
     assert "group 1 (sealed): payload " in command(capsys, "check", stopped, expect=1)
-    assert "no regular file" in command(capsys, "check", stopped, expect=1)
+    assert "not a regular file" in command(capsys, "check", stopped, expect=1)
 
 
 @pytest.mark.parametrize("name", ["check", "repair", "backup"])
@@ -197,7 +197,7 @@ def test_a_backup_of_a_server_is_a_whole_buffer(served, directory, tmp_path, cap
     assert f"{copy} exists" in command(capsys, "backup", directory, copy, expect=2)
     served.stop()
     shutil.rmtree(directory)
-    assert command(capsys, "check", copy).endswith(": whole\n")
+    assert command(capsys, "check", copy).endswith(": no problems\n")
     with serve(BufferSettings(buffer_dir=str(copy))) as service, BufferClient(service.address) as client:
         client.get_run()
         assert [s.group_index for s in client.seal_step(0, 2)] == [0, 1]

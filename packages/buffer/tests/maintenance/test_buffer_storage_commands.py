@@ -56,14 +56,14 @@ def states(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[int, st
 def test_what_is_damaged_is_named_and_set_aside(settings, flags, capsys):
     with fill(settings) as service:
         pass
-    assert command(capsys, "check", *flags).endswith(": whole\n")
+    assert command(capsys, "check", *flags).endswith(": no problems\n")
     with serve(BufferSettings(**settings)) as service:
         (group,) = service.buffer.store.groups(indexes=[1])
         service.buffer.payloads.delete(group.payload)
         stray = service.buffer.payloads.write(2, [b"of a crash"])
     for _ in range(2):
         found = command(capsys, "check", *flags, expect=1)
-        assert "group 1 (sealed): payload " in found and f"{stray}: of a crash" in found
+        assert "group 1 (sealed): payload " in found and f"{stray}: left by a crash" in found
         assert found.endswith("/postgres: 2 problems\n")
     repaired = command(capsys, "repair", *flags)
     assert "1 file moved to " in repaired and "lost+found, 1 damaged group taken out of the run" in repaired
@@ -115,7 +115,7 @@ def test_the_samples_of_a_database_are_no_buffer_without_it(settings, flags, tmp
     for words in (["check"], ["repair"], ["groups", "list", "--buffer-dir"]):
         assert "keeps the samples of a --buffer-store" in command(capsys, *words, directory, expect=2)
     assert "no state.sqlite" in command(capsys, "backup", directory, tmp_path / "copy", expect=2)
-    assert command(capsys, "check", *flags).endswith(": whole\n")
+    assert command(capsys, "check", *flags).endswith(": no problems\n")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_directory_whose_samples_are_objects_is_not_read_without_them(objects,
     copy = tmp_path / "copy"
     assert "requires the --buffer-payloads of its run" in command(capsys, "backup", directory, copy, expect=2)
     assert not copy.exists() and not copy.with_name("copy.partial").exists()
-    assert command(capsys, "check", directory, *where).endswith(": whole\n")
+    assert command(capsys, "check", directory, *where).endswith(": no problems\n")
 
 
 def test_a_backup_brings_objects_as_files(objects, tmp_path, capsys):
@@ -144,7 +144,7 @@ def test_a_backup_brings_objects_as_files(objects, tmp_path, capsys):
         assert "3 groups, samples of 3" in command(
             capsys, "backup", "--buffer-dir", objects["buffer_dir"], copy, *where
         )
-    assert command(capsys, "check", copy).endswith(": whole\n")
+    assert command(capsys, "check", copy).endswith(": no problems\n")
     with serve(BufferSettings(buffer_dir=str(copy))) as service, BufferClient(service.address) as client:
         client.get_run()
         assert [s.response for s in client.read_step(0, [0, 1])] == ["345", "345"]
@@ -173,7 +173,7 @@ def test_a_store_whose_first_server_was_killed_before_its_claim_is_whole(objects
         patch.setattr(ObjectPayloads, "claim", killed)
         serve(settings)
     flags = [word for name, value in objects.items() for word in (f"--{name.replace('_', '-')}", value)]
-    assert command(capsys, "check", *flags).endswith(": whole\n")
+    assert command(capsys, "check", *flags).endswith(": no problems\n")
     # Nothing is claimed by a look.
     assert ObjectPayloads(objects["buffer_payloads"]).owner() is None
     with serve(settings) as service, BufferClient(service.address) as client:

@@ -1,4 +1,4 @@
-"""Evaluation sets: read once at the start, added to by clients, never leased."""
+"""Evaluation sets: read from files once at the start, extended by clients, never leased."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from slime.v1 import sample_pb2
 
 
 class EvaluationSets:
-    """The sets of files, by name, and those of clients behind them. Group and sample indexes are per set, from 0."""
+    """Evaluation sets by name: the prompts of a set's file, then those that clients added.
+
+    Group and sample indexes count from 0 in each set.
+    """
 
     def __init__(self, store: Store, templates: Mapping[str, list[bytes]], samples_per_prompt: int) -> None:
         self.store = store

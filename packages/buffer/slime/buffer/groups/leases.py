@@ -28,15 +28,15 @@ from slime.v1 import sample_pb2
 
 # Longest lease that a worker may ask for: a dead worker's group must come back some day.
 LONGEST_LEASE = 7 * 86400.0
-# Between the name of a request and the rest of a token.
+# Separates the name of a request from the rest of a token.
 REQUEST_END = "."
-# Limit for one call, because others wait for it.
+# Limit of one call, because other calls wait while it runs.
 MOST_GROUPS = 16384
 
 
 @dataclass
 class Leased:
-    """A leased group. group: as it was leased; samples: as they were last returned, or new."""
+    """A leased group. samples: as they were last returned, or new. seconds: until the lease expires."""
 
     group: Group
     samples: list[sample_pb2.Sample]
@@ -57,8 +57,8 @@ class Leases:
         buffer_filter: BufferFilter | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """wake: called with a topic of `waits` and the number of groups for it. on_damage: says what becomes of a group
-        whose samples cannot be read."""
+        """wake: called with a topic of `waits` and the number of groups for it. on_damage: called with a group whose
+        samples cannot be read; returns the group as it is then."""
         self.store = store
         self.payloads = payloads
         self.prompts = prompts
@@ -81,12 +81,12 @@ class Leases:
         next_step: int = 0,
         request: str = "",
     ) -> list[Leased]:
-        """Leases up to `max_groups` groups: those that wait, lowest index first, then new ones. May be empty.
+        """Leases up to `max_groups` groups: those that wait, lowest index first, then new ones. May return none.
 
-        request: begins their tokens, so that a repeated call finds them.
+        request: the prefix of their tokens, by which a repeated call finds them.
 
-        pace: no more than can be trained on in time from `next_step` on; a group that was returned with tokens too old
-        for that starts over. Inside a transaction.
+        pace: lease no more groups than can be trained on in time from `next_step` on; a group that was returned with
+        tokens too old for that starts over. Inside a transaction.
         """
         if max_groups < 1:
             raise InvalidField("max_groups", max_groups, "at least 1")
@@ -121,7 +121,7 @@ class Leases:
         return [Leased(group, samples, seconds) for group, samples in taken]
 
     def leased_for(self, request: str) -> list[Leased]:
-        """Returns what `lease` gave for `request` and is leased still, in a call that is repeated. In a transaction."""
+        """Returns the groups that `lease` gave for `request` and that are still leased. Inside a transaction."""
         found = [self._read(group) for group in self.store.groups_of_request(request)]
         now = self.clock()
         return [Leased(group, samples, max(0.0, (group.expires_at or now) - now)) for group, samples in found]
@@ -129,7 +129,7 @@ class Leases:
     def _in_time(
         self, group: Group, samples: list[sample_pb2.Sample], pace: TrainerPace, deadlines: Deadlines
     ) -> list[sample_pb2.Sample]:
-        """Notes the version of the oldest token that the group will have; returns the samples that it continues."""
+        """Records the version of the oldest token that the group will have; returns the samples to continue from."""
         begun = oldest_version(samples)
         group.weight_version = pace.weight_version if begun is None else min(begun, pace.weight_version)
         if deadlines.admit(group.weight_version) or begun is None:
@@ -166,6 +166,7 @@ class Leases:
         return [(ready[position], list(map(sample_to_proto, group))) for position, group in choice.chosen.items()]
 
     def seconds(self, ttl_seconds: float) -> float:
+        """Returns the time of a lease: as asked for, or the default for 0. Raises InvalidField."""
         if not 0 <= ttl_seconds <= LONGEST_LEASE:
             raise InvalidField(
                 "ttl_seconds", ttl_seconds, f"seconds, at most {LONGEST_LEASE:g} (a week); 0 for the buffer's default"
@@ -173,7 +174,7 @@ class Leases:
         return ttl_seconds or self.default_seconds
 
     def renew(self, tokens: Sequence[str], ttl_seconds: float) -> list[str]:
-        """Returns tokens whose lease has ended. Inside a transaction."""
+        """Extends leases; returns the tokens whose lease has ended. Inside a transaction."""
         seconds = self.seconds(ttl_seconds)
         if len(tokens) > MOST_GROUPS:
             raise InvalidField("tokens", len(tokens), f"at most {MOST_GROUPS} in a call")
@@ -188,17 +189,20 @@ class Leases:
         return lost
 
     def complete(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> bool:
-        """Returns whether this token had completed its group before. Raises LeaseLost, InvalidField or OutOfSpace."""
+        """Completes a group; returns whether its token had done so before. Raises LeaseLost, InvalidField, OutOfSpace.
+
+        authorise: raises StaleWriter if the caller may not write.
+        """
         return self._hand_in(token, messages, authorise, "complete")
 
     def give_back(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> None:
-        """Makes the group READY with `messages` as its samples, or as it was leased where there are none."""
+        """Makes the group READY with `messages` as its samples; without any, as it was leased."""
         self._hand_in(token, messages, authorise, "return")
 
     def _hand_in(
         self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None], ended_by: str
     ) -> bool:
-        # Checked first, to write no payload for a lost lease.
+        # Checked first, so that no payload is written for a lost lease.
         with self.store.lock:
             authorise()
             group = self._leased(token, ended_by)
@@ -219,12 +223,12 @@ class Leases:
         try:
             with self.store.transaction():
                 authorise()
-                # Meanwhile the lease may have ended.
+                # The lease may have ended meanwhile.
                 group = self._leased(token, ended_by)
                 if group is not None:
                     state = State.COMPLETED if ended_by == "complete" else State.READY
                     self._end(group, ended_by, state=state, **columns)
-                    # A step may have waited for one that is given back, too.
+                    # A step may also have waited for a group that is given back.
                     for topic in [COMPLETED] if ended_by == "complete" else [READY, COMPLETED]:
                         self.wake(topic, 1)
         except Unavailable:
@@ -244,7 +248,10 @@ class Leases:
             self.payloads.delete(str(columns["payload"]))
 
     def reject(self, token: str, reason: str) -> str | None:
-        """Returns the payload to delete once the transaction is over. Inside a transaction. Raises LeaseLost."""
+        """Rejects a group; returns the payload to delete once the transaction is over. Inside a transaction.
+
+        Raises LeaseLost.
+        """
         group = self._leased(token, "reject")
         if group is None:
             return None
@@ -259,8 +266,8 @@ class Leases:
         ended = self.store.group_of_ended_token(token) if token else None
         if ended is not None and ended.ended_by == ended_by:
             return None
-        what = "the lease has expired, or never was" if ended is None else f"the lease ended by {ended.ended_by}"
-        raise LeaseLost(f"{what}: lease again", field="lease_token", value=token, expected="a lease that runs")
+        end = "the lease has expired, or never was" if ended is None else f"the lease ended by {ended.ended_by}"
+        raise LeaseLost(f"{end}: lease again", field="lease_token", value=token, expected="a lease that runs")
 
     def _end(self, group: Group, ended_by: str, **columns: object) -> None:
         self.store.update_groups(
@@ -268,7 +275,7 @@ class Leases:
         )
 
     def expire(self) -> int:
-        """Ends the leases whose time has passed; returns how many. Inside a transaction."""
+        """Ends the leases whose time has passed; returns their number. Inside a transaction."""
         due = self.store.due_leases(self.clock())
         if due:
             self.store.update_groups(due, state=State.READY, **NO_LEASE)
@@ -279,17 +286,17 @@ class Leases:
         return len(due)
 
     def requeue(self, worker: str, *, unsealed: bool) -> tuple[int, list[str]]:
-        """Makes the groups that `worker` has leased READY, and with `unsealed` those that anybody completed or rejected
-        and that no step has counted. Inside a transaction.
+        """Makes the groups that `worker` has leased READY, and with `unsealed` also those that any worker completed or
+        rejected and that no step has counted. Inside a transaction.
 
-        Returns how many, and the payloads to delete once it is over.
+        Returns their number, and the payloads to delete once the transaction is over.
         """
         leased = [group for group in self.store.groups(states=[State.LEASED]) if group.worker == worker]
         self.store.update_groups([group.group_index for group in leased], state=State.READY, **NO_LEASE)
         ended = []
         if unsealed:
             found = self.store.groups(states=[State.COMPLETED, State.REJECTED], in_no_step=True)
-            # Others than workers reject, too, also what was complete: the buffer's filter, and operators.
+            # Groups that the buffer's filter or an operator rejected, which may be complete ones, stay rejected.
             by_worker = {State.COMPLETED: "complete", State.REJECTED: "reject"}
             ended = [group for group in found if group.ended_by == by_worker[group.state]]
             columns = dict.fromkeys(("ended_token", "ended_by", "reject_reason", "summaries", "weight_version"))
@@ -305,6 +312,6 @@ class Leases:
         self.store.update_groups(leased, state=State.READY, **NO_LEASE)
 
     def seconds_to_expiry(self) -> float | None:
-        """Returns the seconds until the next lease expires; None where none runs."""
+        """Returns the seconds until the next lease expires; None if no lease runs."""
         next_expiry = self.store.next_expiry()
         return None if next_expiry is None else max(0.0, next_expiry - self.clock())

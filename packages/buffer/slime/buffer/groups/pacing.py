@@ -1,12 +1,13 @@
-"""Pacing: which groups may be leased, and which a step takes, so that no sample is older than the trainer accepts.
+"""Pacing: limits leases, and chooses the groups of a step, so that no sample is older than the trainer accepts.
 
 A group whose oldest token has weight version v must be trained on at step v + K at the latest (K: max_staleness), its
 deadline. B groups make a step; with c(d) unsealed groups that are due at step d or before, all can be in time if
 
     c(d) <= B * (d - s + 1)    for every d >= s, the step that is sealed next
 
-A lease that would break this is not given. With the policy "wait" a step that would break it for later ones is not
-sealed until more of the groups that are due are complete; of those that are, it takes the ones with the oldest weights.
+A lease that would break this is not given. With the policy "wait" a step that would break it for later steps is not
+sealed until more of the groups that are due are complete. Of the complete groups, a step takes those with the oldest
+weights.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Unsealed(NamedTuple):
 
 
 class Deadlines:
-    """The deadlines of unsealed groups, as steps from the next one on."""
+    """The deadlines of unsealed groups, counted in steps from the next one."""
 
     def __init__(self, pace: TrainerPace, versions: Sequence[int], next_step: int) -> None:
         self._pace = pace
         self._next_step = next_step
-        # Number of groups by their deadline; those that are overdue are due now.
+        # Number of groups by their deadline; overdue groups count as due now.
         self._due: dict[int, int] = {}
         for version in versions:
             self._add(version)
@@ -49,7 +50,7 @@ class Deadlines:
         self._due[deadline] = self._due.get(deadline, 0) + 1
 
     def room(self, most: int) -> int:
-        """Returns how many new groups, up to `most`, can be trained on in time beside the others."""
+        """Returns the number of new groups, up to `most`, that can be trained on in time beside the others."""
         steps = min(self._deadline(self._pace.weight_version) + 1, self._pace.stop_step - self._next_step)
         return max(0, min(most, self._pace.groups_per_step * steps - sum(self._due.values())))
 
@@ -66,7 +67,7 @@ class Deadlines:
 
 
 def unsealed_groups(store: Store, newest: int) -> list[Unsealed]:
-    """Returns leased and completed groups. newest: the version of those that have none, or one that never was."""
+    """Returns leased and completed groups. newest: stands in for a version that is missing, or too high to exist."""
     return [
         Unsealed(index, state, newest if version is None else min(version, newest))
         for index, state, version in store.weight_versions([State.LEASED, State.COMPLETED])
@@ -74,7 +75,7 @@ def unsealed_groups(store: Store, newest: int) -> list[Unsealed]:
 
 
 def oldest_version(samples: Sequence[sample_pb2.Sample]) -> int | None:
-    """Returns the version of the oldest token that the samples of a waiting group have; None where they have none."""
+    """Returns the weight version of the oldest token in the samples of a waiting group; None if it has none."""
     named = [version for sample in samples for version in _versions(sample)]
     versions = [number for version in named if (number := version_number(version)) is not None]
     return min(versions, default=None)
@@ -88,9 +89,9 @@ def _versions(sample: sample_pb2.Sample) -> Sequence[str]:
 def choose(
     groups: Sequence[Unsealed], step: int, num_groups: int, pace: TrainerPace
 ) -> tuple[list[int], list[int]] | None:
-    """Returns the groups of `step` and those to reject as too old, by index; None where it has to wait.
+    """Returns the indexes of the groups of `step` and of those to reject as too old; None if the step has to wait.
 
-    A group that is overdue all the same, because a run resumes with a smaller staleness, is trained on.
+    A group may be overdue because a run resumed with a smaller staleness; it is trained on unless the policy is "drop".
     """
     stale = [g.group_index for g in groups if pace.policy == DROP and g.weight_version + pace.max_staleness < step]
     groups = [group for group in groups if group.group_index not in set(stale)]
@@ -102,7 +103,7 @@ def choose(
 
 
 def _leaves_too_many(groups: Sequence[Unsealed], taken: Sequence[Unsealed], step: int, pace: TrainerPace) -> bool:
-    """Tells whether later steps could not train on the rest in time, and would if this one waited."""
+    """Returns whether later steps could not train on the rest in time, but could if this step waited."""
     for version in sorted({group.weight_version for group in groups}):
         steps_left = max(0, version + pace.max_staleness - step)
         due = sum(group.weight_version <= version for group in groups)

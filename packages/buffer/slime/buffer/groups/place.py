@@ -6,8 +6,9 @@ A file of JSON lines:
     {"group_index": 17, "first_sample": 68, "num_samples": 4, "template": base64, "samples": [base64, ...]}
     {"key": "mine-1", "added": 3, "first": 5, "digest": "..."}
 
-The first describes the dataset and the numbers that never repeat; then come the groups that were drawn and are in no
-step up to `step`, with the samples of those that were returned unfinished; then the names of what clients added.
+The first line describes the dataset and the numbers that never repeat. Then come the groups that were drawn and are in
+no step up to `step`, with the samples of those that were returned unfinished; then the keys of prompts that clients
+added.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFil
 FLAG = "--data-place"
 FORMAT = 1
 NUMBERS = ("next_group_index", "next_sample_index")
-# Groups whose work is lost with this buffer: they are given again, with what was returned of them.
+# Groups to generate again; they keep the samples that were returned unfinished.
 UNFINISHED = (State.READY, State.LEASED)
 OVER = (State.REJECTED, State.QUARANTINED, State.COMMITTED)
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def place_lines(store: Store, prompts: Prompts, payloads: Payloads, step: int) -> Iterator[bytes]:
-    """Returns the lines of the file, from one moment: what changes while they are read is not in them."""
+    """Returns the lines of the file, all as of the call; later changes are not in them."""
     with store.transaction():
         cursor = prompts.cursor
         header = {
@@ -74,9 +75,9 @@ def _group_line(group: Group, payloads: Payloads) -> dict[str, Any]:
 
 
 def restore_place(path: str, store: Store, prompts: Prompts, payloads: Payloads) -> None:
-    """Begins at the place in `path`, in a buffer that has given no group yet; one that has goes on where it was.
+    """Sets a new buffer to the place in `path`; a buffer that has handed out groups continues where it was.
 
-    Raises MissingFile or InvalidFile naming --data-place, InvalidSetting where the buffer is behind that place.
+    Raises MissingFile or InvalidFile naming --data-place, InvalidSetting if the buffer is behind that place.
     """
     header, groups, batches = _read(Path(path))
     handed_out = store.get("next_group_index", 0)
@@ -95,7 +96,7 @@ def restore_place(path: str, store: Store, prompts: Prompts, payloads: Payloads)
         for batch in batches:
             store.insert_prompt_batch(batch["key"], batch["added"], batch["first"], batch.get("digest"))
         if identity != header["dataset"]:
-            log.warning("%s: its prompts were %s, those here are %s: begins with the first one", path,
+            log.warning("%s: it is a place in %s, but the prompts here are %s; starting with the first prompt", path,
                         header["dataset"], identity)  # fmt: skip
             return
         store.put("cursor", header["cursor"])

@@ -47,10 +47,11 @@ class Prompts:
     def add(
         self, templates: Sequence[bytes], *, key: str, dataset: str, evaluation_rows: int = 0
     ) -> tuple[int, int, bool]:
-        """Returns (added, first index, duplicate). A set other than "train" is an evaluation set; indexes are its own.
+        """Returns (number added, first index, whether `key` was known). Any dataset but "train" is an evaluation set,
+        with indexes of its own.
 
-        templates: prompts as `encode_prompt` makes them. evaluation_rows: how many prompts of that set come from its
-        file. Raises InvalidField without prompts, and for a key that other prompts were added under.
+        templates: prompts as `encode_prompt` makes them. evaluation_rows: number of prompts in that set's file.
+        Raises InvalidField without prompts, and for a key that other prompts were added under.
         """
         if not templates:
             raise InvalidField("prompts", "none", "at least one prompt")
@@ -74,7 +75,7 @@ class Prompts:
             return len(templates), first, False
 
     def draw(self, count: int) -> list[Group]:
-        """Returns up to `count` new READY groups from the dataset, none without one. Inside a transaction."""
+        """Returns up to `count` new READY groups from the dataset; none without a dataset. Inside a transaction."""
         if self.dataset is None or count <= 0:
             return []
         prompts, cursor = self.dataset.take(self.cursor, count)
@@ -103,7 +104,7 @@ class Prompts:
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """Encodes the sample that each of the group starts as. Raises InvalidFile for the file of an image that is gone."""
+    """Encodes the sample that every sample of a group starts as. Raises InvalidFile if an image's file is gone."""
     return encode_sample(prompt.to_sample())
 
 
@@ -116,7 +117,7 @@ def _digest(dataset: str, templates: Sequence[bytes]) -> str:
 
 
 def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
-    """Raises InvalidField naming `prompts[position]` and the field."""
+    """Converts a client's prompt. Raises InvalidField naming `prompts[position]` and the field."""
     prompt: str | list[dict[str, Any]]
     images: list[Image] = []
     match message.WhichOneof("prompt"):

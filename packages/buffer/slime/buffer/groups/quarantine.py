@@ -21,7 +21,7 @@ PAGE = 64
 
 
 class Quarantine:
-    """Takes groups out of the run. Methods that change something are called inside a transaction."""
+    """Takes groups out of the run. Unless they say otherwise, methods that write are called inside a transaction."""
 
     def __init__(self, store: Store, payloads: Payloads, steps: Steps, on_unsealed: Callable[[int], None]) -> None:
         """on_unsealed: called with the number of groups that are COMPLETED again."""
@@ -31,10 +31,10 @@ class Quarantine:
         self.on_unsealed = on_unsealed
 
     def drop(self, indexes: Sequence[int], reason: str, *, keep: bool) -> tuple[list[int], list[str]]:
-        """Returns (steps to seal again, payloads that may be deleted once the transaction is over).
+        """Drops groups; returns (steps to seal again, payloads to delete once the transaction is over).
 
-        keep: QUARANTINED with their samples rather than REJECTED without. Raises NotFound, or WrongState for groups
-        that were trained on.
+        keep: make them QUARANTINED with their samples rather than REJECTED without. Raises NotFound, or WrongState for
+        groups that were trained on.
         """
         if not indexes:
             raise InvalidField("group_indexes", "none", "at least one group")
@@ -60,29 +60,30 @@ class Quarantine:
         return steps, [] if keep else [group.payload for group in groups.values() if group.payload is not None]
 
     def damaged(self, group: Group, error: DataLoss) -> Group:
-        """Takes back a group whose samples cannot be read: as its prompt was added, where it waits or is leased;
-        QUARANTINED, where it is complete or sealed."""
-        (now,) = self.store.groups(indexes=[group.group_index])
-        if now.payload != group.payload or now.payload is None or now.state is State.QUARANTINED:
-            return now
+        """Handles a group whose samples cannot be read, and returns it as it is then: a READY or LEASED group starts
+        again from its prompt, a COMPLETED or SEALED one is QUARANTINED."""
+        (current,) = self.store.groups(indexes=[group.group_index])
+        if current.payload != group.payload or current.payload is None or current.state is State.QUARANTINED:
+            return current
         self.store.put("damaged_payloads", self.store.get("damaged_payloads", 0) + 1)
-        if now.state in (State.READY, State.LEASED):
-            log.error("group %d goes back to its prompt, its samples are lost: %s", now.group_index, error)
-            self.payloads.set_aside(now.payload)
-            self.store.update_groups([now.group_index], **NO_PAYLOAD)
-        elif now.state in (State.COMPLETED, State.SEALED):
-            log.error("group %d is set aside: %s", now.group_index, error)
-            steps = self.steps.unseal([now.step] if now.state is State.SEALED and now.step is not None else [])
+        if current.state in (State.READY, State.LEASED):
+            log.error("group %d goes back to its prompt, its samples are lost: %s", current.group_index, error)
+            self.payloads.set_aside(current.payload)
+            self.store.update_groups([current.group_index], **NO_PAYLOAD)
+        elif current.state in (State.COMPLETED, State.SEALED):
+            log.error("group %d is set aside: %s", current.group_index, error)
+            sealed_in = [current.step] if current.state is State.SEALED and current.step is not None else []
+            steps = self.steps.unseal(sealed_in)
             self.store.update_groups(
-                [now.group_index], state=State.QUARANTINED, step=None, reject_reason=f"damaged: {error.message}"
+                [current.group_index], state=State.QUARANTINED, step=None, reject_reason=f"damaged: {error.message}"
             )
             self._unsealed(steps)
         else:
-            log.error("samples of group %d, which is %s, are lost: %s", now.group_index, now.state, error)
+            log.error("samples of group %d, which is %s, are lost: %s", current.group_index, current.state, error)
         return self.store.groups(indexes=[group.group_index])[0]
 
     def check_sizes(self, groups: Sequence[Group]) -> bool:
-        """Returns true where the payloads of `groups` have their sizes; groups without theirs are marked as damaged."""
+        """Returns whether all payloads of `groups` have their stored sizes; marks the groups of others as damaged."""
         whole = True
         for group in groups:
             size = None if group.payload is None else self.payloads.size(group.payload)
@@ -93,7 +94,10 @@ class Quarantine:
         return whole
 
     def check(self, states: Sequence[State]) -> int:
-        """Reads the samples of all groups in `states`; how many are damaged. Opens transactions of its own."""
+        """Reads the samples of all groups in `states`; returns the number of damaged groups.
+
+        Opens transactions of its own.
+        """
         found = 0
         after: int | None = None
         while page := self.store.groups(states=states, after=after, limit=PAGE):
@@ -107,7 +111,7 @@ class Quarantine:
         return found
 
     def problem(self, group: Group) -> DataLoss | None:
-        """Returns why the samples of a group cannot be read, if so."""
+        """Returns the reason why the samples of a group cannot be read; None if they can."""
         if group.payload is None:
             return None
         try:

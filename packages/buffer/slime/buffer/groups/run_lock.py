@@ -14,13 +14,16 @@ class WriterId(NamedTuple):
 
 
 class RunLock:
-    """A buffer holds one run at a time, for the numbers of its steps are those of that run."""
+    """Admits writes of the current run only. A buffer holds one run, because its steps have the numbers of that run."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     def raise_incarnation(self, run_id: str) -> WriterId:
-        """Makes the writer of a new incarnation, in a transaction. Raises WrongState where another run lives here."""
+        """Starts a new incarnation and returns its writer. Inside a transaction.
+
+        Raises WrongState if the buffer holds another run.
+        """
         if not run_id:
             raise InvalidField("run_id", run_id, "a name")
         known = self.store.get("run_id")
@@ -37,10 +40,12 @@ class RunLock:
         return writer
 
     def find(self) -> WriterId | None:
+        """Returns the writer of the current incarnation; None if no run was opened."""
         run_id = self.store.get("run_id")
         return None if run_id is None else WriterId(run_id, self.store.get("incarnation"))
 
     def current(self) -> WriterId:
+        """Returns what `find` does. Raises NotFound if no run was opened."""
         writer = self.find()
         if writer is None:
             raise NotFound("no run is open in this buffer", field="run_id", expected="OpenRun before this call")

@@ -12,7 +12,7 @@ from slime.v1 import sample_pb2
 
 
 def samples_of(group: Group, payloads: Payloads) -> list[sample_pb2.Sample]:
-    """Returns the samples of a group, none where the payload was released."""
+    """Returns the samples of a group; none if its payload was released. Raises DataLoss if they are damaged."""
     if group.payload is not None:
         parts = encoded_samples(group, payloads, range(len(group.sizes)))
         return [sample_pb2.Sample.FromString(part) for part in parts]
@@ -22,6 +22,7 @@ def samples_of(group: Group, payloads: Payloads) -> list[sample_pb2.Sample]:
 
 
 def expand(template: bytes, group_index: int, indexes: Iterable[int]) -> list[sample_pb2.Sample]:
+    """Returns a copy of the sample in `template` for each of the sample indexes."""
     samples = []
     for index in indexes:
         sample = sample_pb2.Sample.FromString(template)
@@ -32,7 +33,7 @@ def expand(template: bytes, group_index: int, indexes: Iterable[int]) -> list[sa
 
 
 def encoded_samples(group: Group, payloads: Payloads, positions: Sequence[int]) -> list[bytes]:
-    """Returns encoded samples at `positions` of a group that has a payload. Raises DataLoss where they are damaged."""
+    """Returns encoded samples at `positions` of a group that has a payload. Raises DataLoss if they are damaged."""
     assert group.payload is not None
     offsets = [0, *accumulate(group.sizes)]
     parts = payloads.read(group.payload, [(offsets[position], group.sizes[position]) for position in positions])

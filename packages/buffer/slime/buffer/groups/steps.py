@@ -30,14 +30,14 @@ MAX_STEP = 10**12
 
 
 class StepSample(NamedTuple):
-    """A sample of a sealed step: of which group, and which of its samples."""
+    """A sample of a sealed step: its group, and its position in the group."""
 
     group: Group
     position: int
 
     @property
     def size(self) -> int:
-        """In bytes, encoded."""
+        """The size of the encoded sample, in bytes."""
         return self.group.sizes[self.position]
 
 
@@ -59,11 +59,11 @@ class Steps:
         metrics: Mapping[str, float] | None = None,
         pace: TrainerPace | None = None,
     ) -> bytes | None:
-        """Returns an encoded SealStepResponse; None where fewer than `num_groups` groups are complete.
+        """Returns an encoded SealStepResponse; None if fewer than `num_groups` groups are complete.
 
-        Takes the lowest group indexes, or with `pace` what `pacing.choose` says. A step that was sealed before stays as
-        it is, with the `metrics` of that time. whole: whether the samples of groups are there; it takes out of the run
-        those that are not.
+        Takes the lowest group indexes, or with `pace` the groups that `pacing.choose` returns. A step that was sealed
+        before stays as it is, with the `metrics` of that time. whole: returns whether the samples of all given groups
+        exist, and takes groups without samples out of the run.
         """
         if num_groups < 1:
             raise InvalidField("num_groups", num_groups, "at least 1")
@@ -114,17 +114,18 @@ class Steps:
             self.store.insert_seal_record(step, record)
 
     def _rejected_since(self, step: int, *, paced: bool) -> dict[str, int]:
-        """Returns groups rejected since the step before was sealed, by reason; from now on they are of this step."""
-        before = self.store.step(step - 1)
-        # With a pace, a group may end many steps after the one that was begun before it.
-        after = min(before.group_indexes) if before is not None and not paced else None
+        """Counts the groups rejected since the previous step was sealed, by reason, and assigns them to this step."""
+        previous = self.store.step(step - 1)
+        # With a pace, a group may be rejected many steps after groups that were drawn later.
+        after = min(previous.group_indexes) if previous is not None and not paced else None
         found = self.store.groups(states=[State.REJECTED], after=after, in_no_step=True)
         self.store.update_groups([group.group_index for group in found], step=step)
         return dict(Counter(group.reject_reason or "" for group in found))
 
     def next_to_seal(self) -> int:
-        over = self.next_step() - 1
-        return 1 + max([over] + [known.step for known in self.store.steps(after=over)])
+        """Returns the first step after the last sealed one."""
+        acknowledged = self.next_step() - 1
+        return 1 + max([acknowledged] + [known.step for known in self.store.steps(after=acknowledged)])
 
     def _check_next(self, step: int) -> None:
         last = self.next_to_seal() - 1
@@ -137,8 +138,8 @@ class Steps:
             )
         if step > last + 1:
             raise WrongState(
-                f"step {step} cannot be sealed before step {last + 1}; a run that begins later says so to OpenRun, "
-                "by last_committed_step",
+                f"step {step} cannot be sealed before step {last + 1}; a run that begins at a later step passes "
+                "last_committed_step to OpenRun",
                 field="step",
                 value=step,
                 expected=str(last + 1),
@@ -160,7 +161,7 @@ class Steps:
     def unseal(self, steps: Iterable[int]) -> list[int]:
         """Makes the groups of these steps, and of all later ones, COMPLETED again and forgets the steps; returns them.
 
-        Raises WrongState where one of them was trained.
+        Raises WrongState if one of them was trained.
         """
         steps = list(steps)
         if not steps:
@@ -187,10 +188,13 @@ class Steps:
             self.store.put("acknowledged_step", max(step, self.next_step() - 1))
 
     def commit(self, step: int) -> list[str]:
-        """Commits every step up to `step`; returns the payloads that may be deleted once the transaction is over."""
+        """Commits every step up to `step`; returns the payloads to delete once the transaction is over.
+
+        Raises WrongState for a step that is not acknowledged.
+        """
         if step >= self.next_step():
             raise WrongState(
-                f"step {step} is not acknowledged, the last one that is: {self.next_step() - 1}",
+                f"step {step} is not acknowledged; the last one that is acknowledged is {self.next_step() - 1}",
                 field="step",
                 value=step,
                 expected=f"at most {self.next_step() - 1}",
@@ -212,11 +216,10 @@ class Steps:
         return self.store.get("committed_step", -1)
 
     def rewind(self, last_committed_step: int) -> list[str]:
-        """Makes `last_committed_step` the last one that is over; returns payloads as `commit` does.
+        """Makes `last_committed_step` the last committed step; returns payloads as `commit` does.
 
         Later steps are sealed again. Earlier ones are committed, because the checkpoint holds them. Raises WrongState
-        where
-        the samples of a step that has to be replayed were released.
+        if the samples of a step that has to be replayed were released.
         """
         if not -1 <= last_committed_step <= MAX_STEP:
             raise InvalidField("last_committed_step", last_committed_step, f"a step from 0 to {MAX_STEP}, or -1")
@@ -227,11 +230,11 @@ class Steps:
         return self.commit(last_committed_step)
 
     def reopen(self, last_step: int) -> None:
-        """Makes `last_step` the last one that is acknowledged, and commits nothing. Raises WrongState as `rewind`, and
-        for a step that is not acknowledged."""
+        """Makes `last_step` the last acknowledged step, and commits nothing. Raises WrongState as `rewind` does, and if
+        `last_step` is not acknowledged."""
         if not -1 <= last_step < self.next_step():
             raise WrongState(
-                f"step {last_step} is not acknowledged, the last one that is: {self.next_step() - 1}",
+                f"step {last_step} is not acknowledged; the last one that is acknowledged is {self.next_step() - 1}",
                 field="last_step", value=last_step, expected=f"-1 to {self.next_step() - 1}",
             )  # fmt: skip
         self._reopen(last_step, "last_step")
@@ -250,14 +253,14 @@ class Steps:
         self.store.put("committed_step", min(last_step, self.committed_step()))
 
     def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
-        """Returns encoded samples at `positions` of the seal's summaries, in that order, in lists of about 4 MB.
+        """Returns encoded samples at `positions` of the step's summaries, in that order, in lists of about 4 MiB.
 
-        Raises what `places` raises, at the call.
+        Raises what `places` raises, when it is called.
         """
         return map(self.encoded, chunks(self.places(step, positions), READ_BYTES))
 
     def places(self, step: int, positions: Sequence[int]) -> list[StepSample]:
-        """Returns the group and the position there of each sample at `positions`.
+        """Returns each sample at `positions` of the step, with its group and its position there.
 
         Raises NotFound for a step that is not sealed, InvalidField for a position out of range.
         """
@@ -281,7 +284,7 @@ class Steps:
 
     def encoded(self, places: Sequence[StepSample]) -> list[bytes]:
         """Returns the encoded samples at `places`."""
-        # Neighbours of one group come from one read of its file.
+        # Neighbours in a group are read from its file at once.
         found: list[bytes] = []
         for _, neighbours in groupby(places, lambda place: place.group.group_index):
             group, positions = zip(*neighbours, strict=True)

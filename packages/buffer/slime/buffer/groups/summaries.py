@@ -41,12 +41,12 @@ def encode_summaries(messages: Sequence[sample_pb2.Sample], samples: Sequence[Sa
 
 
 def oldest_of(samples: Sequence[Sample]) -> int | None:
-    """Returns the oldest weight version of the tokens of all samples; None where they have none."""
+    """Returns the oldest weight version of the tokens of all samples; None if they have none."""
     return min((oldest for sample in samples if (oldest := weight_versions(sample)[0]) >= 0), default=None)
 
 
 def weight_versions(sample: Sample) -> tuple[int, int]:
-    """Returns (oldest, newest) weight version of the tokens; (-1, -1) where none is a whole number."""
+    """Returns (oldest, newest) weight version of the tokens; (-1, -1) if none is a whole number."""
     named = [span.weight_version for span in sample.spans] or sample.weight_versions
     versions = [number for version in named if (number := version_number(version)) is not None]
     return (min(versions), max(versions)) if versions else (-1, -1)

@@ -1,4 +1,4 @@
-"""Checks that a worker completes the group that it leased, and that every sample is whole."""
+"""Checks that a worker completes the group that it leased, and that every sample is valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime.types.sample.validate import (
 from slime.types.wire.fields import validate_wire_types
 from slime.v1 import sample_pb2
 
-# A group whose samples fanned out into more would hold up every other call while it is decoded.
+# Decoding a group with more samples would hold up every other call.
 MAX_SAMPLES = 16384
 
 
@@ -29,9 +29,9 @@ MAX_SAMPLES = 16384
 class CompletionRules:
     """Rules for finished samples that the trainer of one run adds to those of every trainer.
 
-    scalar_reward: the reward, or its entry `reward_key`, is a number. vocab_size: ids of tokens are below it.
-    log_probs_required: those of the engine, of every sample that is trained on. text_only: there are no images.
-    nuclei: those of all tokens that are trained on are required, or refused, as the trainer scores tokens.
+    scalar_reward: the reward, or its entry `reward_key`, is a number. vocab_size: token ids are below it.
+    log_probs_required: every sample that is trained on has the engine's log-probs. text_only: samples have no images.
+    nuclei: every token that is trained on has its nucleus ("required"), no sample has any ("refused"), or "any".
     """
 
     reward_required: bool = True
@@ -51,12 +51,12 @@ def check_samples(
 ) -> list[Sample]:
     """Returns the decoded samples. Raises InvalidField naming the sample, the field, the position in it and the value.
 
-    Each sample carries the group's index and the index of one that was leased; each leased index is there. An index may
-    come more than once, where one prompt fanned out into several samples: these share a rollout_id.
+    Each sample carries the group's index and the index of a leased sample; every leased index occurs. An index may
+    occur more than once if a trajectory fanned out into several samples, which then share a rollout_id.
 
-    finished: whether the samples are complete; those that are given back may lack status, reward and response.
-    A finished sample that is FAILED or removed and has no finite reward is marked as removed in its message, and loses
-    that reward: it takes part in nothing that is computed over rewards.
+    finished: whether the samples are complete; samples that are given back may lack status, reward and response.
+    A finished sample that is FAILED or removed and has no finite reward is marked as removed in its message and loses
+    that reward, so that nothing that is computed over rewards includes it.
     """
     if len(messages) > MAX_SAMPLES:
         raise InvalidField("samples", len(messages), f"at most {MAX_SAMPLES} samples in a group")
@@ -95,7 +95,7 @@ def _check_scalar_reward(sample: Sample, rules: CompletionRules) -> None:
         raise InvalidField("reward", reward, "a number, or --reward-key to say which key of the reward is trained on")
     value = reward.get(rules.reward_key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidField(f"reward.{rules.reward_key}", value, "a number, as --reward-key names it")
+        raise InvalidField(f"reward.{rules.reward_key}", value, "a number, because --reward-key selects it")
 
 
 def _check_for_the_model(sample: Sample, rules: CompletionRules) -> None:
@@ -104,11 +104,11 @@ def _check_for_the_model(sample: Sample, rules: CompletionRules) -> None:
         position = int(np.argmax(tokens >= rules.vocab_size))
         raise InvalidField(f"tokens[{position}]", int(tokens[position]), f"ids in [0, {rules.vocab_size})")
     if rules.text_only and (sample.multimodal_inputs or sample.multimodal_train_inputs):
-        raise InvalidField("multimodal_train_inputs", "given", "text alone, which is what the model of this run reads")
+        raise InvalidField("multimodal_train_inputs", "given", "nothing: the model of this run reads text only")
     if not is_untrainable(sample):
         _check_nuclei(sample, rules)
     if rules.log_probs_required and sample.array("rollout_log_probs") is None and not is_untrainable(sample):
-        raise InvalidField("rollout_log_probs", None, "log-probs of the engine, which this run corrects or compares by")
+        raise InvalidField("rollout_log_probs", None, "the engine's log-probs, which the trainer of this run reads")
 
 
 def _check_nuclei(sample: Sample, rules: CompletionRules) -> None:
@@ -125,13 +125,13 @@ def _check_nuclei(sample: Sample, rules: CompletionRules) -> None:
     if ids is None or offsets is None:
         raise InvalidField(
             "rollout_top_p_token_ids", None,
-            "the tokens that each was sampled from, which this run scores it among: an answer of the engine has them "
-            "in its meta_info, for append_response_tokens",
+            "the nucleus of each token, over which this run scores it: pass the meta_info of the engine's answer to "
+            "append_response_tokens",
         )  # fmt: skip
     if (empty := np.flatnonzero((np.diff(offsets) == 0) & (trained > 0))).size:
         raise InvalidField(
             f"rollout_top_p_token_offsets[{int(empty[0])}]", "an empty nucleus",
-            "the tokens that a trained one was sampled from",
+            "the tokens that the trained token was sampled from",
         )  # fmt: skip
     if rules.vocab_size is not None and ids.size and ids.max() >= rules.vocab_size:
         position = int(np.argmax(ids >= rules.vocab_size))
@@ -142,17 +142,17 @@ def _check_nuclei(sample: Sample, rules: CompletionRules) -> None:
 
 def _check_indexes(group: Group, samples: Sequence[Sample]) -> None:
     leased = range(group.first_sample, group.first_sample + group.num_samples)
-    rollouts: dict[int, list[int | None]] = {}
+    rollout_ids: dict[int, list[int | None]] = {}
     for position, sample in enumerate(samples):
         if sample.group_index != group.group_index:
             raise InvalidField(f"samples[{position}].group_index", sample.group_index, str(group.group_index))
         if sample.index is None or sample.index not in leased:
             raise InvalidField(f"samples[{position}].index", sample.index, f"one of {leased[0]} to {leased[-1]}")
-        rollouts.setdefault(sample.index, []).append(sample.rollout_id)
-    missing = [index for index in leased if index not in rollouts]
+        rollout_ids.setdefault(sample.index, []).append(sample.rollout_id)
+    missing = [index for index in leased if index not in rollout_ids]
     if missing:
-        raise InvalidField("samples", sorted(rollouts), f"every leased index: {missing} missing")
-    for index, ids in rollouts.items():
+        raise InvalidField("samples", sorted(rollout_ids), f"every leased index: {missing} missing")
+    for index, ids in rollout_ids.items():
         if len(ids) > 1 and (None in ids or len(set(ids)) > 1):
             raise InvalidField(
                 "rollout_id",

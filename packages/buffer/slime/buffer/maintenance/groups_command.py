@@ -1,4 +1,4 @@
-"""`slime-buffer groups`: shows groups and takes them out of a run, through a server or where it lies."""
+"""`slime-buffer groups`: shows groups and takes them out of a run, through a server or directly in its storage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slime.types.sample.validate import validate_finished
 from slime.types.setting_values import flag_name
 from slime.types.settings import Parser, command_list, wrong_command
 
-SHOWN_TEXT = 500
+TEXT_CHARACTERS = 500
 COLUMNS = ("group", "state", "step", "samples", "bytes", "attempt", "worker", "reason")
 ACTIONS = {
     "list": "List groups, without their samples",
-    "show": "Print groups and their samples as JSON, with what makes a sample impossible to train",
+    "show": "Print groups and their samples as JSON, with the reason why a sample cannot be trained on",
     "reject": "Take groups out of the run and delete their samples",
     "quarantine": "Take groups out of the run and keep their samples",
 }
@@ -101,7 +101,7 @@ def _parser(action: str, prog: str) -> Parser:
 
 
 def add_store_flags(parser: Parser) -> None:
-    """Adds the flags of a run that say where its state and samples are, other than in a directory."""
+    """Adds the flags for state in a database and samples in an object store."""
     parser.add_argument(STORE, metavar="URL", help=f"PostgreSQL database with the state, as in the {STORE} of the run")
     parser.add_argument(PAYLOADS, metavar="URL", help=f"Object store with the samples, as in the {PAYLOADS} of the run")
 
@@ -113,7 +113,8 @@ def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
     stopped = [flag_name(name) for name, value in places.items() if value is not None]
     if options["address"] is not None:
         if stopped:
-            raise InvalidSetting.conflict(stopped[0], "--address", "a buffer is served, or it is not")
+            reason = "a buffer that is served is reached by its address alone"
+            raise InvalidSetting.conflict(stopped[0], "--address", reason)
         with BufferClient(check_address(options["address"], "--address"), settings=rpc) as client:
             try:
                 yield client
@@ -137,7 +138,7 @@ def _connected(options: dict[str, Any]) -> Iterator[BufferClient]:
 
 def _list(client: BufferClient, options: dict[str, Any]) -> None:
     groups = client.list_groups(states=options["state"], limit=options["limit"])
-    first = list(islice(groups, 1))  # what is wrong with the call shows here, before the head of the table
+    first = list(islice(groups, 1))  # a call that fails does so here, before the head of the table is printed
     if not options["json"]:
         print("  ".join(COLUMNS))
     for group in chain(first, groups):
@@ -183,7 +184,7 @@ def _summary(sample: Sample) -> dict[str, Any]:
         "remove_sample": sample.remove_sample,
         "weight_versions": list(sample.weight_versions),
         "problem": problem,
-        "prompt": prompt[:SHOWN_TEXT],
-        "response": sample.response[:SHOWN_TEXT],
+        "prompt": prompt[:TEXT_CHARACTERS],
+        "response": sample.response[:TEXT_CHARACTERS],
         "label": sample.label,
     }

@@ -22,13 +22,13 @@ from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, ch
 from slime.types.directories import path_errors, write_error
 from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
-# A server that goes on may delete a payload between the copy of the database and that of the payload.
+# A running server may delete a payload between the copy of the database and that of the payload.
 ATTEMPTS = 5
 
 
 def check(settings: BufferSettings) -> list[str]:
-    """Lists problems of a buffer that does not serve; changes nothing of it. Raises ConfigError for a database that is
-    gone, damaged or in use, and for samples that are not its own."""
+    """Lists the problems of a buffer that is not served, and changes nothing. Raises ConfigError for a database that is
+    gone, damaged or in use, and for samples that belong to another database."""
     with _opened(settings) as (storage, quarantine):
         problems = []
         after: int | None = None
@@ -39,14 +39,16 @@ def check(settings: BufferSettings) -> list[str]:
                 if error is not None:
                     problems.append(f"group {group.group_index} ({group.state}): {error.message}")
         strays, newer = find_strays(storage.store, storage.payloads)
-        problems += [f"no group names {storage.payloads.name}/{name}: of a crash" for name in sorted(strays)]
+        problems += [f"no group names {storage.payloads.name}/{name}: left by a crash" for name in sorted(strays)]
         problems += [f"the database is older than {storage.payloads.name}/{name}" for name in sorted(newer)]
         return problems
 
 
 def repair(settings: BufferSettings) -> tuple[int, int, str]:
-    """Returns (payloads set aside, damaged groups, where the payloads went): moves payloads that no group names, and
-    takes groups that cannot be read out of the run. Raises ConfigError as `check` does."""
+    """Sets payloads aside that no group names, and takes groups that cannot be read out of the run.
+
+    Returns (payloads set aside, damaged groups, where the payloads went). Raises ConfigError as `check` does.
+    """
     with _opened(settings) as (storage, quarantine):
         aside = set_strays_aside(storage.store, storage.payloads, also_newer=True)
         damaged = quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
@@ -54,9 +56,9 @@ def repair(settings: BufferSettings) -> tuple[int, int, str]:
 
 
 def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
-    """Copies a buffer with its state in SQLite to the directory `target`, also while a server uses it, and objects as
-    files; returns (groups, payloads). Raises InvalidSetting where `target` exists, cannot be written, or is in the
-    buffer, OutOfSpace."""
+    """Copies a buffer with its state in SQLite to the directory `target`, even while a server uses it; objects become
+    files. Returns (groups, payloads). Raises InvalidSetting if `target` exists, cannot be written or is in the buffer,
+    OutOfSpace."""
     check_existing(settings)
     assert settings.buffer_dir is not None
     directory = Path(settings.buffer_dir)
@@ -112,20 +114,20 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy_owner(payloads: Payloads, partial: Path, settings: BufferSettings) -> None:
-    """Makes the copied samples those of the copied database. Raises InvalidSetting where the samples are another's."""
+    """Marks the copied samples as those of the copied database. Raises InvalidSetting if they belong to another one."""
     with closing(sqlite3.connect(partial / DATABASE)) as connection:
         row = connection.execute("SELECT value FROM state WHERE name = ?", [STORE_ID]).fetchone()
     known = None if row is None else json.loads(row[0])
     if payloads.owner() != known:
         raise InvalidSetting.requires(
             f"backup {settings.buffer_dir}", f"the {urls.PAYLOADS} of its run",
-            f"the samples in {payloads.name} are not its own",
+            f"the samples in {payloads.name} belong to another run",
         )  # fmt: skip
     if known is not None:
         FilePayloads(partial / PAYLOADS).claim(known)
 
 
-# Copies the payload (name, bytes) to a file; raises DataLoss where there is none.
+# Copies the payload (name, bytes) to a file; raises DataLoss if it is gone.
 Fetch = Callable[[str, int, Path], None]
 
 

@@ -1,8 +1,8 @@
-"""Finds payload files that the database does not name; none of them is deleted.
+"""Finds payloads that the database does not name, and moves them to `lost+found`; none is deleted.
 
-A process that dies between writing samples and naming them leaves such a file, and one more where it dies before it
-deletes what these replaced. These are moved to `lost+found`. Files of groups that the database never leased can only be
-there because the database is older than they are.
+A process that dies between writing samples and naming them leaves such a payload; so does one that dies before it
+deletes the samples that were replaced. Payloads of groups that the database never leased show that the database is
+older than they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def find_strays(store: Store, payloads: Payloads) -> tuple[set[str], set[str]]:
-    """Returns (names that a crash may have left, names that the database is too old for)."""
+    """Returns (names that a crash may have left, names that are newer than the database)."""
     strays = payloads.names() - store.payload_names()
     indexes = {index for name in strays if (index := group_of(name)) is not None}
     leased = {group.group_index for group in store.groups(indexes=sorted(indexes)) if group.attempt}
@@ -26,7 +26,7 @@ def find_strays(store: Store, payloads: Payloads) -> tuple[set[str], set[str]]:
 
 
 def set_strays_aside(store: Store, payloads: Payloads, *, also_newer: bool = False) -> int:
-    """Moves them to lost+found; returns how many. Raises InvalidFile where the database is older than the payloads,
+    """Moves strays to lost+found; returns their number. Raises InvalidFile if the database is older than the payloads,
     unless `also_newer`."""
     strays, newer = find_strays(store, payloads)
     if newer and not also_newer:

@@ -1,4 +1,4 @@
-"""A prompt, and how a row of a prompt file becomes one."""
+"""Prompts, and the conversion of a prompt file's rows to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.types.wire.json_fields import SHALLOW, too_deep
 @dataclass
 class Prompt:
     """A prompt of the data. prompt: text or chat messages; label: any JSON value or None; metadata: a JSON object;
-    images: of its items."""
+    images: the images that stand in the prompt, in order."""
 
     prompt: str | list[dict[str, Any]]
     label: Any = None
@@ -26,7 +26,7 @@ class Prompt:
     images: list[Image] = field(default_factory=list)
 
     def to_sample(self) -> Sample:
-        """Raises InvalidFile for the file of an image that is gone."""
+        """Returns a sample that starts from this prompt. Raises InvalidFile if an image's file is gone."""
         media = {IMAGE: [image.read() for image in self.images]} if self.images else None
         return Sample(prompt=self.prompt, label=self.label, metadata=self.metadata, multimodal_inputs=media)
 
@@ -39,7 +39,7 @@ class Columns:
     label: str | None = None
     metadata: str = "metadata"
     tools: str = "tools"
-    # None: `<image>` in a prompt is text as any other.
+    # None: `<image>` in a prompt is ordinary text.
     images: str | None = field(default=None, repr=False)
 
     @property
@@ -48,7 +48,10 @@ class Columns:
 
 
 def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where: str) -> Prompt:
-    """Raises InvalidFile naming the file, the row, the column and what was expected there."""
+    """Converts a row. Raises InvalidFile naming the file, the row, the column and the expected value.
+
+    path: the prompt file. where: names the row in errors, as `RowReader` does.
+    """
 
     def invalid(column: str, value: Any, expected: str) -> InvalidFile:
         return InvalidFile(
@@ -109,7 +112,7 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
 
 
 def _is_utf8(value: Any) -> bool:
-    """Tells whether a JSON value is text that UTF-8 can hold; JSON's \\ud800 is none."""
+    """Returns whether UTF-8 can hold the text in a JSON value; it cannot hold JSON's \\ud800."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -1,13 +1,13 @@
-"""Data sources inside one process, for plug-ins: classes of `--data-source-path`, and what they inherit from.
+"""Data sources inside one process, for plug-ins: classes of `--data-source-path`, and their base classes.
 
-Two shapes are known by the arguments of the constructor:
+The arguments of the constructor choose between two kinds:
 
-- `RolloutDataSource(args)`: groups. `get_samples(n)` gives n lists of `args.n_samples_per_prompt` Samples;
+- `RolloutDataSource(args)`: groups. `get_samples(n)` returns n lists of `args.n_samples_per_prompt` Samples;
   the prompts come from `args.prompt_data`.
-- `RolloutDataSource(dataset, args)`: flat. `get_samples(n)` gives n Samples; `dataset` has `sample(n)`, or is a list
+- `RolloutDataSource(dataset, args)`: flat. `get_samples(n)` returns n Samples; `dataset` has `sample(n)`, or is a list
   of prompts (text, chat messages, or Samples).
 
-A run over services uses the buffer instead: there the state is durable, here it is what `save` and `load` keep.
+A run over services uses the buffer instead, whose state is durable; here only `save` and `load` keep state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "po
 
 
 class DataSource(ABC):
-    """The contract of `--data-source-path`: a class that is called with `args`."""
+    """The contract of `--data-source-path`, which names a class that is called with `args`."""
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -56,7 +56,7 @@ class DataSource(ABC):
 class RolloutDataSource(DataSource):
     """Prompts of a dataset, epoch after epoch."""
 
-    # For subclasses of the flat shape, which need not call __init__.
+    # Defaults for flat subclasses, which need not call __init__.
     flat = True
     sample_group_index = 0
     sample_index = 0
@@ -65,8 +65,8 @@ class RolloutDataSource(DataSource):
 
     @classmethod
     def from_args(cls, args: Any) -> RolloutDataSource:
-        """Returns `cls(args)`; a class that wants `(dataset, args)` gets the prompts of `args.prompt_data` as its
-        dataset."""
+        """Returns `cls(args)`; a class whose constructor takes `(dataset, args)` gets the prompts of `args.prompt_data`
+        as its dataset."""
         parameters = inspect.signature(cls).parameters.values()
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len([p for p in positional if p.default is p.empty]) == 2:
@@ -125,12 +125,12 @@ class RolloutDataSource(DataSource):
         return getattr(self.args, "n_samples_per_prompt", 1)
 
     def add_samples(self, samples: list[Any]) -> None:
-        """Does nothing in a flat source; raises WrongState otherwise, for there is nowhere to put them."""
+        """Does nothing in a flat source; otherwise raises WrongState, because this class cannot keep samples."""
         if samples and not self.flat:
             raise WrongState(f"{type(self).__name__} takes no samples back: use RolloutDataSourceWithBuffer")
 
     def save(self, rollout_id: int) -> None:
-        """Writes the place in the data below `args.save`; nothing without it."""
+        """Writes the place in the data below `args.save`; does nothing if that is not set."""
         path = self._state_path("save", rollout_id)
         if path is None:
             return
@@ -140,7 +140,10 @@ class RolloutDataSource(DataSource):
         os.replace(partial, path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Reads what `save` wrote from `args.load`. Nothing without `args.load` or `rollout_id`; raises MissingFile."""
+        """Reads the file of `save` below `args.load`; does nothing without `args.load` or `rollout_id`.
+
+        Raises MissingFile.
+        """
         path = None if rollout_id is None or rollout_id < 0 else self._state_path("load", rollout_id)
         if path is None:
             return
@@ -180,10 +183,10 @@ class RolloutDataSource(DataSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Gives what came back by `add_samples` before it goes on in the dataset.
+    """Returns samples from `add_samples` before it takes more from the dataset.
 
-    Which of it, says `buffer_filter`: the function of `--buffer-filter-path`, `pop_first` without one, or a method of a
-    subclass. It is not saved: prompts waiting here at a restart are generated again.
+    `buffer_filter` chooses among them: the function of `--buffer-filter-path`, `pop_first` by default, or a method of a
+    subclass. The samples are not saved: after a restart, prompts that waited here come again only in the next epoch.
     """
 
     def __init__(self, *dataset_and_args: Any) -> None:
@@ -207,13 +210,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if not self.buffer or num_samples <= 0:
             return []
         chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
-        # A filter that only selects must not give a sample twice.
+        # A filter that does not remove its choice from the buffer must not return it twice.
         taken = set(map(id, chosen))
         self.buffer[:] = [entry for entry in self.buffer if id(entry) not in taken]
         return chosen
 
     def add_samples(self, samples: list[Any]) -> None:
-        """Raises InvalidField for groups of another size than `args.n_samples_per_prompt`."""
+        """Keeps samples or groups for `get_samples`. Raises InvalidField for groups of another size than
+        `args.n_samples_per_prompt`."""
         if not self.flat:
             for position, group in enumerate(samples):
                 if not isinstance(group, list):
@@ -244,28 +248,28 @@ def _read(args: Any) -> Dataset | None:
 
 
 class PromptSequence:
-    """The dataset of a flat source: `sample(n)` gives the next n prompts, without labels.
+    """The dataset of a flat source: `sample(n)` returns the next n prompts, without labels.
 
-    Samples that a source makes of these prompts have the labels from `fill_labels`.
+    `fill_labels` sets the labels of samples that a source made from these prompts.
     """
 
     def __init__(self, prompts: Dataset | None) -> None:
         self.prompts = prompts
         self._cursor = Cursor()
-        # By the identity of the prompt, which the dataset keeps: two rows may have equal ones.
-        self._given: dict[int, Prompt] = {}
+        # By the identity of the prompt, which the dataset keeps alive: two rows may have equal prompts.
+        self._taken: dict[int, Prompt] = {}
 
     def sample(self, num_samples: int) -> list[Any]:
         if self.prompts is None:
             return [""] * num_samples
         taken, self._cursor = self.prompts.take(self._cursor, num_samples)
-        self._given.update((id(prompt.prompt), prompt) for prompt in taken)
+        self._taken.update((id(prompt.prompt), prompt) for prompt in taken)
         return [prompt.prompt for prompt in taken]
 
     def fill_labels(self, samples: Iterable[Sample]) -> None:
-        """Gives samples of these very prompts the label and the metadata of their rows, where they have none."""
+        """Sets the row's label and metadata in samples that hold its prompt (the same object) and have none."""
         for sample in samples:
-            row = self._given.get(id(sample.prompt))
+            row = self._taken.get(id(sample.prompt))
             if row is None:
                 continue
             if sample.label is None:

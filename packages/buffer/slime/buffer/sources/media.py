@@ -1,7 +1,7 @@
 """Reads the images of a prompt, from a column or from chat messages, into `multimodal_inputs` of a sample.
 
 An image is a path relative to the data file, `data:image/...;base64,...`, bare base64, bytes, or {"bytes", "path"} as
-parquet files have it. Addresses are refused: nothing is fetched for a row of data.
+in parquet files. URLs are refused: nothing is downloaded for a row of data.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from slime.types.models.vision import IMAGE
 PLACEHOLDER = "<image>"
 PLANNED = ("audio", "video")
 EXPECTED = "a path, base64, bytes, or an object of bytes and path"
-# A shorter text is taken for a path that does not exist.
+# A shorter text is reported as a path that does not exist.
 SHORTEST_BASE64 = 64
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
-# (value, what was expected) -> the error that names where the value stands.
+# (value, expected) -> the error, which names the place of the value.
 Refuse = Callable[[Any, str], SlimeError]
 
 
 @dataclass(frozen=True)
 class Image:
-    """An encoded image: bytes, or a file that is read when its prompt is used. where: names it in an error."""
+    """An encoded image: bytes, or a file that is read when its prompt is used. where: names the image in errors."""
 
     where: str
     content: bytes | Path
 
     def read(self) -> bytes:
-        """Raises InvalidFile where the file is no longer there."""
+        """Returns the encoded image. Raises InvalidFile if its file is gone."""
         if isinstance(self.content, bytes):
             return self.content
         try:
@@ -59,10 +59,10 @@ def check_keys(keys: Mapping[str, Any]) -> None:
 def with_images(
     prompt: str | list[dict[str, Any]], value: Any, *, base: Path, where: str, refuse: Refuse
 ) -> tuple[str | list[dict[str, Any]], list[Image]]:
-    """Returns (prompt as chat messages with items for images, those images); the prompt as it is where it has none.
+    """Returns (the prompt as chat messages with image items, the images); without images, the prompt as it is.
 
-    value: of the column: an image, a list of them, or None. base: directory of relative paths.
-    Raises what `refuse` makes for an image that cannot be used, or for a number of images other than of placeholders.
+    value: the column's value: an image, a list of images, or None. base: directory of relative paths.
+    Raises the error of `refuse` for an image that cannot be used, and if there is not one image per placeholder.
     """
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     images = [_image(item, f"{where}[{i}]", base, refuse) for i, item in enumerate(values)]
@@ -82,7 +82,7 @@ def images_in_messages(
     messages: Sequence[dict[str, Any]], *, where: str, refuse: Refuse
 ) -> tuple[list[dict[str, Any]], list[Image]]:
     """Returns (messages without the data of their images, the images), for items {"type": "image", "image": data} and
-    {"type": "image_url", "image_url": {"url": data}} with data as base64. Raises what `refuse` makes for others."""
+    {"type": "image_url", "image_url": {"url": data}} with data as base64. Raises the error of `refuse` for others."""
     images: list[Image] = []
     stripped = []
     for message in messages:
@@ -126,14 +126,14 @@ def _image(value: Any, where: str, base: Path | None, refuse: Refuse) -> Image:
     if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
         value = value.get("bytes") or value["path"]
     if isinstance(value, str):
-        value = _of_text(value, base, refuse)
+        value = _decode_text(value, base, refuse)
     if not isinstance(value, (bytes, Path)) or not value:
         raise refuse(value, EXPECTED)
     _check(value, refuse)
     return Image(where, value)
 
 
-def _of_text(text: str, base: Path | None, refuse: Refuse) -> bytes | Path:
+def _decode_text(text: str, base: Path | None, refuse: Refuse) -> bytes | Path:
     if _ADDRESS.match(text):
         raise refuse(text, f"{EXPECTED}: addresses are not fetched")
     path = None if base is None or text.startswith("data:") else base / text
@@ -149,7 +149,7 @@ def _of_text(text: str, base: Path | None, refuse: Refuse) -> bytes | Path:
 
 
 def _check(content: bytes | Path, refuse: Refuse) -> None:
-    """Reads no more than the head of the image."""
+    """Raises the error of `refuse` if the header of the image cannot be read."""
     import PIL.Image
 
     try:

@@ -1,4 +1,4 @@
-"""Readers of prompt files by the ending of their names: their rows, one after the other."""
+"""Readers of prompt files, chosen by the ending of the file's name; each yields rows one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
 
-# Characters of a CSV cell: the library's own limit of 131,072 is less than some prompts.
+# Largest CSV cell, in characters: some prompts exceed the csv module's own limit of 131,072.
 MOST_CHARACTERS = 1 << 30
 
 
@@ -26,13 +26,13 @@ class RowReader(Protocol):
 
 
 def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("line N", row), N from 1. Raises InvalidFile naming the line that is no JSON object."""
+    """Yields ("line N", row), N from 1. Raises InvalidFile naming the line that is not a JSON object."""
     with open(path, "rb") as file:
         yield from _rows(path, file)
 
 
 def read_jsonl_gz(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Does the same for a file that gzip has compressed. Raises InvalidFile for one that is damaged."""
+    """Reads a gzip-compressed file as `read_jsonl` does. Raises InvalidFile also for a damaged file."""
     try:
         with gzip.open(path, "rb") as file:
             yield from _rows(path, file)
@@ -43,7 +43,7 @@ def read_jsonl_gz(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rows(path: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         try:
-            # Left to json.loads, a line that begins with ff fe would be UTF-16.
+            # Decoded here, because json.loads reads a line that begins with ff fe as UTF-16.
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise InvalidFile(
@@ -98,7 +98,7 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises InvalidFile naming the line.
     """
     line = 1
-    # A setting of the process: readers have none of their own.
+    # The limit belongs to the process; readers have none of their own.
     csv.field_size_limit(max(MOST_CHARACTERS, csv.field_size_limit()))
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -120,7 +120,7 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields ("row N", row), N from 0.
 
-    Raises InvalidFile where the file is no parquet, NotAvailable without pyarrow.
+    Raises InvalidFile if the file is not a parquet file, NotAvailable without pyarrow.
     """
     # Importing pyarrow takes a third of a second, and most runs read jsonl.
     try:

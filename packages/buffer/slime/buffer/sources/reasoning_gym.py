@@ -1,7 +1,7 @@
 """Data sets of reasoning-gym as prompt files: `reasoning_gym:NAME?size=200&seed=1&...`.
 
 The file is generated once for each name, set of options and version of the package, and kept in the user's cache. The
-metadata of a row name the reward function and hold the entry that it scores with: no further flag is needed.
+metadata of a row names the reward function and holds the entry that it scores with, so no further flag is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.files import whole_file
 
 PREFIX = "reasoning_gym:"
-# The package's own default, a seed of None, would give other prompts after each restart.
+# With the package's own default, a seed of None, each restart would generate other prompts.
 DEFAULTS: dict[str, Any] = {"size": 1000, "seed": 42}
 
 
 def local_file(source: str, flag: str = "--prompt-data") -> str:
-    """Returns the path of the generated file; a source of another kind as it is.
+    """Returns the path of the generated file; any other source is returned as it is.
 
     Raises InvalidSetting for an unknown name or a wrong option, NotAvailable without the package.
     """
@@ -62,7 +62,7 @@ def _value(text: str) -> Any:
 
 
 def _create(name: str, options: dict[str, Any], source: str, flag: str) -> Any:
-    # A package that it needs has code that Python warns of.
+    # A dependency of the package has code with invalid escapes, which Python warns of.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
@@ -72,13 +72,13 @@ def _create(name: str, options: dict[str, Any], source: str, flag: str) -> Any:
         raise InvalidSetting.unknown("reasoning-gym data set", name, sorted(DATASETS), field=flag)
     try:
         return reasoning_gym.create_dataset(name, **options)
-    except Exception as error:  # each data set has its own
+    except Exception as error:  # each data set raises exceptions of its own
         raise _refused("refuses these options", name, source, flag, error) from error
 
 
-def _refused(what: str, name: str, source: str, flag: str, error: Exception) -> InvalidSetting:
+def _refused(problem: str, name: str, source: str, flag: str, error: Exception) -> InvalidSetting:
     return InvalidSetting(
-        f"{flag} {source}: reasoning-gym {what}: {type(error).__name__}: {error}",
+        f"{flag} {source}: reasoning-gym {problem}: {type(error).__name__}: {error}",
         field=flag, value=source, expected=f"options of the data set {name}",
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def _rows(name: str, dataset: Any, source: str, flag: str) -> Iterator[dict[str,
             raise _refused(f"fails at problem {number}", name, source, flag, error) from error
         entry = {"question": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
         kept = json.loads(json.dumps(entry, default=str))
-        # Some scorers want objects that JSON does not keep, tuples for example.
+        # Some scorers need values that JSON does not preserve, such as tuples.
         if number == 0 and dataset.score_answer(item["answer"], entry=item) != dataset.score_answer(
             item["answer"], entry=kept
         ):

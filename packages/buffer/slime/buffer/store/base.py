@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-# Waits for some seconds; returns whether to give up.
+# Waits for the given seconds; returns whether to give up.
 Wait = Callable[[float], bool]
 
 
@@ -35,14 +35,14 @@ class State(enum.StrEnum):
 class Group:
     """One row of `groups`.
 
-    template: an encoded Sample without indexes, what each sample of the group starts as.
+    template: an encoded Sample without indexes, from which each sample of the group starts.
     first_sample, num_samples: sample indexes are [first_sample, first_sample + num_samples).
-    payload: name of the samples in Payloads, None where they are still as the template; sizes: bytes of each sample;
-    checksums: CRC-32 of each sample, none where an older version stored them.
+    payload: name of the samples in Payloads, None while they equal the template; sizes: bytes of each sample;
+    checksums: CRC-32 of each sample, none if an older version of slime stored them.
     summaries: an encoded SealStepResponse with the summaries of this group, once completed.
-    weight_version: of its oldest token, as far as that is known.
-    ended_token, ended_by: the latest lease that ended by a call of its holder: "return", "complete" or "reject"; or by
-    a step that rejected its group: "stale".
+    weight_version: version of the group's oldest token, if known.
+    ended_token, ended_by: the latest lease that a call of its holder ended ("return", "complete" or "reject"), or that
+    a step ended by rejecting the group ("stale").
     """
 
     group_index: int
@@ -84,10 +84,10 @@ class Step:
 class Store(ABC):
     """State of one buffer. Thread-safe: `lock` is held for the length of a transaction; reads outside one are allowed.
 
-    Every method raises DataLoss where the database turns out to be damaged, and Unavailable where it does not answer or
-    another server has taken over. A transaction that ends with Unavailable may have taken place.
+    Every method raises DataLoss if the database is damaged, and Unavailable if it does not answer or another server has
+    taken over. A transaction that ends with Unavailable may have taken place.
 
-    name: where the state lies, for people; older: why a database may be older than its payloads.
+    name: where the state lies, for messages; older: why a database may be older than its payloads, for messages.
     """
 
     lock: threading.RLock  # type: ignore[valid-type]
@@ -95,15 +95,15 @@ class Store(ABC):
     older: str
 
     def check(self) -> None:  # noqa: B027
-        """Raises Unavailable where another server has taken over, for good."""
+        """Raises Unavailable if another server has taken over for good."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
-        """Makes the writes inside it all or nothing; raises OutOfSpace where the disk is full. Not to be nested."""
+        """Makes the writes inside it all or nothing; raises OutOfSpace if the disk is full. Must not be nested."""
 
     @abstractmethod
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the value that was set; not to be changed."""
+        """Returns the value that was stored, which must not be changed; `default` if there is none."""
 
     @abstractmethod
     def put(self, name: str, value: Any) -> None:
@@ -183,7 +183,7 @@ class Store(ABC):
 
     @abstractmethod
     def seal_record(self, step: int) -> dict[str, Any]:
-        """Returns the record made when the step was sealed; empty for one that was not, or with nothing to note."""
+        """Returns the metrics and rejections recorded when the step was sealed; empty if there are none."""
 
     @abstractmethod
     def insert_seal_record(self, step: int, record: dict[str, Any]) -> None: ...
@@ -197,7 +197,7 @@ class Store(ABC):
 
     @abstractmethod
     def prompt_batches(self) -> list[tuple[str, int, int, str | None]]:
-        """Returns (key, added, first group index, digest) of all of them."""
+        """Returns (key, number added, first group index, digest) of all prompts that were added under a key."""
 
     @abstractmethod
     def insert_prompt_batch(self, key: str, added: int, first: int, digest: str | None) -> None: ...
@@ -208,7 +208,7 @@ class Store(ABC):
 
     @abstractmethod
     def insert_evaluation_prompts(self, dataset: str, templates: Sequence[bytes]) -> int:
-        """Returns the position of the first of them."""
+        """Appends templates to an evaluation set; returns the position of the first one."""
 
     @abstractmethod
     def evaluation_datasets(self) -> list[str]: ...
@@ -220,8 +220,8 @@ class Store(ABC):
 class Payloads(ABC):
     """Named byte strings, written once, with names that `payload_name` makes.
 
-    Every method raises Unavailable where the place of the payloads does not answer. name, lost_and_found: where they
-    lie, and where those go that are set aside, for people.
+    Every method raises Unavailable if the storage does not answer. name, lost_and_found: where payloads lie, and where
+    those that are set aside go, for messages.
     """
 
     name: str
@@ -229,15 +229,15 @@ class Payloads(ABC):
 
     @abstractmethod
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
-        """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace; then nothing is left behind."""
+        """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace, and leaves nothing behind then."""
 
     @abstractmethod
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Reads each (offset, length). Raises DataLoss where the payload is gone, unreadable or too short."""
+        """Reads each (offset, length), in bytes. Raises DataLoss if the payload is gone, unreadable or too short."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Returns the size in bytes; None where the payload is gone."""
+        """Returns the size in bytes; None if the payload is gone."""
 
     @abstractmethod
     def set_aside(self, name: str) -> None:
@@ -252,15 +252,15 @@ class Payloads(ABC):
         """Returns the names of all payloads."""
 
     def exist(self) -> bool:
-        """Tells whether there is any payload."""
+        """Returns whether there is any payload."""
         return bool(self.names())
 
     def delete_unfinished(self) -> None:  # noqa: B027
-        """Removes what writes that were interrupted have left; nothing where these leave nothing."""
+        """Removes what interrupted writes have left, if such writes leave anything."""
 
     @abstractmethod
     def owner(self) -> str | None:
-        """Returns the id of the store whose payloads these are, as `claim` has set it."""
+        """Returns the id of the store that these payloads belong to, as `claim` has set it; None if it has not."""
 
     @abstractmethod
     def claim(self, owner: str) -> None: ...

@@ -1,8 +1,8 @@
 """Payloads as files: one file per group, written under a temporary name and renamed.
 
-A file is never written again: a group that is returned and completed later gets a new file, and the old one goes after
-the state names the new one. With `fsync` the file and its directory reach the disk before `write` returns; without it,
-a completed group survives the death of the process but not a power cut (then `read` says so).
+A file is never written again: a group that is returned and completed later gets a new file, and the old one is deleted
+once the state names the new one. With `fsync` the file and its directory reach the disk before `write` returns; without
+it, a completed group survives the death of the process but not a power cut, after which `read` raises DataLoss.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PARTIAL = re.compile(_NAME.pattern + r"\.part")
 
 
 class FilePayloads(Payloads):
-    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those set aside, below `lost+found` beside it.
+    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those that are set aside go below `lost+found` beside it.
 
-    create: make the directory; without it, one that is missing holds nothing.
+    create: create the directory; without it, a missing directory counts as empty.
     """
 
     def __init__(self, directory: Path, *, fsync: bool = False, create: bool = True) -> None:
@@ -83,10 +83,10 @@ class FilePayloads(Payloads):
         path = self.directory / name
         found = []
         try:
-            # Reading a pipe, which a copy may have left in its place, would never end.
+            # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise DataLoss(f"payload {path} is no regular file", field="payload", value=name)
+                    raise DataLoss(f"payload {path} is not a regular file", field="payload", value=name)
                 for offset, length in ranges:
                     file.seek(offset)
                     found.append(file.read(length))
@@ -143,12 +143,12 @@ class FilePayloads(Payloads):
 
 
 def payload_name(group_index: int) -> str:
-    """Returns a new name for samples of a group."""
+    """Returns a new name for the samples of a group."""
     return f"{group_index // GROUPS_PER_DIRECTORY:06d}/{group_index:010d}-{secrets.token_hex(4)}"
 
 
 def group_of(name: str) -> int | None:
-    """Returns the group whose samples a payload holds; None for a name that no payload has."""
+    """Returns the index of the group whose samples a payload holds; None for a name that is not a payload's."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 

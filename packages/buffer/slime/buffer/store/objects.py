@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 OPTIONS = {
     "connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "max_attempts": 4},
     "max_pool_connections": 64,
-    # Samples have checksums of their own, and other stores than Amazon's do not all know these.
+    # Samples have checksums of their own, and not every store besides Amazon's supports these.
     "request_checksum_calculation": "when_required", "response_checksum_validation": "when_required",
 }  # fmt: skip
 GONE = ("NoSuchKey", "404", "NotFound")
@@ -30,7 +30,7 @@ FULL_STATUS = 507
 
 
 class ObjectPayloads(Payloads):
-    """Payloads below `PREFIX/payloads` of a bucket. Raises ConfigError for a URL that leads to none."""
+    """Payloads below `PREFIX/payloads` of a bucket. Raises ConfigError if the bucket cannot be used."""
 
     def __init__(self, url: str) -> None:
         self._bucket, _, prefix = url.partition("://")[2].partition("/")
@@ -97,8 +97,8 @@ class ObjectPayloads(Payloads):
         try:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
         except self._failures as error:
-            # Nothing names it any more: the next start finds it.
-            log.warning("%s/%s stays for now: %s", self.name, name, error)
+            # Nothing names it any more, so the next start sets it aside.
+            log.warning("%s/%s cannot be deleted now: %s", self.name, name, error)
 
     def names(self) -> set[str]:
         start = self._key("")

@@ -1,4 +1,4 @@
-"""Opens the store and the payloads that the settings of a buffer name, and holds what keeps others out of them."""
+"""Opens the store and the payloads that the settings of a buffer name, and holds the locks that keep others out."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Storage:
 
 
 def open_storage(settings: BufferSettings, *, standby: Wait | None = None, existing: bool = False) -> Storage:
-    """Raises ConfigError for what cannot be used, or is used by another server.
+    """Opens the storage of a buffer. Raises ConfigError if it cannot be used, or another server uses it.
 
     standby: see `Buffer`.
-    existing: creates nothing; MissingFile where there is no buffer.
+    existing: create nothing, and raise MissingFile if there is no buffer.
     """
     if existing:
         check_existing(settings)
@@ -49,7 +49,7 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None, exist
             held.callback(directory.close)
             path = directory.path
         elif path is not None and not existing:
-            # Not locked: the right to serve the database is that to its payloads, too, which `_check_owner` ties to it.
+            # Not locked: the lock of the database protects its payloads, too, which `_check_owner` ties to it.
             with path_errors(path, "--buffer-dir"):
                 path.mkdir(parents=True, exist_ok=True)
         if settings.buffer_payloads is not None:
@@ -78,7 +78,7 @@ def open_storage(settings: BufferSettings, *, standby: Wait | None = None, exist
 
 
 def check_existing(settings: BufferSettings) -> None:
-    """Raises MissingFile where --buffer-dir holds no part of a buffer; what a database holds is seen in it."""
+    """Raises MissingFile if --buffer-dir holds no part of a buffer. The store itself checks a database for one."""
     if settings.buffer_dir is None:
         return
     path = Path(settings.buffer_dir)
@@ -93,24 +93,24 @@ def check_existing(settings: BufferSettings) -> None:
         )
 
 
-def _used(directory: Path, why: str) -> InvalidSetting:
-    # Each would take the samples of the other for those that a crash has left.
+def _used(directory: Path, problem: str) -> InvalidSetting:
+    # Each buffer would mistake the samples of the other for leftovers of a crash.
     return InvalidSetting(
-        f"--buffer-dir {directory} {why} another directory", field="--buffer-dir", value=str(directory),
+        f"--buffer-dir {directory} {problem} another directory", field="--buffer-dir", value=str(directory),
         expected="a directory of its own",
     )  # fmt: skip
 
 
 def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
-    """Raises InvalidFile where the payloads are those of another store; new ones become its own, unless `existing`."""
+    """Raises InvalidFile if the payloads belong to another store; claims new ones for `store`, unless `existing`."""
     known, owner = store.get(STORE_ID), payloads.owner()
     if known is not None and owner == known:
         return
-    # A server that was killed before its claim has left none, and no samples.
+    # A server that was killed before it claimed the payloads has left no samples.
     if (existing and owner is not None) or payloads.exist() or store.payload_names():
         raise InvalidFile(
             f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
-            "or name another place for the samples, which is theirs or new as the database is",
+            "or name the place of that database's samples (a new place for a new database)",
             field="--buffer-store", value=store.name, expected="the database that the samples belong to",
         )  # fmt: skip
     if existing:
@@ -122,7 +122,7 @@ def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
 
 
 class Directory:
-    """A directory that one process uses at a time; without a path, a temporary one that goes with `close`."""
+    """A directory that one process uses at a time; without a path, a temporary one that `close` removes."""
 
     def __init__(self, path: str | None) -> None:
         self._scratch: ScratchDirectory | None = None

@@ -32,9 +32,9 @@ CLOSE_SECONDS = 10.0
 class PostgresStore(SqlStore):
     """The state in the first schema of the search path. Raises ConfigError for a database that cannot be used.
 
-    has_payloads: whether there are samples that only another database can know: then no state is created.
+    has_payloads: returns whether there are samples, which a new database would not know; if so, no state is created.
     standby: see `PostgresSession.start`.
-    existing: creates no state; MissingFile where there is none.
+    existing: create no state, and raise MissingFile if there is none.
     """
 
     in_list = "group_index = ANY(?)"
@@ -65,7 +65,7 @@ class PostgresStore(SqlStore):
             raise
 
     def check(self) -> None:
-        # A store that is in use will notice by itself.
+        # A call that holds the lock notices a takeover by itself.
         if self.lock.acquire(blocking=False):
             try:
                 with suppress(Unavailable, self._psycopg.Error):
@@ -115,19 +115,19 @@ class PostgresStore(SqlStore):
                 f"{self.name}: schema version {rows[0][0]}, expected at most {VERSION}: made by a newer slime-buffer",
                 field=STORE, value=rows[0][0], expected=f"at most {VERSION}",
             )  # fmt: skip
-        # Reads every row, also the values that lie outside of their tables: a damaged page is an error.
+        # Reads every row, values stored out of line included: a damaged page raises an error.
         for table in TABLES:
             self._session.connection.execute(f"SELECT count(hashtext(t::text)) FROM {table} t")
 
-    def _lost(self, what: str) -> InvalidFile:
+    def _lost(self, problem: str) -> InvalidFile:
         return InvalidFile(
-            f"{self.name}: {what}, and there are samples that belong to it: restore the database from a backup, or "
+            f"{self.name}: {problem}, and there are samples that belong to it: restore the database from a backup, or "
             "move the samples away to start afresh",
             field=STORE, value=self.name, expected="the database that the samples belong to",
         )  # fmt: skip
 
     def _ready(self, wait_seconds: float = OUTAGE_SECONDS) -> None:
-        """Connects again where the connection is broken. Raises Unavailable where that fails, or does not help."""
+        """Reconnects if the connection is broken. Raises Unavailable if that fails, or cannot save a transaction."""
         if self._session.connection.closed:
             if self._in_transaction:
                 raise Unavailable(f"{self.name}: the connection broke during a transaction")
@@ -158,7 +158,7 @@ class PostgresStore(SqlStore):
                 self._in_transaction = False
 
     def _again(self, query: str, values: Sequence[Any] = ()) -> Any:
-        """Executes outside of a transaction, a second time where the connection turns out to be broken."""
+        """Executes a query outside of a transaction, a second time if the connection turns out to be broken."""
         for attempt in range(2):
             self._ready()
             try:
@@ -204,7 +204,7 @@ class PostgresStore(SqlStore):
             )  # fmt: skip
         if self._session.connection.closed or state[:2] in PASSING:
             if state[:2] in ("57", "25"):
-                # A database that stops, or lets nobody write any more: another connection may lead to one that does.
+                # The database stops, or accepts no more writes: another connection may reach a server that does.
                 self._session.connection.close()
             return Unavailable(f"{self.name} does not answer: {line(error)}")
         if isinstance(error, self._psycopg.DataError) and "NUL" in str(error):
@@ -214,7 +214,7 @@ class PostgresStore(SqlStore):
     def close(self) -> None:
         self._session.close()
         if not self.lock.acquire(timeout=CLOSE_SECONDS):
-            # A call waits for a database that is there and does not answer.
+            # A call holds the lock while it waits for a database that is connected but does not answer.
             self._session.cut()
             self.lock.acquire()
         try:

@@ -1,8 +1,8 @@
 """The buffer's connection to PostgreSQL, which at most one server of a database holds at a time.
 
-It holds an advisory lock of its session, and every statement goes through that session: a server whose connection
-breaks can no longer write. A server that starts also raises the `epoch` of the database, so one whose connection comes
-back knows whether another has served meanwhile; then it never writes again.
+The session holds an advisory lock, and every statement goes through the session, so a server whose connection breaks
+can no longer write. A server that starts also raises the `epoch` of the database. A server that reconnects thereby
+knows whether another one has served meanwhile; if so, it never writes again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from slime.types.errors import (
 
 log = logging.getLogger(__name__)
 
-# First key of the advisory lock, whose second is the schema: locks are shared by all programs of a database.
+# First key of the advisory lock; the second one is the schema. All programs that use a database share its locks.
 LOCK_CLASS = 0x51173
 # Seconds to wait for the lock: the database notices within 20 seconds that a server's machine is gone, and frees it.
 LOCK_SECONDS = 30.0
-# Most seconds that a call waits for a broken connection. Clients allow it 10 seconds beyond its own wait, and retry it.
+# Longest wait of a call for a broken connection, in seconds. Clients allow 10 seconds beyond their own wait, and retry.
 OUTAGE_SECONDS = 6.0
 PAUSE_SECONDS = 0.2
 CONNECTION = {
@@ -58,7 +58,7 @@ class StandbyEnded(SlimeError):
 
 @dataclass
 class _Outage:
-    """A broken connection: since when, and the last attempt to make another."""
+    """A broken connection: when it was noticed, and the last attempt to reconnect. Times are monotonic seconds."""
 
     since: float
     tried_at: float = 0.0
@@ -83,7 +83,7 @@ class PostgresSession:
     def start(self, standby: Wait | None) -> None:
         """Connects and takes the right to serve. Raises ConfigError for a database that cannot be used.
 
-        standby: waits as long as another server uses the database, and calls this meanwhile. Without it the wait is
+        standby: called again and again while another server uses the database. Without it the wait ends after
         LOCK_SECONDS, enough for the lock of a server that has just died.
         """
         self.open()
@@ -144,15 +144,15 @@ class PostgresSession:
     def _acquire(self, standby: Wait | None) -> None:
         """Waits until no other server uses the database."""
         deadline = time.monotonic() + LOCK_SECONDS
-        told = False
+        warned = False
         while not self._locked(standby):
             if standby is None and time.monotonic() >= deadline:
                 raise InvalidSetting.must_be(
                     STORE, "a database or schema of its own", got=self.name, reason=f"{self._holder()} uses it"
                 )
-            if not told:
+            if not warned:
                 log.warning("%s: %s uses it; waiting for its end", self.name, self._holder())
-                told = True
+                warned = True
             self._pause(standby)
 
     def _locked(self, standby: Wait | None) -> bool:
@@ -188,7 +188,7 @@ class PostgresSession:
         if self._lost is None:
             self._lost = _Outage(time.monotonic())
         lost = self._lost
-        # A call that waited for another's attempt makes none of its own.
+        # A call that waited for another call's attempt makes none of its own.
         if lost.error is not None and time.monotonic() - lost.tried_at < PAUSE_SECONDS:
             raise lost.error
         while True:
@@ -226,7 +226,7 @@ class PostgresSession:
         self._closing.set()
 
     def cut(self) -> None:
-        """Closes the connection from another thread, also while a call waits for an answer."""
+        """Closes the connection from another thread, even while a call waits for an answer."""
         with suppress(OSError, self.psycopg.Error), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
 
@@ -256,12 +256,12 @@ def _load() -> Any:
 
 
 def line(error: BaseException) -> str:
-    """Returns the first line of a message: the rest is the query and hints."""
+    """Returns the first line of an error's message; the others are the query and hints."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def look(url: str) -> str:
-    """Returns which server uses a database, '' for none. Raises ConfigError for a database that cannot be used."""
+    """Returns the server that uses a database, '' for none. Raises ConfigError for a database that cannot be used."""
     session = PostgresSession(url)
     session.open()
     with session.connection:

@@ -35,7 +35,7 @@ CREATE TABLE evaluation_prompts (
 );
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-# Newer than version 1, whose readers do not depend on it.
+# Added after version 1; older readers do not depend on it.
 ADDED = "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)"
 TABLES = ("groups", "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
 LISTS = ("sizes", "checksums")
@@ -47,12 +47,12 @@ INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_COLUMNS)}, payload_bytes) 
 class SqlStore(Store):
     """A store whose database takes the queries below, with `?` for a value."""
 
-    # Condition for an index in a list, which is one value: databases limit the number of values.
+    # Condition that matches a list of indexes, passed as one value: databases limit the number of values.
     in_list: str
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # Read on every call, written by few; emptied when a transaction fails.
+        # Cached, because every call reads values and few write them; emptied when a transaction fails.
         self._values: dict[str, Any] = {}
 
     @abstractmethod
@@ -144,7 +144,7 @@ class SqlStore(Store):
         return next(map(_group, self._rows(SELECT_GROUPS + "WHERE ended_token = ?", token)), None)
 
     def due_leases(self, now: float) -> list[int]:
-        # Sorted here: for an ORDER BY, SQLite walks the table in that order and leaves out the index of expiries.
+        # Sorted here: with ORDER BY, SQLite would scan the table in that order and not use the index of expiries.
         return sorted(i for (i,) in self._rows("SELECT group_index FROM groups WHERE expires_at <= ?", now))
 
     def next_expiry(self) -> float | None:

@@ -1,7 +1,7 @@
 """State in a SQLite database (WAL), through one connection.
 
 `synchronous` is NORMAL or FULL. With NORMAL a committed transaction survives the death of the process; a power cut may
-take the latest ones but leaves the database whole. With FULL it survives the power cut too.
+undo the latest transactions but leaves the database consistent. With FULL they survive a power cut, too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 
 
 class SqliteStore(SqlStore):
-    """The state below `path`. Raises InvalidFile if the database has a newer schema, is damaged, or is no database.
+    """The state in the file `path`. Raises InvalidFile if it has a newer schema, is damaged, or is not a database.
 
-    has_payloads: payload files exist, which only an existing database can list: then no new one is made.
+    has_payloads: payloads exist, which a new database would not know; if so, none is created.
     """
 
     older = "it was copied without its -wal file, or a power cut took its end"
@@ -87,10 +87,10 @@ class SqliteStore(SqlStore):
             self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
         self._connection.execute(ADDED)
 
-    def _lost(self, what: str) -> InvalidFile:
+    def _lost(self, problem: str) -> InvalidFile:
         return InvalidFile(
-            f"{self.path}: the payloads beside it hold samples, and {what}: restore the database, with its -wal file, "
-            "from a backup (slime-buffer backup), or move the payloads away to start afresh",
+            f"{self.path}: the payloads beside it hold samples, and {problem}: restore the database, with its -wal "
+            "file, from a backup (slime-buffer backup), or move the payloads away to start afresh",
             field="buffer_dir",
             value=str(self.path),
             expected="the database that the payloads belong to",
