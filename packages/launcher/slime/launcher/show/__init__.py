@@ -1,1 +1,1 @@
-"""`slime show`, `slime runs` and `slime compare`: look at the directories of runs, while they go on and afterwards."""
+"""`slime show`, `slime runs` and `slime compare`: show the directories of runs, while they run and afterwards."""

@@ -1,7 +1,7 @@
-"""Answers to the requests of the page: what a run's directory says, in pieces that a browser can show at once.
+"""Answers to the requests of the page: the content of a run's directory, in pieces that a browser can show at once.
 
-A request is a name and parameters, as in "samples?run=0&step=12". The server answers each as it comes; `--html` writes
-the answers to a bounded choice of them into the file, and the page finds them there.
+A request is a name and parameters, as in "samples?run=0&step=12". The server answers each request as it comes; `--html`
+writes the answers to a bounded choice of requests into the file, where the page finds them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from slime.launcher.show.run_files import RunFiles, finite
 from slime.launcher.show.token_texts import TokenTexts
 from slime.types.errors import InvalidField, InvalidFile
 
-# Rows of a curve; more are averaged to as many.
+# Most points of a curve; more rows are averaged.
 POINTS = 1000
 PAGE = 64
 MOST_PAGE = 512
 SHORT_TEXT = 300
-# Rows on each side of a sample that are checked with it: its group is among them.
+# Rows on each side of a sample that are checked with it; they include its group.
 NEIGHBOURS = 32
-# Tokens of one sample that are sent.
+# Most tokens of one sample that are sent.
 MOST_TOKENS = 40_000
-# Seconds of each request in which further samples are checked, and the samples and tokens that are checked together.
+# Time in each request for checking further samples, and the samples and tokens that are checked together.
 CHECK_SECONDS = 0.3
 CHECKED_ROWS = 1024
 CHECKED_TOKENS = 4_000_000
-# Findings that are sent, and that are kept of one file.
+# Most findings that are sent, and that are kept of one file.
 MOST_FINDINGS = 500
 MOST_OF_FILE = 10_000
 LIGHT = (
@@ -49,8 +49,8 @@ Number = TypeVar("Number", int, float)
 
 @dataclass
 class CheckedFile:
-    """The state of the checks of a file of samples. modified: when the file was written. rows: how many are checked.
-    whole: all of them."""
+    """The state of the checks of a file of samples. modified: when the file was written. rows: number of rows that are
+    checked. whole: all rows are checked."""
 
     modified: float
     rows: int = 0
@@ -59,15 +59,15 @@ class CheckedFile:
 
 
 class Answers:
-    """Answers about some runs, which may go on meanwhile. Thread-safe."""
+    """Answers about some runs, which may still be running. Thread-safe."""
 
     def __init__(self, runs: Sequence[RunFiles], *, regrade: bool = False) -> None:
-        """regrade: grade kept samples again, which runs the reward function that a run names."""
+        """regrade: grade kept samples again; executes the reward function that a run names."""
         self.runs = list(runs)
         self._regrade = regrade
         self._tokens = [TokenTexts(_model_directories(run)) for run in runs]
         self._checked: list[dict[Path, CheckedFile]] = [{} for _ in runs]
-        # Requests come from several threads, and a file is checked on from where the last one ended.
+        # Requests come from several threads, and each continues a file's check where the last one ended.
         self._checking = threading.Lock()
         self._calls: dict[str, Callable[[Query], Any]] = {
             "runs": self.overview, "curves": self.curves, "settings": self.settings, "steps": self.steps,
@@ -75,13 +75,13 @@ class Answers:
         }  # fmt: skip
 
     def answer(self, name: str, query: Query) -> Any:
-        """Raises InvalidField for an unknown request, or a parameter that does not fit."""
+        """Answers a request with a JSON value. Raises InvalidField for an unknown request or an invalid parameter."""
         if name not in self._calls:
             raise InvalidField("request", name, f"one of {', '.join(self._calls)}")
         return self._calls[name](query)
 
     def overview(self, query: Query) -> list[dict[str, Any]]:
-        """Returns state, progress and scores of every run, and what failed."""
+        """Returns state, progress, scores and errors of every run."""
         return [self._summary(number, run) for number, run in enumerate(self.runs)]
 
     def _summary(self, number: int, run: RunFiles) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Answers:
         """Returns all metrics by step; with `after`, only of later steps, unless a curve would have too many points."""
         run = self._run(query)
         edition, rows = run.edition_and_steps()
-        # The last step that a page knows lies between two where they were averaged.
+        # If steps were averaged, the last one that a page knows lies between two of them.
         after = _number(query, "after", -1.0, least=-1.0)
         whole = len(rows) > POINTS or after < 0 or _number(query, "edition", edition) != edition
         chosen = rows if whole else [row for row in rows if row["step"] > after]
@@ -116,7 +116,7 @@ class Answers:
         }  # fmt: skip
 
     def settings(self, query: Query) -> list[dict[str, Any]]:
-        """Returns every setting with its value in each run; `told` where one of them was given it."""
+        """Returns every setting with its value in each run; `told`: a user gave it to one of them."""
         names = sorted({name for run in self.runs for name in run.settings})
         rows = []
         for name in names:
@@ -176,17 +176,17 @@ class Answers:
         }  # fmt: skip
 
     def checks(self, query: Query) -> dict[str, Any]:
-        """Returns the checks and what they found so far; every call checks further samples for a moment."""
+        """Returns the checks and their findings so far; every call checks further samples for a moment."""
         number, run = _number(query, "run", 0), self._run(query)
         files = run.kept()
         done = self._checked[number]
         until = time.monotonic() + CHECK_SECONDS
-        # The newest first, then what lies farthest from those that are done.
+        # The newest file first, then the files farthest from those that are checked.
         for file in [*files[-1:], *spread(files)]:
             is_new = file.path not in done or not done[file.path].whole
             if is_new or file is files[-1]:
                 self._check(number, file, until)
-            # A call does at least one part, or nobody would see the end.
+            # Each call checks at least one part, so that the checks come to an end.
             if is_new and time.monotonic() > until:
                 break
         found = [
@@ -206,7 +206,7 @@ class Answers:
         }  # fmt: skip
 
     def pairs(self, query: Query) -> dict[str, Any]:
-        """Returns samples before and after: of the first and the last evaluation, or of the first and the last step."""
+        """Returns samples before and after training: of the first and last evaluation, or the first and last step."""
         files = self._run(query).kept()
         chosen = [file for file in files if file.evaluation] or files
         if len(chosen) < 2:
@@ -217,7 +217,7 @@ class Answers:
                 [_light(i, r, []) for i, r in enumerate(read_rows(f.path, LIGHT, stop=PAGE))] for f in (first, last)
             )
         except InvalidFile:
-            # The checks tell which file cannot be read.
+            # The checks report which file cannot be read.
             return {"before": None, "after": None, "pairs": []}
         by_prompt = {(row["dataset"], row["prompt"]): row for row in reversed(new)}
         pairs = [[row, by_prompt.get((row["dataset"], row["prompt"]))] for row in old]
@@ -226,7 +226,10 @@ class Answers:
         return {"before": first.step, "after": last.step, "eval": first.evaluation, "pairs": pairs}
 
     def _check(self, number: int, file: KeptFile, until: float = math.inf) -> list[SampleFinding]:
-        """Checks a file to its end or until that time, and returns its findings. A resumed run may write it again."""
+        """Checks a file to its end or until a time (monotonic seconds); returns its findings.
+
+        A resumed run may write the file again.
+        """
         with self._checking:
             return self._check_alone(number, file, until)
 
@@ -235,7 +238,7 @@ class Answers:
         try:
             modified = file.path.stat().st_mtime
         except OSError:
-            # A run that resumes removes the samples of the steps that it does again.
+            # A run that resumes removes the samples of the steps that it repeats.
             return []
         if file.path not in done or done[file.path].modified != modified:
             done[file.path] = CheckedFile(modified)
@@ -267,7 +270,7 @@ class Answers:
         checked.rows += len(rows)
 
     def _page_findings(self, number: int, file: KeptFile, start: int, stop: int) -> list[SampleFinding]:
-        """Returns the findings of some rows: of a large file that is not checked yet, from these rows alone."""
+        """Returns the findings of some rows. In a large file that is not checked yet, only these rows are checked."""
         done = self._checked[number].get(file.path)
         if (done is not None and done.whole) or count_rows(file.path) <= ROW_GROUP:
             return self._check(number, file)
@@ -299,7 +302,7 @@ class Answers:
 
 
 def spread(files: Sequence[KeptFile]) -> list[KeptFile]:
-    """Orders files: both ends first, then the middle of gaps, so that those still missing are spread evenly."""
+    """Orders files: both ends first, then the middles of the gaps, so that every beginning is spread evenly."""
     order: list[int] = []
     stride = 1 << max(0, len(files) - 1).bit_length()
     seen: set[int] = set()
@@ -311,6 +314,7 @@ def spread(files: Sequence[KeptFile]) -> list[KeptFile]:
 
 
 def ranges(steps: Sequence[int]) -> list[list[int]]:
+    """Returns ascending steps as ranges [first, last]."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:
@@ -323,7 +327,7 @@ def ranges(steps: Sequence[int]) -> list[list[int]]:
 def _thinned(
     steps: list[float], values: dict[str, list[float | None]]
 ) -> tuple[list[float], dict[str, list[float | None]]]:
-    """Returns means over as many neighbouring rows as make `POINTS` of them."""
+    """Returns `POINTS` means, each over neighbouring rows."""
     edges = np.linspace(0, len(steps), POINTS + 1).astype(int)[:-1]
     counts = np.diff([*edges, len(steps)])
     thinned: dict[str, list[float | None]] = {}
@@ -336,7 +340,7 @@ def _thinned(
 
 
 def _rounded(value: float | None) -> float | None:
-    """Rounds to six digits: more than a curve shows, and half the size of all of them."""
+    """Rounds to six digits, more than a curve shows: half the size of all digits."""
     return None if value is None else float(f"{value:.6g}")
 
 

@@ -1,6 +1,6 @@
 """Checks of kept samples for faults that curves do not show: masks, weight versions, log-probs and rewards.
 
-Each looks at the samples of one file together, for rewards are compared within a group.
+Each check gets the samples of one file together, because rewards are compared within a group.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from slime.rollout.settings.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import counted
 
 Row = dict[str, Any]
-# Natural-log units: far beyond what precisions differ by, mean over a response.
+# Mean difference of log-probs over a response, in nats: far more than two precisions differ by.
 FAR_APART = 0.1
-# So many times closer than in place, where log-probs are those of the neighbouring token.
+# Log-probs that fit so many times better when shifted by one token belong to the neighbouring token.
 SHIFT_FACTOR = 4.0
 # No bound on the age of weights.
 ANY_AGE = 1 << 30
@@ -31,8 +31,8 @@ COLUMNS = (
 class Rules:
     """Facts about the run.
 
-    staleness: the most iterations between the weights of a sample and its training.
-    masks_old: tokens of older weights are masked on purpose. random: rewards are.
+    staleness: the most iterations between the weights of a sample and the training on it.
+    masks_old: tokens of older weights are masked on purpose. random: rewards are random.
     """
 
     staleness: int = 0
@@ -43,8 +43,8 @@ class Rules:
     def of(cls, settings: dict[str, Any], *, asynchronous: bool) -> Rules:
         interval = int(settings.get("update_weights_interval") or 1)
         ahead = int(settings.get("async_buffer_size") or 1) if asynchronous else 0
-        # Work that was given back goes on with newer weights; its first tokens may be of any age. So may recorded
-        # rollouts, and those of a function of the user.
+        # Groups that were given back continue with newer weights, so their first tokens may be of any age. The same
+        # holds for recorded rollouts, and for samples of a user's rollout function.
         function = settings.get("rollout_function_path", DEFAULT_ROLLOUT_FUNCTION)
         any_age = function != DEFAULT_ROLLOUT_FUNCTION or any(
             settings.get(name) for name in ("partial_rollout", "load_debug_rollout_data", "fully_async")
@@ -59,7 +59,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SampleFinding:
-    """A fault that a check found in a sample. row: the sample's place in its file."""
+    """A fault that a check found in a sample. row: the sample's row in its file."""
 
     check: str
     row: int
@@ -72,7 +72,7 @@ class SampleFinding:
 def mask(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
     for number, row in enumerate(rows):
         values = row["loss_mask"]
-        # Conversations of a supervised run come from no model.
+        # In a supervised run, no model generated the conversations.
         from_model = row["spans"] or row["engine_log_probs"] is not None
         if values is None or not np.any(values) or not from_model:
             continue
@@ -85,7 +85,7 @@ def mask(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
             )
             continue
         foreign, missed = np.flatnonzero(trained & ~generated), np.flatnonzero(generated & ~trained)
-        # Without spans a log-prob of 0 says nothing: a model may be that sure.
+        # Without spans a log-prob of 0 proves nothing: a model may be that sure.
         if len(foreign) and row["spans"]:
             yield SampleFinding("mask", number, f"trains on {_places(foreign)}, which the model did not generate")
         if len(missed) and not rules.masks_old:
@@ -130,7 +130,7 @@ def weights(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
 
 
 def rewards(rows: list[Row], rules: Rules) -> Iterator[SampleFinding]:
-    """Yields rewards that contradict the responses of their group, whatever the reward function is."""
+    """Finds rewards that contradict the responses of their group, whatever the reward function is."""
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         if row["reward"] is not None and not rules.random:
@@ -191,7 +191,7 @@ def run_checks(rows: list[Row], rules: Rules) -> list[SampleFinding]:
 
 
 def _generated(row: Row) -> np.ndarray:
-    """[R] bool: the tokens that a model generated, by their spans or, without any, by the engine's log-probs."""
+    """Returns [R] bool: the tokens that a model generated, by their spans or else by the engine's log-probs."""
     found = np.zeros(row["response_length"] or 0, bool)
     for span in row["spans"] or ():
         found[span["start"] : span["end"]] = True
@@ -202,7 +202,7 @@ def _generated(row: Row) -> np.ndarray:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the mean distance where both are known; NaN where none is."""
+    """Returns the mean distance over tokens that both have; NaN if there are none."""
     known = np.isfinite(a) & np.isfinite(b)
     return float(np.abs(a - b)[known].mean()) if known.any() else float("nan")
 

@@ -38,7 +38,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         print(printable(f"slime: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader, `head` for one, has had enough.
+        # The reader, such as `head`, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -147,7 +147,7 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
 
 
 def serve(answers: Answers, port: int = 0) -> PageServer:
-    """Serves the page in threads until `shutdown`. Raises InvalidSetting where the port is taken."""
+    """Serves the page in threads until `shutdown`. Raises InvalidSetting if the port is taken."""
     from slime.launcher.show.html_page import page
     from slime.launcher.show.server import PageServer
 
@@ -166,7 +166,7 @@ def serve(answers: Answers, port: int = 0) -> PageServer:
 
 @contextmanager
 def watched(directory: Path, wanted: bool) -> Iterator[None]:
-    """Serves the page of a run while the block goes on, if that is wanted, and prints its address."""
+    """Serves the page of a run during the block and prints its address, if `wanted`."""
     if not wanted:
         yield
         return
@@ -182,10 +182,10 @@ def watched(directory: Path, wanted: bool) -> Iterator[None]:
 
 
 def _console() -> Console:
-    # A pipe gets whole lines. Names and settings may hold brackets, which are no markup.
+    # A pipe gets whole lines. Brackets in names and settings are not markup.
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def _has_display() -> bool:
-    """Tells whether there is a display: without one, a browser of the terminal would take it over."""
+    """Returns whether there is a display: without one, a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

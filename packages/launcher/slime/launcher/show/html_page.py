@@ -1,4 +1,4 @@
-"""The page as one HTML text: its styles and scripts inside, and for a file also the data."""
+"""The page as one HTML text with its styles and scripts, and in a file also with its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.types.files import check_own_file, write_whole
 
 STYLES = ("style.css",)
 SCRIPTS = ("data.js", "elements.js", "charts.js", "curves.js", "samples.js", "app.js")
-# In a file: steps and evaluations whose samples are inside, those of each that are shown, and these with their tokens.
+# In a file: most steps and evaluations with samples, most samples of each, and most samples of each with their tokens.
 FILE_STEPS = 24
 FILE_EVALUATIONS = 8
 FILE_SAMPLES = 32
@@ -31,15 +31,15 @@ CHECK_CALLS = 40
 
 
 def page(title: str, embedded: dict[str, Any] | None = None) -> str:
-    """Returns the page as HTML. embedded: answers by request, for a page that has no server to ask; and `note`, what it
-    leaves out."""
+    """Returns the page as HTML. embedded: answers by request, for a page without a server, and a `note` on what they
+    leave out."""
     folder = resources.files(__package__) / "page"
     text = (folder / "index.html").read_text(encoding="utf-8")
     style = "\n".join((folder / name).read_text(encoding="utf-8") for name in STYLES)
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
     connect = "'none'" if embedded else "'self'"
     parts = {
-        # Nothing else runs, whatever a model wrote.
+        # The browser executes nothing else, whatever a model wrote.
         "POLICY": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:",
         "STYLE": style,
@@ -55,7 +55,7 @@ def page(title: str, embedded: dict[str, Any] | None = None) -> str:
 def write_html(path: Path, answers: Answers) -> int:
     """Writes a file that needs neither server nor network; returns its size in bytes.
 
-    Raises InvalidSetting where `path` is no place for a file.
+    Raises InvalidSetting if `path` cannot be written or holds another file.
     """
     check_own_file(path, SIGN, "page of a run", field="--html")
     text = page(_title(answers.runs), embed(answers))
@@ -69,7 +69,7 @@ def _title(runs: list[RunFiles]) -> str:
 
 
 def embed(answers: Answers) -> dict[str, Any]:
-    """Answers to the requests that the page makes, for a choice of samples."""
+    """Returns the answers to the requests that the page makes, for a choice of samples."""
     found: dict[str, Any] = {}
     room = MOST_BYTES
 
@@ -101,7 +101,7 @@ def embed(answers: Answers) -> dict[str, Any]:
             try:
                 answer = add("samples", run=number, step=file.step, kind=kind, start=0)
             except InvalidFile:
-                # The checks tell that it cannot be read.
+                # The checks report that it cannot be read.
                 continue
             kept[kind].append(file.step)
             rows = answer["rows"] = answer["rows"][:FILE_SAMPLES]
@@ -111,9 +111,9 @@ def embed(answers: Answers) -> dict[str, Any]:
                 add("sample", run=number, step=file.step, kind=kind, row=row["row"])
         found[request("steps", {"run": number})] = {kind: ranges(steps) for kind, steps in kept.items()}
         total = len(run.kept())
-        whose = f"{run.name}: " if len(answers.runs) > 1 else ""
+        run_name = f"{run.name}: " if len(answers.runs) > 1 else ""
         notes.append(
-            f"{whose}{samples} samples of {sum(map(len, kept.values()))} of {total} steps and evaluations, "
+            f"{run_name}{samples} samples of {sum(map(len, kept.values()))} of {total} steps and evaluations, "
             f"at most {FILE_SAMPLES} of each, {FILE_TOKENS} of these token by token"
         )
     found["note"] = f"This file holds a choice of the samples: {'; '.join(notes)}. `slime show` shows all of them."
@@ -145,7 +145,7 @@ def _in_html(text: str) -> str:
 
 
 def _in_script(value: Any) -> str:
-    """Encodes JSON that ends no script: what a model wrote may hold `</script>`."""
+    """Encodes JSON that cannot end a script, although text of a model may hold `</script>`."""
     return (
         json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     )

@@ -1,4 +1,4 @@
-"""`slime runs` lists runs; `slime compare` sets two or more side by side."""
+"""Tables of runs: a list for `slime runs`, runs side by side for `slime compare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from slime.launcher.metrics.printable import printable
 from slime.launcher.show.run_files import LAST, RunFiles, finite
 
-# Metrics of the comparison, where the runs have them.
+# Metrics to compare, if the runs have them.
 COMPARED = (
     "rollout/raw_reward", "rollout/response_lengths", "rollout/truncated_ratio", "rollout/zero_std_ratio",
     "rollout/staleness", "train/loss", "train/grad_norm", "train/entropy_loss", "train/pg_clipfrac",
@@ -52,7 +52,7 @@ def listing(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def compared(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Returns differences of settings, and the ends of the curves: means of the last steps of each run."""
+    """Returns the settings that differ, and means of each metric over the last steps of each run."""
     names = sorted({name for run in runs for name in run.settings})
     settings = {name: [run.settings.get(name) for run in runs] for name in names}
     metrics = {key: [_end(run, key) for run in runs] for key in COMPARED}

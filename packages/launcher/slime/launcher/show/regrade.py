@@ -1,6 +1,6 @@
-"""Grades kept samples again by the run's own reward function, to find rewards that went to another sample.
+"""Grades kept samples again with the run's own reward function, to find rewards that went to another sample.
 
-A custom reward function is code of whoever made the run, so this happens only where the user asks for it.
+A custom reward function is code of the run's author, so this happens only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 class RewardArgs(SimpleNamespace):
-    """The settings of a run as the `args` of its reward function; what run.yaml leaves out is None."""
+    """The settings of a run as the `args` of its reward function; settings that run.yaml leaves out are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -30,7 +30,7 @@ class RewardArgs(SimpleNamespace):
 
 
 def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
-    """Returns a finding for each sample whose reward is another one when it is graded again."""
+    """Returns a finding for each sample that gets another reward when it is graded again."""
     graded = [row for row in rows if row["reward"] is not None]
     args = RewardArgs(**settings)
     again = asyncio.run(_grade(args, [_sample(row) for row in graded]))

@@ -1,4 +1,4 @@
-"""A run as its directory has it: metrics, settings, state and kept samples, read on as the run writes on."""
+"""Reads a run's directory: metrics, settings, state and kept samples, while the run writes them and afterwards."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slime.types.errors import InvalidSetting
 
 METRICS = "metrics.jsonl"
 MARKS = (SETTINGS, METRICS, STATE)
-# Directories below which runs are looked for.
+# Depth of directories in which runs are searched.
 DEPTH = 3
-# Steps that the reward in a list of runs is the mean of.
+# Number of last steps whose mean reward a list of runs shows.
 LAST = 3
 LOG_TAIL_BYTES = 64 << 10
 LOG_LINES = 30
@@ -43,7 +43,7 @@ def is_run(directory: Path) -> bool:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Returns the runs in `directory`, which may be one itself, by their names."""
+    """Returns the runs below `directory`, which may itself be one, sorted by name."""
     found: list[Path] = []
 
     def visit(path: Path, depth: int) -> None:
@@ -67,10 +67,10 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 class RunFiles:
-    """One run. Thread-safe; what is read once is not read again."""
+    """The files of one run. Thread-safe; nothing is read twice."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        """Raises InvalidSetting where `path` holds no run."""
+        """Raises InvalidSetting if `path` holds no run. name: how to show the run (default: its directory's name)."""
         if not is_run(path):
             found = f"it has none of {', '.join(MARKS)}" if path.is_dir() else "there is no such directory"
             if path.is_dir() and find_runs(path):
@@ -93,11 +93,11 @@ class RunFiles:
         self.edition = 0
 
     def steps(self) -> list[dict[str, Any]]:
-        """Returns the rows of metrics.jsonl that are no evaluations, so far. The rows must not be changed."""
+        """Returns the rows of metrics.jsonl so far, without evaluations. The rows must not be changed."""
         return self.edition_and_steps()[1]
 
     def edition_and_steps(self) -> tuple[int, list[dict[str, Any]]]:
-        """Returns rows and the edition that they are of; other threads may read on meanwhile."""
+        """Returns the edition and its rows so far; other threads may read further rows meanwhile."""
         with self._lock:
             self._read_on()
             return self.edition, self._steps[:]
@@ -120,7 +120,7 @@ class RunFiles:
                 data = file.read()
         except FileNotFoundError:
             return
-        # The last line may not be whole yet.
+        # The last line may still be incomplete.
         whole = data[: data.rfind(b"\n") + 1]
         self._read_to += len(whole)
         for line in whole.splitlines():
@@ -174,8 +174,8 @@ class RunFiles:
             modified = (self.path / DIRECTORY).stat().st_mtime_ns
         except OSError:
             return []
-        # A directory changes with every file, so its listing is kept. A file that came within one tick of the clock
-        # after the listing would not show in the time.
+        # The listing is kept while the directory's time does not change. A file that came within one tick of the clock
+        # after the listing would not change that time.
         if modified != self._kept_at or time.time_ns() - modified < LISTING_NS:
             self._kept = kept_files(self.path)
             self._places = {(file.step, file.evaluation): file for file in self._kept}
@@ -187,7 +187,7 @@ class RunFiles:
         return self._places.get((step, evaluation))
 
     def scores(self) -> dict[str, list[tuple[int, float]]]:
-        """Returns (iterations, score) of each evaluation set, in order."""
+        """Returns [(iterations before the evaluation, score), ...] of each evaluation set, in order."""
         found: dict[str, list[tuple[int, float]]] = {}
         for row in self.evaluations():
             for name, value in evaluation_scores(row).items():
@@ -201,7 +201,8 @@ class RunFiles:
         return sum(values) / len(values) if values else None
 
     def started(self) -> float | None:
-        """Returns seconds since 1970; of a run without state.json the time of its settings."""
+        """Returns when the run started, in seconds since 1970; without state.json, when its oldest known file was
+        written; None if that is unknown."""
         started = self.state.started
         if started is None:
             for name in MARKS:
@@ -210,7 +211,7 @@ class RunFiles:
         return started
 
     def failures(self) -> list[dict[str, Any]]:
-        """Returns the last lines with an error in the log of each service, and what follows them."""
+        """Returns the last error in the log of each service, with the lines that follow it."""
         found = []
         for path in sorted((self.path / "logs").glob("*.log")):
             # A pipe would wait for its writer.
@@ -235,7 +236,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses aliases, which a run never writes: a few lines of them can stand for more text than there is memory."""
+    """Refuses aliases, which a run never writes: a few lines of them can expand to more text than fits into memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -253,7 +254,7 @@ def _yaml(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a number that JSON has, or None."""
+    """Returns `value` as a float, or None if it is not a finite number."""
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
     except OverflowError:
@@ -261,7 +262,7 @@ def finite(value: Any) -> float | None:
 
 
 def names(paths: list[Path]) -> Iterator[str]:
-    """Yields the shortest names that tell the runs apart: their last directory, or more of the path."""
+    """Yields the shortest names that distinguish the runs: their last directory, or more of the path."""
     parts = [path.resolve().parts for path in paths]
     for directories in parts:
         length = 1

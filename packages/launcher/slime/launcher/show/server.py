@@ -1,7 +1,7 @@
-"""HTTP server of the page: on the loopback, for the user who started it alone, and to read only.
+"""HTTP server of the page: read-only, on the loopback, only for the user who started it.
 
 The path of every request begins with a random word, which only the printed address has, so other users of the machine
-and web pages do not get in. `Host` must be the address itself, and `Origin`, where a browser sends one, too.
+and web pages do not get in. `Host` must be the address itself, and so must `Origin`, if a browser sends one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 # Seconds that a client may take to send its headers.
 REQUEST_SECONDS = 10.0
 HEADERS = {
-    # The page has a stricter one of its own, for scripts.
+    # The page itself has a stricter policy for scripts.
     "Content-Security-Policy": "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -38,7 +38,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, page: str, answer: Callable[[str, dict[str, str]], Any], port: int = 0) -> None:
-        """port: 0 lets the system choose. Raises OSError where it is taken."""
+        """port: 0 lets the system choose. Raises OSError if it is taken."""
         super().__init__((LOOPBACK, port), _Handler)
         self.page = page.encode()
         self.answer = answer
@@ -46,7 +46,7 @@ class PageServer(ThreadingHTTPServer):
         self._word_once: str | None = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Passes over a browser that leaves in the middle of an answer: nothing to print on the terminal of the run."""
+        """Keeps quiet about a browser that leaves in the middle of an answer, for the sake of the run's terminal."""
         log.debug("a request failed", exc_info=True)
 
     @property
@@ -54,7 +54,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.word}/"
 
     def url_once(self) -> str:
-        """Returns an address that leads to the page a single time: other users can read the command of a browser."""
+        """Returns an address that works only once, because other users can read the command line of a browser."""
         self._word_once = secrets.token_urlsafe(16)
         return f"http://{LOOPBACK}:{self.server_port}/{self._word_once}/"
 
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         except SlimeError as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception as error:
-            # The run may write, or remove, what is read just now; the page asks again.
+            # The run may be writing or removing the file that is read; the page asks again.
             log.debug("%s", self.path, exc_info=True)
             return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
         self._send(HTTPStatus.OK, "application/json", body)

@@ -1,4 +1,4 @@
-"""A run in the terminal, for those without a browser: its state, what the checks found, and samples."""
+"""A run in the terminal, for users without a browser: its state, the findings of the checks, and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECK_CALLS = 40
 
 
 def text(answers: Answers, number: int, step: int | None) -> Iterator[str]:
-    """Yields lines about one run. step: that of the samples; None for the last one."""
+    """Yields lines about one run. step: the step whose samples to show; None for the last one."""
     run = answers.runs[number]
     row = described(run)
     total = f" of {row['num_steps']}" if row["num_steps"] else ""

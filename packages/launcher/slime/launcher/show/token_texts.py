@@ -1,4 +1,4 @@
-"""Texts of single tokens, by the tokenizer in the run's model directories."""
+"""Texts of single tokens, from the tokenizer in the run's model directories."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """Reads the tokenizer when it is first needed; a file that cannot be read is warned of once."""
+    """Texts of tokens. Reads the tokenizer when it is first needed, and warns once if its file cannot be read."""
 
     def __init__(self, directories: list[Path]) -> None:
-        """directories: where it may be, the first that has one wins."""
+        """directories: where the tokenizer may be; the first directory that has one wins."""
         self._directories = directories
 
     @functools.cached_property
@@ -35,7 +35,7 @@ class TokenTexts:
         return None
 
     def of(self, tokens: list[int]) -> list[str] | None:
-        """Returns the text of each token, or None where no directory has a tokenizer."""
+        """Returns the text of each token; None if no directory has a tokenizer."""
         if self._tokenizer is None:
             return None
         return [self._text(token) for token in tokens]
@@ -43,7 +43,7 @@ class TokenTexts:
     @functools.lru_cache(maxsize=200_000)  # noqa: B019
     def _text(self, token: int) -> str:
         if token < 0:
-            # A place that an image or a sound took, or a broken file.
+            # A placeholder of an image or a sound, or a broken file.
             return ""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         # A part of a character, or a token that decodes to nothing.
