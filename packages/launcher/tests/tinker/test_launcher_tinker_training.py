@@ -193,7 +193,7 @@ def test_a_checkpoint_resumes_with_the_moments_of_the_optimizer(directory: Path,
 
 
 def test_weights_alone_are_no_start_with_an_optimizer(directory: Path) -> None:
-    with pytest.raises(WrongState, match="holds weights alone: load it without the optimizer"):
+    with pytest.raises(WrongState, match="holds weights only: load it without the optimizer"):
         TrainedModel(str(directory), start=directory, optimizer=True)
 
 

@@ -169,7 +169,7 @@ def test_a_pass_that_is_not_wanted_any_more_is_missed_in_its_turn(registry: Mode
 
 def test_models_of_clients_that_are_gone_make_room(registry: Models) -> None:
     registry.add(TrainingRun("a:train:0", "a"), lambda _: False)
-    with pytest.raises(WrongState, match="--max-models 1 are in training already, of session a"):
+    with pytest.raises(WrongState, match="--max-models 1: as many models of session a are in training already"):
         registry.add(TrainingRun("b:train:0", "b"), lambda _: False)
     registry.add(TrainingRun("b:train:0", "b"), lambda session: session == "a")
     assert "a:train:0" not in registry and "b:train:0" in registry

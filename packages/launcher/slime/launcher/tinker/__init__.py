@@ -1,1 +1,1 @@
-"""A service that the `tinker` SDK talks to: it trains and samples on this machine."""
+"""A service for the `tinker` SDK that trains and samples on this machine."""

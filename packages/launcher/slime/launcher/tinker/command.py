@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The SDK takes no other keys.
+# The SDK accepts only keys with this prefix.
 PREFIX = "tml-"
 VARIABLE = "TINKER_API_KEY"
 
@@ -70,10 +70,10 @@ def parser(command: str) -> CommandParser:
 def main(command: str, argv: Sequence[str]) -> int:
     try:
         options = parser(command).parse_strict(argv)
-        for flag, least in (("port", 0), ("max_models", 1), ("keep_snapshots", 1)):
-            if getattr(options, flag) < least:
+        for flag, minimum in (("port", 0), ("max_models", 1), ("keep_snapshots", 1)):
+            if getattr(options, flag) < minimum:
                 raise InvalidSetting.must_be(
-                    f"--{flag.replace('_', '-')}", f"at least {least}", got=getattr(options, flag)
+                    f"--{flag.replace('_', '-')}", f"at least {minimum}", got=getattr(options, flag)
                 )
         if options.port > 65535:
             raise InvalidSetting.must_be("--port", "at most 65535", got=options.port)
@@ -91,7 +91,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def serve(options: Any) -> None:
-    """Serves until a signal. Raises ConfigError for a wrong flag, key or model, and what the engine refuses."""
+    """Serves until a signal. Raises ConfigError for a wrong flag, key or model, and what the engine's start raises."""
     from slime.launcher.cli.chat import model_directory
     from slime.launcher.tinker.paths import CheckpointStore
     from slime.launcher.tinker.service import FULL_WEIGHTS, Served
@@ -132,11 +132,11 @@ def serve(options: Any) -> None:
 
 
 def api_key(path: str | None) -> str | None:
-    """Returns the key of a file, else that of the environment, else None. Raises InvalidSetting for another form."""
+    """Returns the key of a file, else that of the environment, else None. Raises InvalidSetting for another prefix."""
     found = read_key(path, "--api-key-file").strip() if path is not None else os.environ.get(VARIABLE) or None
     if found is not None and not found.startswith(PREFIX):
         where = "--api-key-file" if path is not None else VARIABLE
-        raise InvalidSetting(f"{where}: the key must begin with {PREFIX}: the SDK takes no other", field=where)
+        raise InvalidSetting(f"{where}: the key must begin with {PREFIX}: the SDK accepts no other", field=where)
     return found
 
 

@@ -1,7 +1,7 @@
-"""Results that clients come back for: work that was accepted, by the id of its request.
+"""Results of accepted requests, by request id, which clients fetch later.
 
-Waiting for a result takes so long at most; then the client is told to ask again. A result stays for a while after it
-was fetched, since the answer may have been lost on its way.
+A client waits a limited time for a result and is then told to ask again. A result is kept for a while after it was
+fetched, because the answer may have been lost on its way.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 # gRPC statuses of errors that the client caused.
 _OF_USERS = ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")
 FETCHED_SECONDS = 120.0
-# For results that nobody comes for.
+# For results that nobody fetches.
 KEPT_SECONDS = 3600.0
 MOST = 16384
 
 
 @dataclass
 class _Entry:
-    """A request and its result. until: when the result is forgotten, which no work is before it has ended."""
+    """A request and its result. until: when to forget the result, in monotonic seconds; infinite until it is there."""
 
     task: asyncio.Task[Any]
     until: float = math.inf
@@ -39,7 +39,7 @@ class _Entry:
 
 
 class Futures:
-    """The results of requests, by id. Used on one event loop. A result is a JSON object, or encoded protobuf."""
+    """The results of requests by id. Used on one event loop. A result is a JSON object or encoded protobuf."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -48,18 +48,18 @@ class Futures:
         return request_id in self._entries
 
     def add(self, request_id: str, begin: Callable[[], Awaitable[dict[str, Any] | bytes]]) -> None:
-        """Raises Busy before anything has begun, and what `begin` raises."""
+        """Begins the work on a request. Raises Busy, without calling `begin`, and what `begin` raises."""
         self._forget()
         if len(self._entries) >= MOST:
-            raise Busy(f"{MOST} requests wait, or have results that nobody fetched", field="request_id")
+            raise Busy(f"{MOST} requests are waiting or have results that nobody fetched", field="request_id")
         entry = _Entry(asyncio.ensure_future(_outcome(begin())))
         entry.task.add_done_callback(lambda _: entry.keep(KEPT_SECONDS))
         self._entries[request_id] = entry
 
     async def get(self, request_id: str, seconds: float) -> dict[str, Any] | bytes | None:
-        """Returns the result, {"error", "category"} where there is none, None if it is not there in time.
+        """Returns the result, or {"error", "category"} if the work failed; None if it is not there in time.
 
-        Raises KeyError for a request that is not known any more.
+        Raises KeyError for a request that is unknown or forgotten.
         """
         entry = self._entries[request_id]
         done, _ = await asyncio.wait({entry.task}, timeout=seconds)
@@ -71,7 +71,7 @@ class Futures:
         return entry.task.result()
 
     def cancel(self, request_id: str) -> None:
-        """Stops the work on a request if there is any."""
+        """Cancels the work on a request, if it is known."""
         if request_id in self._entries:
             self._entries[request_id].task.cancel()
 
@@ -100,6 +100,6 @@ async def _outcome(work: Awaitable[dict[str, Any] | bytes]) -> dict[str, Any] | 
 
 
 def failure(error: SlimeError) -> dict[str, Any]:
-    """Returns what the SDK calls a RequestFailedResponse."""
+    """Returns the form of an error that the SDK calls RequestFailedResponse."""
     of_user = error.status in _OF_USERS or error.status == "UNIMPLEMENTED"
     return {"error": str(error), "category": "user" if of_user else "server"}

@@ -1,7 +1,7 @@
-"""Losses of Tinker's protocol by name: what each takes, and its value at every token.
+"""Losses of Tinker's protocol by name: their inputs, and their value at every token.
 
-Shapes: every tensor [K], the tokens of a row's data end to end; log_probs are those of the target tokens. The loss of a
-request is the sum over all of its tokens: clients divide by what they want in the weights and advantages.
+Shapes: every tensor is float32 [K], over the tokens of a row's data end to end; log_probs are those of the target
+tokens. The loss of a request is the sum over all of its tokens: clients normalize through weights and advantages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Config = Mapping[str, float]
 
 @dataclass(frozen=True)
 class TinkerLoss:
-    """A loss of Tinker's protocol. inputs: by name, the number that stands for a missing one; None where it has to be
-    there. share: the input that is 0 where a token has no share in the loss."""
+    """A loss of Tinker's protocol. terms: returns the loss of every token. inputs: names of inputs with their default;
+    None: required. config: names of options with their default. share: the input that is 0 for tokens without a share
+    in the loss; None if every token has one."""
 
     terms: Callable[[Tensor, Inputs, Config], Tensor]
     inputs: Mapping[str, float | None]
@@ -69,7 +70,7 @@ REFUSED = ("gspo", "stable_reinforce", "custom")
 
 
 def find_loss(name: str) -> TinkerLoss:
-    """Raises NotAvailable, or InvalidField for a name that the protocol does not have."""
+    """Returns the loss of a name. Raises NotAvailable, or InvalidField for a name that is not in the protocol."""
     if name in LOSSES:
         return LOSSES[name]
     if name in REFUSED:

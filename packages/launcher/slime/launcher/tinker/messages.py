@@ -1,7 +1,7 @@
-"""Protobuf messages of Tinker's wire, as far as the service reads or writes them.
+"""Protobuf messages of Tinker's protocol, as far as the service reads or writes them.
 
-The SDK sends `forward_backward` and takes the results of it and of samples as protobuf; everything else is JSON.
-Fields that the service refuses are declared as bytes: it only has to see that they are there.
+The SDK sends `forward_backward`, and receives its results and those of samples, as protobuf; everything else is JSON.
+Fields that the service refuses are declared as bytes: it only has to notice that they are set.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _declare(message: Any, name: str, number: int, kind: str) -> None:
     if kind.startswith("["):
         field.label = _FIELD.LABEL_REPEATED
     if kind.endswith("?"):
-        # proto3 knows of a scalar that it is missing by a oneof of its own.
+        # proto3 tracks the presence of a scalar through a oneof with the scalar as its only member.
         field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
         message.oneof_decl.add(name=f"_{name}")
     _typed(field, kind.strip("[]?"))

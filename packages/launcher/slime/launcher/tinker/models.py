@@ -1,7 +1,7 @@
-"""Models in training by their ids, and the order of what is asked of each.
+"""Models in training by their ids, and the order of the requests for each.
 
-The SDK numbers the requests for a model from 1 on and may send them out of order. They run by their numbers, one after
-the other, on the one thread that trains.
+The SDK numbers the requests for a model from 1 on and may send them out of order. They run in the order of their
+numbers, one at a time, on the one thread that trains.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slime.types.errors import Busy, DeadlineExceeded, InvalidField, NotFound, W
 
 T = TypeVar("T")
 
-# Seconds that a request waits for one before it that has not come.
+# Seconds that a request waits for an earlier one that has not come.
 GAP_SECONDS = 330.0
 MOST_AHEAD = 4096
 
 
 @dataclass(eq=False)
 class _Request:
-    """A request for a model. work: on the thread; started: its future, once it is there. is_wanted: False where the
-    client was told that it failed, or was cancelled: the work is not done then, or must leave nothing behind."""
+    """A request for a model. work: runs on the thread; started: resolves to the future of the work once that is on the
+    thread. is_wanted: False once the request failed or was cancelled; its work then must not take effect."""
 
     work: Callable[[], Any]
     started: asyncio.Future[asyncio.Future[Any]]
@@ -35,20 +35,21 @@ class _Request:
 
 @dataclass
 class TrainingRun:
-    """A model of a session. turn: the number of the request that is next; waiting: those that came before it."""
+    """A model of a session. turn: the number of the next request to run; waiting: requests that came before their
+    turn, by number."""
 
     model_id: str
     session: str
     turn: int = 1
     waiting: dict[int, _Request] = field(default_factory=dict)
-    # None while it is being loaded, and where that failed.
+    # None while the model is loaded, and if that failed.
     trained: TrainedModel | None = None
     snapshots: int = 0
 
 
 class Models:
-    """The models in training. Used on one event loop. closing: set when the service ends; long work on the thread gives
-    up then."""
+    """The models in training. Used on one event loop. closing: set when the service ends, so that long work on the
+    thread gives up."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -60,7 +61,7 @@ class Models:
         return model_id in self._models
 
     def find(self, model_id: str) -> TrainingRun:
-        """Raises NotFound."""
+        """Returns a model. Raises NotFound."""
         if model_id not in self._models:
             raise NotFound(
                 f"there is no model {model_id}: it was never created, or its session has ended", field="model_id",
@@ -69,7 +70,10 @@ class Models:
         return self._models[model_id]
 
     def add(self, model: TrainingRun, gone: Callable[[str], bool]) -> None:
-        """Makes room by ending sessions whose clients are gone. Raises WrongState, InvalidField."""
+        """Adds a model; if there are too many, ends sessions whose clients are gone. Raises WrongState, InvalidField.
+
+        gone: returns whether the client of a session is gone.
+        """
         if model.model_id in self._models:
             raise InvalidField("model_seq_id", model.model_id, "a number without a model in this session")
         if len(self._models) >= self.most:
@@ -78,8 +82,8 @@ class Models:
         if len(self._models) >= self.most:
             holders = ", ".join(sorted({each.session for each in self._models.values()}))
             raise WrongState(
-                f"--max-models {self.most} are in training already, of session {holders}: end it, or start the service "
-                "with a larger --max-models",
+                f"--max-models {self.most}: as many models of session {holders} are in training already; end that "
+                "session, or start the service with a larger --max-models",
                 field="--max-models", value=self.most,
             )  # fmt: skip
         self._models[model.model_id] = model
@@ -95,7 +99,7 @@ class Models:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def load(self, model: TrainingRun, make: Callable[[], TrainedModel]) -> None:
-        """Raises what `make` does; the model is forgotten then."""
+        """Loads a model on the thread. Raises what `make` raises, and forgets the model then."""
         try:
             model.trained = await self.on_thread(make)
         except BaseException:
@@ -109,9 +113,9 @@ class Models:
         work: Callable[[TrainedModel], T],
         missed: Callable[[TrainedModel], None] | None = None,
     ) -> Awaitable[T]:
-        """Returns what runs `work` when it is the turn of request `number`. Raises InvalidField, Busy.
+        """Returns an awaitable that runs `work` in the turn of request `number`. Raises InvalidField, Busy.
 
-        missed: what is done in its turn where it is not wanted any more.
+        missed: called in that turn if the request is no longer wanted.
         """
         if number < model.turn or number in model.waiting:
             raise InvalidField("seq_id", number, f"at least {model.turn}, each once")
@@ -132,7 +136,7 @@ class Models:
         request = _Request(run, loop.create_future())
         model.waiting[number] = request
         while model.turn in model.waiting:
-            # Given to the thread here, not where each is waited for: those may wake in any order.
+            # Given to the thread here, in order: the coroutines that wait for the results may wake in any order.
             coming = model.waiting.pop(model.turn)
             model.turn += 1
             running = asyncio.shield(loop.run_in_executor(self._thread, coming.work))
@@ -163,6 +167,6 @@ class Models:
             ) from None
 
     def close(self) -> None:
-        """Waits for what is on the thread: it may write to a directory that is removed next."""
+        """Waits for the work on the thread, which may write to a directory that is removed next."""
         self.closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -2,9 +2,9 @@
 
     RUN/run.json            base model and user metadata
     RUN/weights/NAME        weights and optimizer (save_state)
-    RUN/sampler_weights/NAME    weights alone (save_weights_for_sampler)
+    RUN/sampler_weights/NAME    weights only (save_weights_for_sampler)
 
-A name of a client is one plain word: no path leads out of the directory.
+A name from a client is one plain word, so no path leads out of the directory.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ RUN_FILE = "run.json"
 
 
 class CheckpointStore:
-    """Directories below `root`."""
+    """The checkpoints below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def add_run(self, run: str, base_model: str, metadata: Mapping[str, Any] | None) -> None:
-        """Raises InvalidField."""
+        """Writes the run.json of a training run. Raises InvalidField."""
         directory = self.root / _word("training_run_id", run)
         directory.mkdir(parents=True, exist_ok=True)
         about = {"base_model": base_model, "user_metadata": dict(metadata or {}), "time": _now()}
         write_whole(directory / RUN_FILE, json.dumps(about, indent=1) + "\n")
 
     def run(self, run: str) -> dict[str, Any]:
-        """Raises NotFound."""
+        """Returns the content of a training run's run.json. Raises NotFound."""
         file = self.root / _word("training_run_id", run) / RUN_FILE
         if not file.is_file():
             raise NotFound(f"there is no training run {run}", field="training_run_id", value=run)
         return dict(json.loads(file.read_text()))
 
     def new(self, run: str, kind: str, name: str) -> tuple[str, Path]:
-        """Returns the address of a checkpoint and its directory, which may be there. Raises InvalidField."""
+        """Returns the address and the directory of a checkpoint, which may exist already. Raises InvalidField."""
         return f"{SCHEME}{run}/{kind}/{name}", self.root / run / kind / _word("path", name)
 
     def find(self, address: str) -> tuple[str, Path]:
@@ -63,7 +63,7 @@ class CheckpointStore:
         return run, directory
 
     def checkpoints(self, run: str) -> Iterator[dict[str, Any]]:
-        """Yields what the SDK calls a Checkpoint, the oldest first. Raises NotFound."""
+        """Yields the run's checkpoints in the SDK's form `Checkpoint`, the oldest first. Raises NotFound."""
         self.run(run)
         found = [path for kind in TYPES for path in (self.root / run / kind).glob("[!.]*") if path.is_dir()]
         for path in sorted(found, key=lambda path: path.stat().st_mtime):
@@ -83,7 +83,7 @@ class CheckpointStore:
 
 def _word(field: str, value: str) -> str:
     if not _WORD.fullmatch(value) or ".." in value:
-        raise InvalidField(field, value, "letters, digits and _ . : -, at most 128 of them, the first no dot")
+        raise InvalidField(field, value, "at most 128 letters, digits and _ . : -, not beginning with . : or -")
     return value
 
 

@@ -22,7 +22,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence to learn from. tokens, targets: int64 [N]; inputs: of the loss by name, float32 [N]."""
+    """A sequence to learn from. tokens, targets: int64 [N]; inputs: the inputs of the loss by name, float32 [N]."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -53,7 +53,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A prompt to continue. params: of the engine, for one response; seed: of the first of them."""
+    """A prompt to continue. params: the engine's sampling parameters; seed: of the first sample."""
 
     prompt: list[int]
     num_samples: int
@@ -63,7 +63,7 @@ class Sampling:
 
 
 def decode_pass(body: bytes) -> Any:
-    """Returns a ForwardBackwardRequest. Raises InvalidField."""
+    """Decodes a ForwardBackwardRequest. Raises InvalidField."""
     try:
         request = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
@@ -74,7 +74,7 @@ def decode_pass(body: bytes) -> Any:
 
 
 def read_pass(request: Any, vocab_size: int, most_tokens: int) -> PassRequest:
-    """Reads the data of a pass. most_tokens: of one sequence. Raises InvalidField naming the datum, NotAvailable."""
+    """Reads the data of a pass. most_tokens: limit per sequence. Raises NotAvailable, InvalidField naming the datum."""
     if not request.data:
         raise InvalidField("data", "nothing", "at least one datum")
     config: dict[str, float | str] = dict(request.loss_fn_config)
@@ -152,12 +152,12 @@ def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     return value
 
 
-# In float32; with 0 in the optimizer, a weight that never had a gradient would be 0 / 0.
+# With an eps that is 0 in float32, the update of a weight that never had a gradient would be 0 / 0.
 SMALLEST_EPS = 1e-30
 
 
 def read_adam(body: Mapping[str, Any]) -> Adam:
-    """Raises InvalidField, NotAvailable for another optimizer."""
+    """Reads the parameters of an optimizer step. Raises InvalidField, NotAvailable for another optimizer."""
     if body.get("optimizer_params") is not None:
         raise NotAvailable.unavailable("optimizer_params", "the optimizer is AdamW", "AdamParams")
     params = body.get("adam_params")
@@ -179,7 +179,7 @@ def read_adam(body: Mapping[str, Any]) -> Adam:
     return found
 
 
-# Fields of a SampleRequest that have to be as if they were not there.
+# Fields of a SampleRequest that are not supported, with the value that turns each off.
 _NOT_SAMPLED = {
     "topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None, "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,
@@ -188,7 +188,7 @@ MOST_SAMPLES = 1024
 
 
 def read_sampling(body: Mapping[str, Any], context_length: int) -> Sampling:
-    """Raises InvalidField, NotAvailable."""
+    """Reads a SampleRequest. Raises InvalidField, NotAvailable."""
     for name, off in _NOT_SAMPLED.items():
         if body.get(name) not in (None, off):
             raise NotAvailable.unavailable(name, "the engine does not compute it")
@@ -220,7 +220,7 @@ def read_sampling(body: Mapping[str, Any], context_length: int) -> Sampling:
 
 
 def _stop(stop: Any) -> dict[str, Any]:
-    """Returns the engine's parameters for `stop`: None is the end of sequence alone, an empty list nothing at all."""
+    """Returns the engine's parameters for `stop`: None stops at the end of sequence only, an empty list never."""
     if stop is None:
         return {}
     if isinstance(stop, str):

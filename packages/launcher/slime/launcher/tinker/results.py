@@ -1,4 +1,4 @@
-"""Results in the form in which the SDK reads them: protobuf for passes and samples."""
+"""Encodes results of passes and samples as the protobuf messages that the SDK reads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def encode_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 
 def encode_samples(answers: Sequence[Mapping[str, Any]], prompt: Sequence[float | None] | None) -> bytes:
-    """Encodes the result of sampling. answers: of the engine. prompt: log-probs of its tokens; the first has none.
-    Raises EngineError."""
+    """Encodes the result of sampling. answers: the engine's. prompt: log-probs of the prompt's tokens; the first has
+    none. Raises EngineError."""
     response = messages.SampleResponse()
     for answer in answers:
         meta = answer["meta_info"]

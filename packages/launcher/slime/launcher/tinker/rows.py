@@ -1,9 +1,9 @@
-"""Data as packed rows of the trainer: each token predicts its target, and prompts that data share are computed once.
+"""Packs data into rows of the trainer: each token predicts its target, and prompts that data share are computed once.
 
     N  tokens of a datum     K  response tokens of a row     P  tokens of its prompts but their last
 
-The prompt of a datum is its beginning without a share in the loss. Its log-probs are in the result all the same, so
-the row has them behind those of the responses.
+The prompt of a datum is its beginning without a share in the loss. The result includes its log-probs, too, so the row
+has them after those of the responses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from slime.launcher.tinker.requests import Datum
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.types.sample import Sample
 
-# Tokens of a row, where no single sequence is longer.
+# Tokens of a row, unless a single sequence is longer.
 ROW_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A packed row and the data in it. data: their numbers in the request. places: of the tokens of each datum, [N]
-    into the log-probs of `batch`."""
+    """A packed row and the data in it. data: positions of the data in the request. places: int64 [N] for each datum,
+    the positions of its tokens in the log-probs [K + P] of `batch`."""
 
     data: list[int]
     batch: PackedBatch
@@ -33,20 +33,20 @@ class Row:
 
 
 def make_rows(data: Sequence[Datum], prompts: Sequence[int], *, gather: bool, device: torch.device) -> Iterator[Row]:
-    """Packs data into rows. prompts: tokens of each datum without a share in the loss, from its beginning on. gather:
-    see `pack`."""
+    """Packs data into rows. prompts: number of tokens at the beginning of each datum without a share in the loss.
+    gather: see `pack`."""
     for numbers in _fill(data, prompts):
         yield _row(numbers, [data[i] for i in numbers], [_prompt(data[i], prompts[i]) for i in numbers], gather, device)
 
 
 def _prompt(datum: Datum, untrained: int) -> int:
-    """Returns the length of a prompt, at least 1: one whose tokens predict each other."""
+    """Returns the length of the datum's prompt, at least 1: of its `untrained` tokens those that predict each other."""
     follows = datum.targets[:untrained] == np.append(datum.tokens, -1)[1 : untrained + 1]
     return 1 + int(follows.argmin() if not follows.all() else min(untrained, len(datum.tokens) - 1))
 
 
 def _fill(data: Sequence[Datum], prompts: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the data of each row, in order; a prompt that is in the row already takes no room."""
+    """Yields the positions of each row's data, in order; a prompt that is in the row already takes no room."""
     row: list[int] = []
     seen: set[bytes] = set()
     filled = 0
@@ -63,12 +63,11 @@ def _fill(data: Sequence[Datum], prompts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _row(numbers: list[int], data: Sequence[Datum], lengths: Sequence[int], gather: bool, device: torch.device) -> Row:
-    # The last token of a sample is not fed in: here it stands for the target of the one before it.
+    # The model does not read the last token of a sample, so a 0 is appended in place of the last target.
     samples = [
         Sample(tokens=np.append(datum.tokens, 0).astype(np.int32), response_length=len(datum.tokens) - length + 1)
         for datum, length in zip(data, lengths, strict=True)
     ]
-    unused = [0.0] * len(data)
     unused = [0.0] * len(data)
     batch = pack(samples, range(len(data)), unused, unused, gather=gather, device=device)
     predictors = batch.rows.cpu().numpy()
@@ -76,7 +75,7 @@ def _row(numbers: list[int], data: Sequence[Datum], lengths: Sequence[int], gath
     rows = [predictors]
     targets = [datum.targets[length - 1 :] for datum, length in zip(data, lengths, strict=True)]
     places: list[np.ndarray] = []
-    begins: dict[int, int] = {}  # where the log-probs of a prompt begin, by the place of its last token in the row
+    begins: dict[int, int] = {}  # where a prompt's log-probs begin, by the position of its last token in the row
     total = int(firsts[-1])
     for number, (datum, length) in enumerate(zip(data, lengths, strict=True)):
         last = int(predictors[firsts[number]])
@@ -85,8 +84,8 @@ def _row(numbers: list[int], data: Sequence[Datum], lengths: Sequence[int], gath
             rows.append(np.arange(last - length + 1, last))
             targets.append(datum.targets[: length - 1])
             total += length - 1
-        of_prompt = begins[last] + np.arange(length - 1)
-        places.append(np.concatenate([of_prompt, np.arange(firsts[number], firsts[number + 1])]))
+        prompt_places = begins[last] + np.arange(length - 1)
+        places.append(np.concatenate([prompt_places, np.arange(firsts[number], firsts[number + 1])]))
     ones = torch.ones(total, device=device)
     whole = dataclasses.replace(
         batch,

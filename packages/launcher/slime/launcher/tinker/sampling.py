@@ -1,7 +1,8 @@
-"""Samples from one engine with whichever weights a request wants: requests of the same weights run together.
+"""Samples from one engine with the weights that each request names; requests for the same weights run together.
 
-The engine has one set of weights. A request for others waits until those that run are done; then the engine reads the
-others, and everybody who waits for these goes on. Requests are let in in order, so none waits forever.
+The engine has one set of weights. A request for other weights waits until the running requests are done; then the
+engine loads these weights, and all requests that wait for them run. Weights take turns in the order of requests, so no
+request waits for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slime.rollout.engines.client import EngineClient
 
 @dataclass(frozen=True)
 class SamplerWeights:
-    """A Hugging Face directory. version: differs where the content does."""
+    """A Hugging Face directory. version: differs if the content does."""
 
     directory: Path
     version: str
@@ -38,7 +39,7 @@ class Sampler:
         self._switching: asyncio.Task[None] | None = None
 
     async def sample(self, weights: SamplerWeights, wanted: Sampling) -> bytes:
-        """Returns an encoded SampleResponse. Raises what the engine refuses, EngineError."""
+        """Returns an encoded SampleResponse. Raises EngineError, and what `EngineClient` raises."""
         async with self._using(weights):
             prompt = await self._score(wanted.prompt) if wanted.prompt_logprobs else None
             prompts = [wanted.prompt] * wanted.num_samples
@@ -78,7 +79,7 @@ class Sampler:
         self._next()
 
     def _next(self) -> None:
-        """Lets in who can be let in, or begins to load the weights of the first."""
+        """Starts the requests for the loaded weights, or begins to load the weights of the first request."""
         while self._waiting and self._waiting[0][1].done():
             self._waiting.popleft()
         if self._switching is not None or not self._waiting:
@@ -96,7 +97,7 @@ class Sampler:
             turn.set_result(None)
 
     async def _load(self, weights: SamplerWeights) -> None:
-        # After a failure it is not known which weights the engine has.
+        # After a failure the weights of the engine are unknown.
         self._loaded = None
         try:
             await self._engine.update_weights_from_disk(str(weights.directory), weights.version)

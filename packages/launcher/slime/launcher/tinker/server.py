@@ -1,4 +1,4 @@
-"""HTTP of the service: the routes that the SDK calls, the checks before them, and errors in its form."""
+"""HTTP server of the service: the routes that the SDK calls, the checks before them, and errors in the SDK's form."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 API = "/api/v1"
 PASSES = f"{API}/forward_backward"
-# Bytes of a body by its route; the SDK sends data in pieces of 5 MB.
+# Largest bodies by route, in bytes; the SDK sends data in pieces of 5 MB.
 PASS_BYTES = 64 << 20
 SAMPLE_BYTES = 16 << 20
 BYTES = 1 << 20
 # Seconds that a client waits for a result before it is told to ask again; it hangs up after 45.
 POLL_SECONDS = 25.0
-# HTTP status of a SlimeError by its gRPC status. The SDK repeats 408, 409, 429 and all from 500 on, for five minutes.
+# HTTP status of a SlimeError by its gRPC status. The SDK retries 408, 409, 429 and 5xx for five minutes.
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
 }  # fmt: skip
-# Ways that the SDK takes: keys as they are, passes one after the other and uncompressed, a poll for each result.
+# Options of the SDK: plain keys, passes one at a time and uncompressed, a poll for each result.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False,
     "use_pyqwest_transport": False, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TinkerServer:
-    """The service behind HTTP. api_key: what every request but that for health carries."""
+    """Serves `service` over HTTP. api_key: the key that every request except the health check must carry."""
 
     def __init__(self, service: Service, host: str, api_key: str) -> None:
         self.service = service
@@ -68,7 +68,7 @@ class TinkerServer:
             "get_info": s.get_info,
             "weights_info": s.weights_info,
             "create_sampling_session": s.create_sampling_session,
-            # Accepted and dropped: it goes nowhere.
+            # Accepted and dropped; it is sent nowhere.
             "telemetry": lambda body: {"status": "accepted"},
         }
         routes: list[tuple[str, str, Handler]] = [
@@ -115,7 +115,7 @@ class TinkerServer:
         return web.json_response(self.service.forward_backward(await self._bodies[PASS_BYTES].read(request)))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
-        """Waits for a result. 408: it is not there yet, ask again; 410: the request is not known (any more)."""
+        """Waits for a result. Status 408: it is not there yet, ask again; 410: the request is unknown or forgotten."""
         request_id = str((await self._object(request)).get("request_id"))
         try:
             result = await self.service.futures.get(request_id, POLL_SECONDS)
@@ -170,6 +170,6 @@ def _refusal(error: SlimeError) -> web.Response:
     status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
     response = web.json_response({"error": str(error)}, status=status)
     if status in (408, 413):
-        # The rest of the body is not waited for.
+        # Do not wait for the rest of the body.
         response.force_close()
     return response

@@ -1,4 +1,4 @@
-"""Sessions, training runs and samplers: what the requests of the SDK do, apart from HTTP."""
+"""Sessions, training runs and samplers: the work of the SDK's requests, apart from HTTP."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Body = Mapping[str, Any]
 class Served:
     """The base model, in `directory`, and its settings.
 
-    names: that requests may call it; scratch: for snapshots, removed with the service; keep: the number of snapshots
-    of a training run that can be sampled from, the newest.
+    names: the names under which requests may ask for it; context_length: in tokens; scratch: directory of snapshots,
+    removed with the service; keep: number of the newest snapshots of a training run that can be sampled from.
     """
 
     directory: Path
@@ -68,7 +68,7 @@ class _SamplingSession:
 
 
 class Service:
-    """The requests of the SDK, apart from HTTP. Used on one event loop."""
+    """Does the work of the SDK's requests, apart from HTTP. Used on one event loop."""
 
     def __init__(self, served: Served, models: Models, sampler: Sampler) -> None:
         self.served = served
@@ -130,7 +130,7 @@ class Service:
         return self._add_model(body, None, optimizer=False)
 
     def load_weights(self, body: Body) -> dict[str, Any]:
-        """Creates a model from a checkpoint, or brings a checkpoint into a model."""
+        """Creates a model from a checkpoint, or loads a checkpoint into a model."""
         address, optimizer = text(body, "path"), bool(body.get("optimizer"))
         if body.get("session_id") is not None:
             self._session(body)
@@ -207,14 +207,14 @@ class Service:
         def save(trained: TrainedModel) -> dict[str, Any]:
             address, path = self.served.store.new(model.model_id, TRAINING, text(body, "path"))
             if path.exists() and not body.get("overwrite"):
-                raise WrongState(f"{address} is there already: save with overwrite=True, or another name", field="path")
+                raise WrongState(f"{address} exists already: save with overwrite=True, or another name", field="path")
             trained.save(path)
             return {"type": "save_weights", "path": address}
 
         return self._in_turn(model, body, save)
 
     def save_weights_for_sampler(self, body: Body) -> dict[str, Any]:
-        """Saves weights: with a name as a checkpoint, else as a snapshot for a sampling session of its own."""
+        """Saves weights: as a checkpoint if they have a name, else as a snapshot with a sampling session of its own."""
         model = self._models.find(text(body, "model_id"))
 
         def save(trained: TrainedModel) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class Service:
             self._check_base(text(body, "base_model"))
             return _SamplingSession(self._base)
         _, path = self.served.store.find(text(body, "model_path"))
-        # A checkpoint that was saved again under its name has other weights.
+        # The time is part of the version, because a checkpoint that was saved again has other weights.
         return _SamplingSession(SamplerWeights(path, f"{address}@{path.stat().st_mtime_ns}"), address)
 
     def sampler(self, name: str) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class Service:
         return {"sampler_id": name, "base_model": self.served.names[0], "model_path": self._samplers[name].model_path}
 
     def sample(self, body: Body) -> dict[str, Any]:
-        """Raises InvalidField, NotAvailable, NotFound at once: samples have no order that could get lost."""
+        """Begins to sample. Raises InvalidField, NotAvailable, NotFound at once, because samples need no order."""
         name = body.get("sampling_session_id")
         if name is None:
             session, request_id = self._sampling(body), secrets.token_hex(8)

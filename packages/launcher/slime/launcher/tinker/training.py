@@ -1,7 +1,7 @@
-"""A model that is trained by requests: passes that add up gradients, and optimizer steps that use them.
+"""A model that is trained by requests: passes that accumulate gradients, and optimizer steps that use them.
 
-Its backend is the trainer's, with the trainer's packed rows and log-probs. All weights train: the protocol's LoRA
-parameters say nothing to it. Used on one thread.
+Its backend is the trainer's, with the trainer's packed rows and log-probs. All weights train; the protocol's LoRA
+parameters have no effect. Used on one thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from slime.types.settings import build
 
 
 class TrainedModel:
-    """A model in training. start: a checkpoint or snapshot to begin with in place of the base model; optimizer: with
-    its moments, too. closing: where it is set, a pass stops after its row."""
+    """A model in training. start: a checkpoint or snapshot to begin with in place of the base model; optimizer: load
+    the checkpoint's optimizer, too. closing: once it is set, a pass stops after the row that it computes."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class TrainedModel:
     ) -> None:
         state = read_state(str(start)) if start is not None and optimizer else None
         if state is not None and not state.has_optimizer:
-            raise WrongState(f"{start} holds weights alone: load it without the optimizer", field="optimizer")
+            raise WrongState(f"{start} holds weights only: load it without the optimizer", field="optimizer")
         self._closing = closing or threading.Event()
         device = pick_device(0)
         values = {"hf_checkpoint": base, "train_backend": "fsdp", "bf16": bf16, "compile": False}
@@ -65,7 +65,7 @@ class TrainedModel:
         )
         if state is not None:
             HuggingFaceCheckpoints(self._backend, self._ranks, self._base).load(str(start), state)
-        # The error of a pass since the last step, whose gradients are missing in that step.
+        # The error of a pass since the last step: the next step would lack its gradients.
         self._failed: str | None = None
 
     @property
@@ -114,20 +114,21 @@ class TrainedModel:
         return encode_pass(found, {"loss:sum": total})
 
     def fail(self, message: str) -> None:
-        """Says that a pass was not computed: the next step would lack its gradients."""
+        """Records that a pass was not computed, so that the next step, which would lack its gradients, fails."""
         self._backend.drop_gradients()
         self._failed = message
 
     def step(self, adam: Adam) -> dict[str, Any]:
-        """Raises WrongState once after a pass has failed, NonFiniteGradient; the weights stay as they are then."""
+        """Does one optimizer step; returns its metrics. Raises WrongState once after a failed pass, NonFiniteGradient;
+        the weights stay as they are then."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             self._backend.drop_gradients()
             raise WrongState(f"the gradients of an earlier forward_backward are missing, which failed: {failed}")
-        made_with = AdamWStep(
+        parameters = AdamWStep(
             adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
         )
-        norm = self._backend.adamw_step(made_with)
+        norm = self._backend.adamw_step(parameters)
         return {"metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
 
     def save(self, path: Path) -> None:
@@ -136,7 +137,7 @@ class TrainedModel:
         save_checkpoint(path, self._backend, self._ranks, state, self._base)
 
     def write(self, path: Path) -> None:
-        """Writes the weights alone, as a Hugging Face directory that engines load."""
+        """Writes only the weights, as a Hugging Face directory that engines load."""
         dtype = torch.bfloat16 if self._backend.settings.bf16 else torch.float32
         write_model(path, self._backend.named_weights(dtype=dtype), self._backend.weight_sizes(), dtype, self._base)
 
@@ -161,5 +162,5 @@ def _loss_inputs(
 
 
 def _untrained(shares: np.ndarray) -> int:
-    """Returns how many tokens at the beginning have no share in the loss."""
+    """Returns the number of tokens at the beginning that have no share in the loss."""
     return len(shares) if not shares.any() else int((shares != 0).argmax())
