@@ -123,4 +123,4 @@ def test_damage_without_end_ends_the_run(making: Making, caplog: pytest.LogCaptu
     with pytest.raises(DataLoss, match="is not what was stored"):
         steps.train(0, read)
     assert making.more == [(0, 1)] * untrained.ATTEMPTS
-    assert "step 0 is made whole, try 3 of 3: " in caplog.text
+    assert "step 0 is refilled, attempt 3 of 3: " in caplog.text

@@ -24,11 +24,11 @@ from slime.types.rpc.token_files import LOCALHOST, is_loopback
 
 
 class ServiceActor:
-    """Starts `serve` of one package in this process and answers for its life.
+    """Runs `serve` of one package in this process, and shows that the process lives.
 
-    name: of the service, "trainer-0"; its log is `log_dir/NAME.log`, which also takes what native code prints.
-    directory: what relative paths are relative to, where this node has it.
-    host: the address that it listens on.
+    name: the service's name, "trainer-0"; its log is `log_dir/NAME.log`, which also takes the output of native code.
+    directory: the working directory, if this node has it.
+    host: the address that the service listens on.
     """
 
     def __init__(self, name: str, log_dir: str, directory: str, host: str) -> None:
@@ -37,7 +37,7 @@ class ServiceActor:
         self._identity = Identity()
         self._service: Any = None
         self._blobs: KeptWriter | None = None
-        # Two threads that import the same modules may see half of one.
+        # Two threads that import the same modules may see a module that is only half executed.
         self._importing = threading.Lock()
         if os.path.isdir(directory):
             # Ray starts processes in the directory where the node was started.
@@ -45,14 +45,14 @@ class ServiceActor:
         _redirect_output(Path(log_dir) / f"{name}.log")
         interface = interface_of(host)
         if interface is not None:
-            # By default gloo listens at the address of the host's name, which may be public or wrong.
+            # By default gloo listens at the address that the host's name resolves to, which may be public or wrong.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if interface is not None and is_loopback(host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
     def meeting_point(self, ports: int = 1) -> str:
-        """Returns the "host:port" where the ranks of a trainer, or the nodes of an engine, meet; this is the first of
-        them. It was free a moment ago, with the ports behind it: `ports` in all."""
+        """Returns a "host:port" of this process, at which the ranks of a trainer or the nodes of an engine meet. It was
+        free a moment ago, and so were the following ports: `ports` in all."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
         while True:
@@ -63,7 +63,7 @@ class ServiceActor:
                 try:
                     for number in range(1, ports):
                         stack.enter_context(socket.socket(family)).bind((self.host, port + number))
-                except (OSError, OverflowError):  # taken, or behind the last port
+                except (OSError, OverflowError):  # taken, or beyond the last port
                     continue
                 return f"{host}:{port}"
 
@@ -72,16 +72,16 @@ class ServiceActor:
         return visible_gpus()
 
     def public_key(self) -> bytes:
-        """Returns the public key for which the launcher seals the run's token."""
+        """Returns the public key with which the launcher encrypts the run's token for this process."""
         return self._identity.public_key
 
     def preload(self, module: str, *arguments: Any) -> None:
-        """Calls `module.preload`. What fails there fails again in `start`, whose caller expects it."""
+        """Calls `module.preload`. An error there comes again in `start`, whose caller handles it."""
         with self._importing:
             try:
                 import_module(module).preload(*arguments)
             except Exception:
-                # Into the log of the service: a second import of a C extension may fail with another reason.
+                # Printed into the service's log: a second import of a C extension may fail for another reason.
                 traceback.print_exc()
 
     def start(self, module: str, settings: Any, rpc: RpcSettings, options: dict[str, Any], grant: Grant) -> str:
@@ -102,7 +102,7 @@ class ServiceActor:
         return self._blobs.offer(wanted)
 
     def engines(self) -> list[HostedEngine]:
-        """Returns the engines that this host of engines has started."""
+        """Returns the engines that this process has started."""
         return list(self._service.engines)
 
     def watch_engines(self) -> None:
@@ -118,7 +118,7 @@ class ServiceActor:
         return os.getpid()
 
     def ping(self) -> None:
-        """Answers, to show that the process lives."""
+        """Returns at once, which shows that the process lives."""
 
     def watch(self) -> None:
         """Never returns; the call ends only when the process dies."""

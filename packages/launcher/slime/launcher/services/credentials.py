@@ -1,9 +1,9 @@
 """The token and the certificates of the services of one run.
 
-The run has one token, which never crosses a network in plain text: each service process makes a key pair, the launcher
-seals the token for its public key, and what the services say to each other on several nodes goes through TLS, with
-certificates that an authority of this run alone has signed. Private keys stay where they were made. Tokens of roles
-(`slime.types.rpc.roles`) are left for the user's own clients in a directory that nobody else can read.
+The run has one token, which never crosses a network in plain text: each service process generates a key pair, and the
+launcher encrypts the token for its public key. On several nodes, the services talk through TLS, with certificates that
+an authority of this run alone has signed. Private keys stay where they were generated. Tokens of roles
+(`slime.types.rpc.roles`) are written for the user's own clients, in a directory that nobody else can read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Grant:
 
 
 class Authority:
-    """The launcher's side: makes the token and signs certificates. several_nodes: services use TLS."""
+    """The launcher's side: generates the token and signs certificates. several_nodes: services use TLS."""
 
     def __init__(self, *, several_nodes: bool) -> None:
         self.token = secrets.token_hex(32)
@@ -81,7 +81,7 @@ class Authority:
         key = serialization.load_der_public_key(public_key)
         assert isinstance(key, ec.EllipticCurvePublicKey)
         sender = ec.generate_private_key(CURVE)
-        # Both keys are used once, so that a fixed nonce is safe.
+        # The pair of keys is used only once, so a fixed nonce is safe.
         sealed = AESGCM(_shared(sender, key)).encrypt(bytes(12), self.token.encode(), None)
         grant = Grant(_public(sender), sealed)
         if not self._several_nodes:
@@ -99,14 +99,14 @@ class Authority:
 
     @cached_property
     def client_settings(self) -> RpcSettings:
-        """Settings with which this process calls the services."""
+        """The settings with which this process calls the services."""
         authority = in_memory("ca", _pem(self._own_certificate)) if self._several_nodes else None
         return RpcSettings(token_file=in_memory("token", self.token.encode()), tls_ca=authority)
 
     def write(self, directory: Path, addresses: Mapping[str, str]) -> None:
         """Writes the roles' tokens to ROLE.token, `addresses` to addresses.json, the authority to ca.pem.
 
-        Where only this user can read them: nothing, with a warning, on a file system that does not keep modes.
+        Only this user can read them; on a file system without modes, warns and writes nothing.
         """
         try:
             token_files.private_directory(directory)
@@ -122,15 +122,15 @@ class Authority:
         log.info("clients of this run find their tokens in %s", directory)
 
     def close(self) -> None:
-        """Removes the files of `write`: the tokens are void now."""
+        """Removes the files of `write`, whose tokens are no longer valid."""
         if self._directory is not None:
             remove_access(self._directory)
             self._directory = None
 
 
 def remove_access(directory: Path) -> None:
-    """Removes what `Authority.write` has left in `directory`, also that of a run that was killed, and `directory` where
-    it is empty then. What somebody else has put there stays."""
+    """Removes the files of `Authority.write` in `directory`, also those of a run that was killed, and then `directory`
+    if it is empty. Other files stay."""
     names = {CA, ADDRESSES, *map(_token_name, Role)}
     try:
         if directory.is_symlink() or not directory.is_dir():
@@ -150,7 +150,7 @@ def _token_name(role: Role) -> str:
 
 
 class Identity:
-    """A service process's side: its key pair, which lives in its memory."""
+    """A service process's side: its key pair, which never leaves its memory."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(CURVE)
@@ -162,7 +162,7 @@ class Identity:
     def accept(self, grant: Grant, rpc: RpcSettings) -> RpcSettings:
         """Returns `rpc` with the token and certificates of the run as files in memory.
 
-        Raises InvalidSetting, when it serves, for a host beyond the loopback and a grant without a certificate.
+        With a grant without a certificate, the server raises InvalidSetting for a host beyond the loopback.
         """
         sender = serialization.load_der_public_key(grant.sender)
         assert isinstance(sender, ec.EllipticCurvePublicKey)

@@ -1,4 +1,4 @@
-"""Generation that goes on beside the training loop, from the first step to the last."""
+"""Generation beside the training loop, from the first step to the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GenerateOn: TypeAlias = Callable[[int, TrainerPace, StopSignal, Callable[[Metric
 
 
 class BackgroundCalls(Protocol):
-    """The methods of `Services` and its client that are used here."""
+    """The methods of `Services` that are used here."""
 
     def begin(self, function: Callable[[], None]) -> Future[None]: ...
     def join(self, future: Future[None]) -> None: ...
@@ -35,7 +35,7 @@ def pace_of(config: RunConfig) -> TrainerPace:
 
 
 class ContinuousGeneration:
-    """A context manager: generates from its beginning to its end. `generate_on`: that of a rollout client."""
+    """Generates for as long as its context lasts. generate_on: the method of a rollout client."""
 
     def __init__(self, run: BackgroundCalls, generate_on: GenerateOn, pace: TrainerPace, first_step: int) -> None:
         self._run = run
@@ -64,7 +64,7 @@ class ContinuousGeneration:
             self._sums = sums
 
     def take_metrics(self) -> Metrics:
-        """Returns what was added to each sum since the last call."""
+        """Returns the increase of each sum since the last call."""
         with self._lock:
             sums = dict(self._sums)
         new = {name: value - self._taken.get(name, 0.0) for name, value in sums.items()}

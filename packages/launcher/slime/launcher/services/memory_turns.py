@@ -1,4 +1,4 @@
-"""Turns of the engines and the trainer with the memory of the GPUs that they share."""
+"""Lets engines and trainer take turns with the memory of the GPUs that they share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slime.types.clients import RolloutClient
 
 
 class MemoryTurns:
-    """Turns of engines and trainer with the memory of their GPUs. offloaded: the engines have released their memory to
-    the trainer. always: they do so even where both have room.
+    """Moves the engines out of GPU memory and back. offloaded: the engines have released their memory to the trainer.
+    always: they do so even if both have room.
 
-    trainer_stays: the trainer has found room for all its work beside the engines.
+    trainer_stays: the trainer has found room for all its work beside the engines. Metrics are in seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Processes of services, as the supervisor keeps them."""
+"""The supervisor's records of service processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.types.rpc import RpcSettings
 
 
 class Repeats(Protocol):
-    """Tells which failed calls are to be repeated: `slime.launcher.faults.repairs.Repairs`."""
+    """Decides which failed calls are repeated: `slime.launcher.faults.repairs.Repairs`."""
 
     def wait_until_whole(self) -> int: ...
     def explain(self, error: SlimeError, count: int) -> bool: ...

@@ -19,7 +19,7 @@ WAIT_SECONDS = 60.0
 
 
 class Replay:
-    """Completes groups with recorded samples. args: every setting of the run by its name."""
+    """Completes groups with recorded samples. args: every setting of the run by name."""
 
     WORKER = "replay"
 
@@ -28,9 +28,9 @@ class Replay:
         self._args = SimpleNamespace(**args)
 
     def generate(self, rollout_id: int) -> tuple[int, dict[str, float]]:
-        """Completes the groups of the recorded rollout in the buffer; returns (groups, metrics).
+        """Completes the groups of the recorded iteration in the buffer; returns (number of groups, metrics).
 
-        Raises MissingFile or InvalidFile naming it.
+        Raises MissingFile or InvalidFile naming its file.
         """
         args = self._args
         path = path_of(args.load_debug_rollout_data, rollout_id)
@@ -40,7 +40,7 @@ class Replay:
             groups = head_and_tail(groups, args.load_debug_rollout_data_subsample)
         if not groups:
             raise InvalidFile(f"{FLAG}: {path} has no samples", field=FLAG, value=str(path), expected="samples")
-        # The buffer trains groups of clients in the order in which they were added.
+        # Steps take groups in the order in which clients added them.
         self._buffer.add_prompts([_prompt(group) for group in groups], key=f"replay-{rollout_id}")
         leased: list[Any] = []
         while len(leased) < len(groups):
@@ -54,7 +54,7 @@ class Replay:
         return len(groups), rollout_metrics([group.samples for group in groups], cast(RolloutSettings, args))
 
     def _take_place(self, group: SampleGroup, leased: SampleGroup, path: str) -> None:
-        """Gives the samples the indexes of a leased group; those of one index stay together."""
+        """Sets the indexes of the samples to those of a leased group; samples that shared an index still do."""
         places: dict[Any, int | None] = {}
         for position, sample in enumerate(group.samples):
             key = ("position", position) if sample.index is None else ("index", sample.index)

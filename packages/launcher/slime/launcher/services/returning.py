@@ -12,14 +12,14 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, WrongS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-# An engine that dies again during the transfer is started again, by its service; it has a bound of its own.
+# Transfers that may fail in a row. An engine that dies during one is restarted by its service, which has its own limit.
 MOST_FAILURES = 5
 
 
 class ReturningEngines:
     """Asks the rollout service for engines that wait for weights, until `stop`.
 
-    status: of the rollout service. send: sends the trainer's weights to the engines that wait.
+    status: returns the status of the rollout service. send: sends the trainer's weights to the engines that wait.
     """
 
     def __init__(self, status: Callable[[], RolloutStatus], send: Callable[[], object]) -> None:
@@ -37,7 +37,7 @@ class ReturningEngines:
             try:
                 status = self._status()
             except SlimeError as error:
-                # Its process is watched elsewhere.
+                # The process of the rollout service is watched elsewhere.
                 log.debug("no status of the engines: %s", error)
                 continue
             if status.engine_restarts > reported:

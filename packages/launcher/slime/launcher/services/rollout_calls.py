@@ -1,4 +1,4 @@
-"""Calls that make samples, and go on where a service was lost in them and is back: generate, evaluate, load."""
+"""Calls that produce samples, and continue once a lost service is back: generate, evaluate, load."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Metrics = dict[str, float]
 
 
 class RolloutCalls:
-    """Calls of the rollout service that outlive its loss. weight_updates: None for a run without engines or trainer.
-    timeout_seconds: of a rollout or an evaluation."""
+    """Calls of the rollout service that survive its loss. weight_updates: None for a run without engines or trainer.
+    timeout_seconds: limit of one call."""
 
     def __init__(
         self,
@@ -34,26 +34,27 @@ class RolloutCalls:
         self._timeout = timeout_seconds
 
     def generate(self, rollout_id: int, num_groups: int, *, alone: bool) -> Metrics:
-        """Generates groups, and those that are lacking again where the service was lost.
+        """Generates groups; if the service was lost meanwhile, generates the groups that are missing.
 
-        alone: no group is complete that no step has taken: then all start over, in the batches of an undisturbed run.
+        alone: the buffer has no completed group that no step has taken. All groups then start over, so that they are
+        generated in the same batches as in an undisturbed run.
         """
         before = 0 if alone or self._supervisor.repeats is None else self._complete()
         begun = False
 
         def generate() -> Metrics:
             nonlocal begun
-            lacking = num_groups
+            missing = num_groups
             if begun:
                 self._buffer.requeue_groups(WORKER, unsealed=alone)
-                lacking = num_groups if alone else num_groups - (self._complete() - before)
+                missing = num_groups if alone else num_groups - (self._complete() - before)
             begun = True
-            if lacking <= 0:
+            if missing <= 0:
                 return {}
             self._restore_weights()
             result = self._rollout.generate(
                 rollout_id,
-                lacking,
+                missing,
                 timeout=self._timeout,
                 on_progress=lambda done, total: self._progress("generating", done, total),
             )
@@ -64,7 +65,7 @@ class RolloutCalls:
     def generate_on(
         self, rollout_id: int, pace: TrainerPace, stop: StopSignal, on_metrics: Callable[[Metrics], None]
     ) -> None:
-        """Generates until `stop` is set, as `RolloutClient.generate_on`; the sums go on where a service was lost."""
+        """Generates until `stop` is set, as `RolloutClient.generate_on` does; the sums include those before a loss."""
         sums: Metrics = {}
         begun = False
 
@@ -104,7 +105,7 @@ class RolloutCalls:
 
 
 def load(supervisor: Supervisor, buffer: BufferClient, replay: Replay, rollout_id: int) -> tuple[int, Metrics]:
-    """Completes the groups of a recorded rollout; returns (groups, metrics)."""
+    """Completes the groups of a recorded iteration; returns (number of groups, metrics)."""
     begun = False
 
     def attempt() -> tuple[int, Metrics]:

@@ -38,12 +38,12 @@ from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.errors import InvalidSetting, counted
 from slime.types.rpc import RpcSettings
 
-# An engine on several nodes takes ports behind its meeting point, one for each replica of attention too.
+# An engine on several nodes uses ports after its meeting point, among them one for each replica of attention.
 ENGINE_PORTS = 64
 
 # The name under which the rollout service leases groups.
 WORKER = "rollout"
-# Seconds during which services that are started again when they are lost are called again.
+# Seconds during which calls of a lost service are retried, in a run that starts lost services again.
 RETRY_SECONDS = 60.0
 
 Progress = Callable[[str, int, int], None]
@@ -51,10 +51,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class StartedServices:
-    """Clients of the services of a run, and where the run begins.
+    """Clients of the services of a run, and its first step.
 
-    rollout: None for a run that trains on recorded rollouts; trainers: empty for one that only generates.
-    notes: what a person should know about how the run begins.
+    rollout: None for a run that trains on recorded rollouts; trainers: empty for a run that only generates.
+    notes: messages to the user about the beginning of the run.
     """
 
     buffer: BufferClient
@@ -80,8 +80,8 @@ def start_services(
 ) -> StartedServices:
     """Starts every service that the run needs; `supervisor` stops them, also after an error.
 
-    buffer_dir: None unless services are started again when they are lost: where the buffer of a run without
-    --buffer-dir then keeps its state. Sets --num-rollout where the run has --num-epoch.
+    buffer_dir: where the buffer of a run without --buffer-dir keeps its state if lost services are started again; None
+    if they are not. Sets --num-rollout for a run with --num-epoch.
     """
     progress("starting the services", 0, 0)
     return _Start(config, placement, supervisor, buffer_dir).start()
@@ -100,8 +100,8 @@ class _Start:
             self.rpc = replace(self.rpc, retry_seconds=RETRY_SECONDS)
 
     def _client_settings(self) -> RpcSettings:
-        """Returns the settings of the launcher's clients of services that come back in another state when they are
-        started again: the launcher repeats such calls itself."""
+        """Returns the settings of clients of the rollout service and the trainer. If these are started again, they come
+        back in another state, so their clients do not retry: the launcher repeats the calls itself."""
         settings = self.supervisor.client_settings
         return settings if self.buffer_dir is None else replace(settings, retry_seconds=0.0)
 
@@ -118,7 +118,7 @@ class _Start:
         trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
         for trainer in trainers:
-            # They start last, for they call the others; their imports take as long as the engines' start.
+            # Trainers start last, because they call the others; their imports take as long as the engines' start.
             trainer.actor.preload.remote("slime.trainer.service", config.trainer.train_backend)
         hosts: list[Process] = []
         rollout = None
@@ -180,7 +180,7 @@ class _Start:
         return continued_step(self.config.trainer.load, self.config.launcher.start_rollout_id)
 
     def _data_place(self) -> str | None:
-        """Returns the file that says which prompts come next: --data-place, or that of the checkpoint in --load."""
+        """Returns the file with the place in the data: --data-place, or that of the checkpoint in --load."""
         named, load = self.config.buffer.data_place, self.config.trainer.load
         if named is not None or load is None or self._continues() is None:
             return named
@@ -188,7 +188,7 @@ class _Start:
         return str(path) if path.is_file() else None
 
     def _notes_on_prompts(self, buffer: BufferClient, place: str | None) -> list[str]:
-        """Says where the prompts do not continue after those that the checkpoint has seen."""
+        """Returns a note if the prompts do not continue after those that the checkpoint has seen."""
         step, stats = self._continues(), buffer.stats()
         if place is None:
             if step is None or stats.next_group_index:
@@ -200,11 +200,11 @@ class _Start:
             return []
         return [
             f"--load: the prompts ({stats.dataset or 'sent by clients'}) are not those of the checkpoint "
-            f"({known or 'sent by clients'}): they start from the first one"
+            f"({known or 'sent by clients'}), and start from the first one"
         ]
 
     def _count_rollouts(self, buffer: BufferClient) -> None:
-        """Turns --num-epoch into a number of rollouts."""
+        """Turns --num-epoch into a number of iterations."""
         config, epochs = self.config, self.config.launcher.num_epoch
         if epochs is None:
             return
@@ -229,7 +229,7 @@ class _Start:
         for host, share in zip(hosts, self.placement.engine_hosts().values(), strict=True):
             # The GPUs of a part of an engine are those that its process sees.
             visible_gpus = None if share.nodes > 1 else share.gpus or None
-            # A kind that does not count its engines by this number refuses another one than the default.
+            # A kind of engine that is not counted by this setting refuses any value but its default.
             number = rollout.rollout_num_engines if needs_gpu(rollout.rollout_engine) else share.embedded
             of_node = replace(rollout, rollout_num_gpus=visible_gpus, rollout_num_engines=number)
             settings.append(_listening_at(host, of_node))
@@ -264,7 +264,7 @@ class _Start:
         return RolloutClient(address, settings=self._client_settings())
 
     def _start_trainers(self, trainers: list[Process], started: StartedServices, blobs: KeeperReader | None) -> None:
-        """Starts the trainer ranks; the first of them tells where the run begins."""
+        """Starts the trainer ranks, and takes the run's first step from the first of them."""
         config, supervisor = self.config, self.supervisor
         one_node = {trainer.host for trainer in trainers} == {ServiceNode.host}
         if one_node:

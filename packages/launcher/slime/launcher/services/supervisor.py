@@ -29,10 +29,10 @@ T = TypeVar("T")
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
 NOTICE_SECONDS = 60.0
 AFTERMATH_SECONDS = 1.0
-# The time in which calls of other ranks end, once one has failed and all are to be called again.
+# Time for the calls of other ranks to end, once one has failed and all are to be repeated.
 LEFTOVER_SECONDS = 60.0
-# More than ranks of any run: one that is called late keeps all others waiting for ever, in a collective. A thread is
-# only started for a call that finds no idle one.
+# More than the ranks of any run: a rank that is not called would keep all others waiting for ever, in a collective. A
+# thread is started only for a call that finds no idle thread.
 MOST_CALLS = 16384
 
 
@@ -43,11 +43,11 @@ class ServiceDied(SlimeError):
 
 
 class Supervisor:
-    """The actors of one run. `call`, `call_all` and `join` return early, with ServiceDied, when any of them dies, and
-    with its error when something that was begun fails.
+    """The actors of one run. `call`, `call_all` and `join` raise ServiceDied as soon as any of them dies, and the error
+    of a function that was passed to `begin` as soon as it fails.
 
-    nodes: where services are started, by name. repeats: has services that are lost started again; calls that failed
-    meanwhile are repeated, and a death ends nothing by itself.
+    nodes: the nodes to start services on, by the service's name. repeats: set if lost services are started again; calls
+    that failed meanwhile are then repeated, and a death does not end the run by itself.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Supervisor:
         return actor.remote(name, str(self.log_dir), os.getcwd(), host)
 
     def watch(self, process: Process, reference: Any) -> None:
-        """Watches a Ray call, whose failure means that the process died, or ends the run with its error."""
+        """Watches a Ray call; its failure means that the process died, or ends the run with the call's error."""
         name = f"watch-{process.name}"
         threading.Thread(target=self._watch, args=(process, reference), name=name, daemon=True).start()
 
     @property
     def client_settings(self) -> RpcSettings:
-        """Settings with which this process calls the services."""
+        """The settings with which this process calls the services."""
         return self.authority.client_settings
 
     def start(self, process: Process, module: str, settings: Any, rpc: RpcSettings, **options: Any) -> str:
@@ -123,7 +123,7 @@ class Supervisor:
         rpc: RpcSettings,
         options: Sequence[dict[str, Any]],
     ) -> list[str]:
-        """Starts `module.serve` in all of them at once, each with settings and options of its own."""
+        """Starts `module.serve` in all processes at once, each with its own settings and options; returns addresses."""
 
         def start(process: Process, settings: Any, options: dict[str, Any]) -> str:
             process.start = Start(module, settings, rpc, options)
@@ -141,7 +141,7 @@ class Supervisor:
         return process.address
 
     def watch_processes(self, health_seconds: float) -> None:
-        """Watches the processes of services themselves, which all are on this node, from now on."""
+        """Watches the services, all on this node, from now on. health_seconds: silence after which a service hangs."""
         self.health_seconds = health_seconds
         for process in self._processes:
             self._watch_process(process, health_seconds)
@@ -151,7 +151,7 @@ class Supervisor:
         process.probe = HealthProbe(process.address, self.client_settings, health_seconds)
 
     def lost(self) -> dict[str, str]:
-        """Returns the services that died or hang, by name, each with what it did."""
+        """Returns the services that died or hang, by name, each with a reason such as "died"."""
         found = {}
         for process in list(self._processes):
             # `end` may take them away meanwhile, in another thread.
@@ -165,11 +165,11 @@ class Supervisor:
         return found
 
     def named(self, prefix: str) -> list[Process]:
-        """Returns the processes of a kind of service, in order: "buffer", "rollout", "trainer"."""
+        """Returns the processes of one kind of service ("buffer", "rollout" or "trainer"), in order."""
         return [process for process in self._processes if process.name.partition("-")[0] == prefix]
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Kills processes and whatever they have started."""
+        """Kills processes and all processes that they have started."""
         import ray
 
         _close_probes(processes)
@@ -179,7 +179,7 @@ class Supervisor:
             ray.kill(process.actor)
 
     def spawn_again(self, processes: Sequence[Process]) -> None:
-        """Creates the actors of processes that were ended again."""
+        """Creates new actors for processes that `end` has killed."""
         with self._spawning:
             self._refuse_if_stopping()
             for process in processes:
@@ -188,9 +188,9 @@ class Supervisor:
                 process.watch = process.actor.watch.remote()
 
     def start_again(self, processes: Sequence[Process], **changes: Any) -> None:
-        """Starts the services of `processes` as they were started before, each at the address that it had.
+        """Starts the services of `processes` as before, each at the address that it had.
 
-        changes: to `Start`, the same for all; those of `options` are added to what each had.
+        changes: fields of `Start` to replace, the same for all; `options` are added to those that each had.
         """
 
         def start(process: Process) -> str:
@@ -202,7 +202,7 @@ class Supervisor:
         self.call_once([partial(start, process) for process in processes])
 
     def meeting_file(self) -> str:
-        """Returns a new file, of this user alone, where the ranks of a trainer that are all on this node meet."""
+        """Returns the URL of a new file, private to this user, through which trainer ranks on this node meet."""
         with self._spawning:
             self._refuse_if_stopping()
             self._end_meeting()
@@ -242,9 +242,9 @@ class Supervisor:
         return self.call_all([function])[0]
 
     def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Runs `functions` at once; the first failure, of a call or a process, is raised at once.
+        """Runs `functions` at the same time; raises the first failure of a call or a process at once.
 
-        With `repeats` all of them are run again after a service was lost and is back.
+        With `repeats`, runs all of them again once a lost service is back.
         """
         repeats = self.repeats
         if repeats is None:
@@ -258,12 +258,12 @@ class Supervisor:
                 if not repeats.explain(error, count):
                     raise
                 log.info("calls are repeated, because a service was lost: %s", error)
-                # Calls of ranks are collective: none begins before all of the last ones have ended.
+                # Calls of ranks are collective: none may begin before all earlier calls have ended.
                 wait(futures, timeout=LEFTOVER_SECONDS)
 
     def call_once(self, functions: Sequence[Callable[[], T]], *, without: Sequence[Process] = ()) -> list[T]:
-        """Runs `functions` at once, and none of them again. Raises ServiceDied where one of the processes is lost
-        without which they cannot end; for a thread that has lost ones started again, which nobody else looks at."""
+        """Runs `functions` at the same time, and repeats none. Raises ServiceDied if one of the processes `without`
+        which they cannot end is lost: while lost services are started again, nobody else looks for losses."""
         return self._results([self._pool.submit(function) for function in functions], without)
 
     def _results(self, futures: list[Future[T]], without: Sequence[Process] = ()) -> list[T]:
@@ -282,13 +282,13 @@ class Supervisor:
                 self._death.set_exception(error)
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function` beside what this thread does; see `join`."""
+        """Runs `function` in another thread; see `join`."""
         future = self._pool.submit(function)
         future.add_done_callback(self._note_failure)
         return future
 
     def join(self, future: Future[T]) -> T:
-        """Returns the value of a call that was begun."""
+        """Waits for a function that was passed to `begin`, and returns its value."""
         self._wait({future})
         return future.result()
 
@@ -311,10 +311,10 @@ class Supervisor:
         return done
 
     def _raise_if_one_died(self) -> None:
-        """Raises ServiceDied where the death of a process may be behind what failed: every one of them is asked.
+        """Asks every process whether it lives, because a death may be behind a failed call. Raises ServiceDied.
 
-        One that lives answers at once; Ray takes a while to notice that a whole node is gone. Returns when the death of
-        what they watch is known, or not to be expected any more.
+        A process that lives answers at once; Ray takes a while to notice that a whole node is gone. If all live, waits
+        a moment for a service to report the death of an engine.
         """
         import ray
 
@@ -328,7 +328,6 @@ class Supervisor:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
                     raise self._died(asked[reference], error) from None
-        # All processes live, but an engine may have died, which its service reports a moment later.
         wait({self._death}, timeout=AFTERMATH_SECONDS)
 
     def last_lines(self, name: str, count: int = 15) -> str:
@@ -344,7 +343,7 @@ class Supervisor:
         """Stops the services in reverse order of their start, those of one kind together, then their processes. Safe to
         call twice.
 
-        A quarter of the time is for calls that run; what is behind a service, an engine say, ends after them.
+        A quarter of the time is for running calls; whatever a service has started, such as engines, ends after them.
         """
         import ray
 
@@ -352,7 +351,7 @@ class Supervisor:
             self.repeats.stop()
         self._stopping.set()
         with self._spawning:
-            # A service that hangs does not stop by itself, and a dead one may have left others behind.
+            # A service that hangs does not stop by itself, and a dead one may have left child processes behind.
             hanging = self.lost()
         self.end([process for process in self._processes if process.name in hanging])
         _close_probes(self._processes)
@@ -384,11 +383,11 @@ class Supervisor:
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if self.repeats is not None and not isinstance(cause, SlimeError):
-                return  # its process is watched itself
+                return  # `lost` reports the process
             self.fail(cause if isinstance(cause, SlimeError) else self._died(process, error))
 
     def _died(self, process: Process, error: Exception) -> ServiceDied:
-        """Names the service, and its host where there are several; Ray's reason where it left no lines of its own."""
+        """Returns the error for a dead service, with the last lines of its log, or Ray's reason if there are none."""
         where = "" if process.host == ServiceNode.host else f" on {process.host}"
         lines = self.last_lines(process.name) or f": {str(error).strip()}"
         return ServiceDied(f"{process.name} died{where}{lines}", field=process.name)

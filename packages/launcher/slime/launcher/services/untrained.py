@@ -1,4 +1,4 @@
-"""Refills steps that were generated and not trained on, if their samples turn out to be damaged."""
+"""Refills steps that were generated but not yet trained on, if their samples turn out to be damaged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 ATTEMPTS = 3
 
 
-class Making(Protocol):
-    """The calls of `Services` that make groups."""
+class GroupCalls(Protocol):
+    """The calls of `Services` that generate and count groups."""
 
     def generate_more(self, step: int, num_groups: int) -> None: ...
     def seal_again(self, step: int) -> None: ...
@@ -27,16 +27,16 @@ class Making(Protocol):
 
 
 class UntrainedSteps:
-    """Steps that are generated and not trained on. Thread-safe: a rollout may be generated beside the training.
+    """Steps that are generated but not yet trained on. Thread-safe: groups may be generated beside the training.
 
-    The buffer sets damaged groups aside and unseals their step and all later ones. What these steps then lack is
-    generated, and they are sealed again, in order.
+    The buffer sets damaged groups aside and unseals their step and all later ones. The groups that these steps then
+    lack are generated, and the steps are sealed again, in order.
     """
 
-    def __init__(self, making: Making, sealed: Iterable[int] = ()) -> None:
-        """making: groups_at_hand counts the groups that are complete and not trained on, less those that no step of
-        these has a claim to. sealed: steps that an earlier start of the run sealed."""
-        self._making = making
+    def __init__(self, calls: GroupCalls, sealed: Iterable[int] = ()) -> None:
+        """calls: its groups_at_hand counts the groups that are complete and not trained on, except those that belong to
+        none of these steps. sealed: steps that an earlier start of the run sealed."""
+        self._calls = calls
         self._generated = set(sealed)
         self._sealed: set[int] = set()
         self._lock = threading.RLock()
@@ -80,17 +80,17 @@ class UntrainedSteps:
                 tried = self.retries[step] = self.retries.get(step, 0) + 1
                 if tried > ATTEMPTS:
                     raise
-                log.warning("step %d is made whole, try %d of %d: %s", step, tried, ATTEMPTS, error)
+                log.warning("step %d is refilled, attempt %d of %d: %s", step, tried, ATTEMPTS, error)
                 self._mend(step)
 
     def _mend(self, first: int) -> None:
         """Refills `first` and the steps after it."""
         with self._lock:
-            making = self._making
-            required = sum(making.groups_of(step) for step in self._generated if step >= first)
-            lacking = required - making.groups_at_hand()
-            if lacking > 0:
-                log.warning("generating %s in place of damaged ones", counted(lacking, "group"))
-                making.generate_more(first, lacking)
+            calls = self._calls
+            required = sum(calls.groups_of(step) for step in self._generated if step >= first)
+            missing = required - calls.groups_at_hand()
+            if missing > 0:
+                log.warning("generating %s in place of damaged ones", counted(missing, "group"))
+                calls.generate_more(first, missing)
             for step in sorted(step for step in self._sealed if step >= first):
-                making.seal_again(step)
+                calls.seal_again(step)

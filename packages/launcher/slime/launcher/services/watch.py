@@ -15,11 +15,11 @@ from slime.types.rpc import RpcSettings
 from slime.v1 import buffer_pb2_grpc
 
 LOOK_SECONDS = 0.2
-# Between two health checks of a service that answers.
+# Seconds between two health checks of a service.
 PROBE_SECONDS = 2.0
-# Between two looks at the processes that a service has started.
+# Seconds between two looks at the processes that a service has started.
 FAMILY_SECONDS = 10.0
-# A process that is stopped for as long is not meant to go on.
+# A process that stays stopped for so many seconds counts as lost.
 STOPPED_SECONDS = 0.5
 KILL_SECONDS = 10.0
 
@@ -34,7 +34,7 @@ class WatchedProcess:
         self._stopped_since: float | None = None
 
     def look(self) -> str | None:
-        """Returns what is wrong with the process: "died", "was stopped by a signal", or None."""
+        """Returns the fault of the process, "died" or "was stopped by a signal", or None."""
         try:
             state = self.process.status() if self.process.is_running() else psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -56,24 +56,24 @@ class WatchedProcess:
             self._family = self.process.children(recursive=True)
 
     def kill(self) -> None:
-        """Ends the process and those that it has started, also where these have sessions of their own."""
+        """Kills the process and those that it has started, even if these have sessions of their own."""
         if self.look() != "died":  # the children of a dead process have another parent
-            # Stopped, it starts no more while it is looked at.
+            # Suspended, so that it starts no more processes while they are listed.
             with suppress(psutil.NoSuchProcess):
                 self.process.suspend()
             self._note_family()
         each = [self.process, *self._family]
         for process in each:
-            # psutil compares the times of the start: a pid that was given to another process is left alone.
+            # psutil compares start times, so a process that has got the same pid since is left alone.
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(each, timeout=KILL_SECONDS)
 
 
 class HealthProbe:
-    """Asks one service for its health in a thread. `silent` tells whether it has missed two checks in a row.
+    """Checks the health of one service in a thread. `silent`: the service has missed two checks in a row.
 
-    seconds: without an answer, after which a service hangs.
+    seconds: time without an answer after which the service counts as hanging.
     """
 
     def __init__(self, address: str, settings: RpcSettings, seconds: float) -> None:
@@ -93,7 +93,7 @@ class HealthProbe:
             if self._client.is_serving(self._seconds / 2):
                 answered, misses = time.monotonic(), 0
                 continue
-            # Two: this process itself may have been stopped during one.
+            # Two, because this process itself may have been stopped during one.
             misses += 1
             self.silent = misses >= 2 and time.monotonic() - answered >= self._seconds
         self._client.close()
@@ -104,7 +104,7 @@ class _HealthClient(Client):
 
 
 def kill_all(processes: Iterable[WatchedProcess]) -> None:
-    """Ends them at the same time: the ranks of a trainer wait for each other."""
+    """Kills processes at the same time, because the ranks of a trainer wait for each other."""
     threads = [threading.Thread(target=process.kill) for process in processes]
     for thread in threads:
         thread.start()

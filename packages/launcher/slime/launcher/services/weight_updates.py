@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to the engines: after a step, and to engines that were started again."""
+"""Sends the trainer's weights to all engines after a step, and to engines that were started again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class TrainerRanks:
-    """The ranks of the trainer. Calls of it are collective: every rank must get them in the same order.
+    """The ranks of the trainer. Their calls are collective: every rank must get them in the same order.
 
-    turn: held while a call is under way.
+    turn: lock that is held during a call.
     """
 
     def __init__(self, clients: list[TrainerClient], supervisor: Supervisor) -> None:
@@ -36,10 +36,10 @@ class TrainerRanks:
 
 
 class WeightUpdates:
-    """Sends the trainer's weights to the engines. version: of the trainer's weights, which they have, or will have, at
-    the engines.
+    """Sends the trainer's weights to the engines. version: the version under which the engines have, or will get, the
+    trainer's current weights.
 
-    restarts_engines: whether the rollout service starts engines again that are lost.
+    restarts_engines: whether the rollout service starts lost engines again.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightUpdates:
     ) -> None:
         self.version = version
         self._sent = False
-        # Counts the losses of engines, all of them and those before the last weights were sent.
+        # The number of losses of engines: in all, and before the last weights were sent.
         self._losses = self._restored = 0
         self._ranks = ranks
         self._rollout = rollout
@@ -74,7 +74,7 @@ class WeightUpdates:
             self._returning.stop()
 
     def send(self, version: int) -> dict[str, float]:
-        """Sends the weights as `version`; once more where an engine dies meanwhile and is replaced."""
+        """Sends the weights as `version`, again if an engine dies meanwhile and is replaced."""
         losses = self._losses
         metrics = self._send_until_done(version)
         # The engines that got these weights may be lost by now.
@@ -82,11 +82,11 @@ class WeightUpdates:
         return metrics
 
     def engines_lost(self) -> None:
-        """Notes that the rollout service is started again: its engines then have the weights of their start."""
+        """Records that the rollout service is started again, with engines that have the weights of their start."""
         self._losses += 1
 
     def restore(self) -> None:
-        """Sends the trainer's weights to engines that have had others since they were started again."""
+        """Sends the trainer's weights if the engines were started again since the last update."""
         if self._sent and self._restored != self._losses:
             self.send(self.version)
 
@@ -100,7 +100,7 @@ class WeightUpdates:
             errors = [result for result in results if isinstance(result, SlimeError)]
             if not errors:
                 return next((result for result in results if isinstance(result, dict)), {})
-            # Restarts are bounded.
+            # The number of restarts is limited, so this loop ends.
             if self._restarts() == before:
                 raise errors[0]
             log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
@@ -114,7 +114,7 @@ class WeightUpdates:
                 raise result
 
     def _restarts(self) -> tuple[int, int]:
-        """Counts the repairs of services, and the restarts of engines."""
+        """Returns the number of repairs of services, and of restarts of engines."""
         engines = self._supervisor.call(self._rollout.status).engine_restarts
         repeats = self._supervisor.repeats
         return 0 if repeats is None else repeats.wait_until_whole(), engines
