@@ -15,8 +15,8 @@ Metrics = dict[str, float]
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a step, numbered from 0, and one of each evaluation, whose number is that of the
-    steps before it. Rows from `first_step` on will be written again; with None, all rows stay.
+    """metrics.jsonl: a JSON object for each step, numbered from 0, and for each evaluation, with the number of steps
+    before it. Rows from `first_step` on will be written again; with None, all rows stay.
     """
 
     def __init__(self, path: Path, first_step: int | None) -> None:
@@ -35,7 +35,7 @@ class MetricsLog:
         write_whole(self._held, _line(step, metrics))
 
     def _restore(self) -> None:
-        """Appends the row that was held, where the checkpoint that the run goes on from is of its step."""
+        """Appends the row that was held, if the run continues from the checkpoint of its step."""
         if not self._held.exists():
             return
         line = self._held.read_text()
@@ -47,7 +47,7 @@ class MetricsLog:
         self._held.unlink()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Reads the rows that earlier starts of the run have left."""
+        """Returns the rows that earlier starts of the run have left."""
         return read_metrics(self.path) if self.path.exists() else []
 
     def append_evaluation(self, step: int, metrics: Metrics) -> None:
@@ -77,7 +77,7 @@ def _line(step: int, metrics: Metrics) -> str:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Returns the lines without the last one where the process, or the machine, died while it wrote that."""
+    """Returns the lines, without the last one if the process or the machine died while it was written."""
     lines = text.splitlines()
     try:
         json.loads(lines[-1] if lines else "{}")
@@ -92,7 +92,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the rows, without one that is half written."""
+    """Returns the rows of metrics.jsonl, without a half-written last one."""
     return [json.loads(line) for line in _whole_lines(path.read_text())]
 
 

@@ -1,4 +1,4 @@
-"""Spells out characters that a terminal would obey: prompts, samples and logs may hold any."""
+"""Escapes characters that would control a terminal: prompts, samples and logs may hold any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTROLS_AND_SURROGATES = ("Cc", "Cs")
 
 
 def printable(text: str) -> str:
-    """Returns one line, with such characters, and those that no terminal can show, as in a Python string."""
+    """Returns one line in which these characters, and those that no terminal can show, are escaped as in Python."""
     return "".join(
         char.encode("unicode_escape").decode()
         if char in DIRECTIONS or unicodedata.category(char) in CONTROLS_AND_SURROGATES

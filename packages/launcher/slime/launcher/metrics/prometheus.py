@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 # A scrape has ten seconds by default; a service that hangs must not take them all.
 CALL_SECONDS = 2.0
-# Strangers may ask for the health: however often they do, the services are asked once in this time.
+# Everybody may request the health; however often they do, the services are asked at most once in this time.
 HEALTH_SECONDS = 1.0
 REQUEST_SECONDS = 10.0
 ASKING = 16
 
 
 class PrometheusServer(Sink):
-    """Serves what the run reports and what its services say; a sink of the report, whose end closes it."""
+    """Serves the metrics of the report, whose sink it is and whose end closes it, and those of the services."""
 
     def __init__(self, host: str, port: int, *, num_steps: Callable[[], int]) -> None:
         """port: 0 lets the system choose. num_steps: returns the iterations of the run. Raises PortInUse."""
@@ -67,7 +67,7 @@ class PrometheusServer(Sink):
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def watch(self, addresses: Mapping[str, str], settings: RpcSettings, token: str) -> None:
-        """Asks these services from now on, by their names. token: that scrapers have to send."""
+        """Asks these services, by name, from now on. token: the bearer token that scrapers must send."""
         impatient = dataclasses.replace(settings, call_timeout_seconds=CALL_SECONDS, retry_seconds=0.0)
         kinds: dict[str, type[Client]] = {"buffer": BufferClient, "rollout": RolloutClient}
         clients = {n: kinds.get(n, TrainerClient)(address, settings=impatient) for n, address in addresses.items()}
@@ -101,7 +101,7 @@ class PrometheusServer(Sink):
 
     def health(self) -> dict[str, bool]:
         """Returns whether each service serves, by its name; empty while the run starts."""
-        # One asks; those that come meanwhile wait for its answer.
+        # One thread asks; others that come meanwhile wait for its answer.
         with self._turn:
             with self._lock:
                 asked, found = self._health
@@ -116,7 +116,7 @@ class PrometheusServer(Sink):
         return found
 
     def describe(self) -> list[Metric]:
-        """Keeps the registry from collecting once to learn the names."""
+        """Returns nothing, so that the registry does not collect at registration to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -141,7 +141,9 @@ def about_buffer(client: Any) -> list[Metric]:
         _labelled("slime_buffer_groups", "Groups in the buffer by their state", "state", stats.groups),
         _labelled("slime_buffer_rejected_groups", "Groups rejected, by reason", "reason", stats.rejected),
         GaugeMetricFamily("slime_buffer_payload_bytes", "Bytes of samples that the buffer holds", stats.payload_bytes),
-        GaugeMetricFamily("slime_buffer_damaged_payloads", "Payloads whose checksum is wrong", stats.damaged_payloads),
+        GaugeMetricFamily(
+            "slime_buffer_damaged_payloads", "Groups whose samples were damaged or missing", stats.damaged_payloads
+        ),
         GaugeMetricFamily("slime_buffer_epoch", "Passes over the prompt data that have begun", stats.epoch),
         CounterMetricFamily("slime_buffer_expired_leases", "Leases that expired", stats.expired_leases),
     ]
@@ -152,7 +154,7 @@ def about_rollout(client: Any) -> list[Metric]:
     healthy = {engine.name: engine.healthy for engine in status.engines}
     versions = {engine.name: engine.weight_version for engine in status.engines}
     return [
-        GaugeMetricFamily("slime_rollout_running", "Rollouts and evaluations that run now", status.running_rollouts),
+        GaugeMetricFamily("slime_rollout_running", "Generate and Evaluate calls that run", status.running_rollouts),
         GaugeMetricFamily("slime_weight_version", "Weight version of the engines", status.weight_version),
         _labelled("slime_engine_healthy", "Whether the engine answers", "engine", healthy),
         _labelled("slime_engine_weight_version", "Weight version of each engine", "engine", versions),

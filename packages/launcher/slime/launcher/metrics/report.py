@@ -49,10 +49,10 @@ DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long
 class Report:
     """Collects the metrics of a run; prints progress, writes the files of `output_dir`.
 
-    sinks: others that get all metrics.
-    num_steps: None where it is told to `started`.
+    num_steps: iterations of the run; None if `started` gets the number.
+    sinks: further receivers of all metrics.
+    print_every: number of steps per printed line (None: chosen so that a run prints about 40).
     state: gets the current activity.
-    print_every: a line for each this many steps (None: chosen so that a run prints some 40).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Report:
         return self._num_steps
 
     def attach(self, sink: Sink) -> None:
-        """Adds a sink, which gets what is reported from now on, and is closed with the report."""
+        """Adds a sink, which gets all metrics from now on and is closed with the report."""
         self._sinks.append(sink)
 
     def status(self, text: str) -> None:
@@ -163,7 +163,7 @@ class Report:
         return scores
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Returns whether an earlier start of the run left metrics, and none of an evaluation after `step` steps."""
+        """Returns whether an earlier start of the run left metrics, but not of an evaluation after `step` steps."""
         assert self._log is not None, "started() comes first"
         rows = self._log.rows()
         return bool(rows) and not any(row["step"] == step and is_evaluation(row) for row in rows)
@@ -206,8 +206,8 @@ class Report:
             row = metrics | {"step": float(step)}
             self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
         if metrics.get("rollout/failed_ratio") == 1:
-            why = self.output_dir / "logs" / "rollout.log"
-            self._print(f"step {step}: every sample failed, so that nothing was trained on; the reasons are in {why}")
+            reasons = self.output_dir / "logs" / "rollout.log"
+            self._print(f"step {step}: every sample failed, so nothing was trained on; the reasons are in {reasons}")
         elif warning := self.watch.look(step, metrics, samples, self.output_dir):
             self._print(warning)
 
@@ -257,7 +257,7 @@ class Report:
         self._print("")
 
     def _write_examples(self, step: int, examples: list[Sample]) -> None:
-        """Writes the samples before training, for the end of the run, which a later start may reach."""
+        """Writes the samples from before training, which the end of the run shows, perhaps in a later start."""
         names = ("prompt", "response", "label", "reward")
         samples = [{name: getattr(sample, name) for name in names} for sample in examples[:SHOWN_EXAMPLES]]
         write_whole(self.output_dir / EXAMPLES, json.dumps({"step": step, "samples": samples}, default=str) + "\n")
@@ -285,9 +285,9 @@ class Report:
 
 
 def evaluation_scores(metrics: Metrics) -> dict[str, float]:
-    """Returns the score of each set: keys "eval/NAME" that have details "eval/NAME-DETAIL" beside them.
+    """Returns the score of each set: the metrics "eval/NAME" for which there are details "eval/NAME-DETAIL".
 
-    Where none has, those that are no details: an evaluation function of the user's need not give any.
+    If there are none, returns all metrics that are not details: a user's evaluation function need not report details.
     """
     names = {key.removeprefix("eval/") for key in metrics if key.startswith("eval/")}
     details = {name for name in names if DETAIL.search(name)}
@@ -296,12 +296,12 @@ def evaluation_scores(metrics: Metrics) -> dict[str, float]:
 
 
 def _values(row: dict[str, Any]) -> Metrics:
-    """Returns the metrics of a row of metrics.jsonl, in which those that were not finite are null."""
+    """Returns the metrics of a row of metrics.jsonl, without those that were not finite, which are null there."""
     return {key: value for key, value in row.items() if key != "step" and value is not None}
 
 
 def _prompt_text(sample: Sample) -> str:
-    """Returns the prompt, or the text of its last message, with <image> where that has one."""
+    """Returns the prompt, or the text of its last message, with <image> in place of images."""
     prompt = unrendered(sample)
     content = prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""
     if isinstance(content, str):

@@ -1,6 +1,6 @@
-"""Metrics of a rollout from what the buffer holds when its step is sealed.
+"""Metrics of an iteration's samples, computed from the buffer's summaries when the step is sealed.
 
-So they are the same whether the groups were made by this start of the run or, with --buffer-dir, by an earlier one.
+They do not depend on whether this start of the run generated the groups or, with --buffer-dir, an earlier one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
 DROPPED = "rollout/dynamic_filter/drop_"
-# Rejections that do not come from a filter of the rollout.
+# Reasons of rejections that do not come from --dynamic-sampling-filter-path.
 OTHERS = (RETURNED, STALE, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
 def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     """Returns the metrics of a sealed step. args: every setting of the run as an attribute.
 
-    Those of the sealed samples win over what the rollout service said, which knows only the groups that it made last;
-    with --custom-rollout-log-function-path the service's stay alone, for that function may replace them.
+    Metrics of the sealed samples win over those of the rollout service, which knows only the groups that it generated
+    last. With --custom-rollout-log-function-path only the service's are kept, because that function may replace them.
     """
     metrics = dict(sealed.metrics)
     if args.custom_rollout_log_function_path is not None:
@@ -34,7 +34,7 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
     if args.fully_async:
         metrics["rollout/dropped_stale"] = float(sealed.rejected.get(STALE, 0))
     if args.fully_async or args.rollout_function_path == RolloutSettings.rollout_function_path:
-        # The rollout counts these; without its metrics, because the run ended before, there were none.
+        # The rollout service counts these; its metrics are missing if the run ended before they came.
         metrics = {"rollout/prompt_too_long": 0.0, "rollout/aborted_groups": 0.0} | metrics
     for reason in ("prompt_too_long", "prompt_unusable"):
         if f"rollout/{reason}" in metrics or reason in sealed.rejected:
@@ -46,10 +46,10 @@ def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:
 
 
 def staleness_metrics(step: int, oldest_versions: Sequence[int]) -> dict[str, float]:
-    """Returns mean and maximum of the versions between each sample's oldest token and the training on it.
+    """Returns mean and maximum of the number of versions between each sample's oldest token and the training on it.
 
-    oldest_versions: -1 where a sample has none. Weights newer than the trainer's count as its own: --buffer-dir has
-    samples of a run that got further than the checkpoint from which this one goes on.
+    oldest_versions: -1 for a sample without versions. Versions newer than the trainer's count as the trainer's:
+    --buffer-dir may hold samples of a run that got further than the checkpoint from which this one continues.
     """
     ages = [max(0, step - version) for version in oldest_versions if version >= 0]
     if not ages:

@@ -1,4 +1,4 @@
-"""Warns where nothing can be learned: equal rewards in every group, no token that counts, or a gradient of 0."""
+"""Warns if nothing can be learned: equal rewards in every group, no trained token, or a gradient of 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.launcher.metrics.files import Metrics
 from slime.types import Sample
 
 LONGEST_TEXT = 4000
-# This many steps in a row without a gradient are no accident.
+# So many steps in a row without a gradient are not an accident.
 SILENT_STEPS = 2
 
 
@@ -24,49 +24,49 @@ def _short(text: Any) -> Any:
 
 
 class SilenceWatch:
-    """Says once that nothing is learned: after steps in which no group had two different rewards, no token counted, or
-    the policy had no gradient for another reason.
+    """Warns once that nothing is learned: after steps in which no group had two different rewards, no token was trained
+    on, or the policy had no gradient for another reason.
 
-    compares: whether the advantages come from comparing the rewards of a group.
+    compares: whether advantages compare the rewards of a group.
     """
 
     def __init__(self, *, compares: bool = True) -> None:
         self._compares = compares
         self._silent = {"rewards": 0, "tokens": 0, "gradient": 0}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str | None:
         """Returns the warning to print after this step, if any. where: the directory of the run."""
         found = {
             "rewards": self._compares and metrics.get("rollout/zero_std_ratio") == 1,
             "tokens": metrics.get("rollout/trained_tokens") == 0,
-            # Groups of one sample that is left, say, or masks where rewards differ.
+            # For example, one sample left in each group, or masks on the samples whose rewards differ.
             "gradient": metrics.get("train/grad_norm") == 0,
         }
         for kind, silent in found.items():
             self._silent[kind] = self._silent[kind] + 1 if silent else 0
         for kind in ("tokens", "rewards", "gradient"):
-            if self._silent[kind] >= SILENT_STEPS and kind not in self._said:
-                self._said |= {kind, "rewards", "gradient"}
+            if self._silent[kind] >= SILENT_STEPS and kind not in self._warned:
+                self._warned |= {kind, "rewards", "gradient"}
                 return _message(kind, step, metrics, samples, where)
         return None
 
 
 def _message(kind: str, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str:
     if kind == "tokens":
-        what = "trained 0 tokens: every loss mask is 0, or every sample is removed"
+        fault = "trained 0 tokens: every loss mask is 0, or every sample is removed"
     elif kind == "gradient":
-        what = (
+        fault = (
             "have no gradient: every advantage is 0, or belongs to tokens that are masked or removed "
             f"(of the samples, {metrics.get('rollout/failed_ratio', 0.0):.0%} failed)"
         )
     else:
         mean = metrics.get("rollout/raw_reward", 0.0)
-        what = (
+        fault = (
             "have no gradient: in every group all samples have the same reward "
             f"(mean {mean:.3f}), so there is nothing to prefer"
         )
-    lines = [f"WARNING: steps {step - SILENT_STEPS + 1} to {step} {what}. One sample of step {step}:"]
+    lines = [f"WARNING: steps {step - SILENT_STEPS + 1} to {step} {fault}. One sample of step {step}:"]
     if samples:
         first = samples[0]
         lines += [
@@ -77,6 +77,6 @@ def _message(kind: str, step: int, metrics: Metrics, samples: Sequence[Sample], 
         ]
     lines.append(
         f"  more of them: slime show {where}; all of them: --dump-details DIR. "
-        "Does the reward function get what it wants?"
+        "Check that the reward function understands such responses and labels."
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`Sink`: the interface of what gets the metrics of a run, and the guard that keeps its failures from the run."""
+"""`Sink`: the interface of receivers of a run's metrics, and a guard that keeps their failures from the run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run that a tracker is told about.
+    """The run whose metrics a tracker shows.
 
-    config: settings shown beside the metrics; values are JSON, and none is private.
+    config: settings to show beside the metrics; values are JSON, and none is private.
     """
 
     name: str
@@ -32,13 +32,13 @@ class TrackedRun:
 
 
 class Sink(ABC):
-    """Gets all metrics of a run, in order: those of an iteration, and those of an evaluation at the number of
-    iterations before it."""
+    """Gets all metrics of a run, in order: those of each iteration, and those of each evaluation, whose step is the
+    number of iterations before it."""
 
     def start(self, first_step: int, evaluation: Metrics | None) -> None:
-        """Begins with `first_step`, which an earlier start of the run may have sent already, and later ones too.
+        """Begins with `first_step`. An earlier start of the run may have sent this step and later ones already.
 
-        evaluation: the earlier start's of the weights that this one begins with, and may evaluate again.
+        evaluation: the earlier start's metrics of the weights that this start begins with, and may evaluate again.
         """
         return None
 
@@ -46,13 +46,13 @@ class Sink(ABC):
     def write(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self, *, failed: bool) -> None:
-        """Sends what is still held. failed: the run ended with an error."""
+        """Sends metrics that are still held back. failed: the run ended with an error."""
         return None
 
 
 class Guarded(Sink):
-    """Calls a sink in a thread of its own. A failure is reported once and ends nothing: the sink gets no more metrics.
-    A slow one delays the end of the run alone, by `close_seconds` at most.
+    """Calls a sink in a thread of its own. A failure is reported once and does not end the run; the sink then gets no
+    more metrics. A slow sink delays only the end of the run, by at most `close_seconds`.
     """
 
     def __init__(self, flag: str, sink: Sink, *, close_seconds: float = CLOSE_SECONDS) -> None:
@@ -87,6 +87,6 @@ class Guarded(Sink):
 
 
 def described(error: Exception) -> str:
-    """Words an error of a tracker's package on one line, without secrets."""
+    """Returns the error of a tracker's package as one line, without secrets."""
     lines = without_secrets(str(error)).split("\n")
     return f"{type(error).__name__}: {lines[0][:500]}" if lines[0] else type(error).__name__

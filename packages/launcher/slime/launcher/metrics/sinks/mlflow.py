@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow: a tracking server, or a data base on this machine."""
+"""Sends metrics to MLflow: a tracking server, or a database on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class MlflowSettings:
         "MLflow's own)",
         metavar="URI",
     )
-    mlflow_experiment: str = setting("slime", "MLflow experiment of the run; a new one is made", metavar="NAME")
+    mlflow_experiment: str = setting(
+        "slime", "MLflow experiment of the run; created if it does not exist", metavar="NAME"
+    )
 
 
 def check_mlflow(args: Mapping[str, Any]) -> None:

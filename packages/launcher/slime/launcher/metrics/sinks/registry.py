@@ -1,4 +1,4 @@
-"""Trackers of metrics that a run can be told to use, and the sinks of one run."""
+"""Trackers of metrics that settings can choose, and the sinks of one run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from slime.types.settings import flag_names
 
 log = logging.getLogger(__name__)
 
-# Settings that are sent to no tracker: environments hold keys.
+# Settings that no tracker gets: environments hold keys.
 PRIVATE = ("train_env_vars",)
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker that `--use-NAME` chooses, where NAME is also its package and the extra that brings it."""
+    """A tracker that `--use-NAME` chooses. NAME is also its package, and the extra that installs it."""
 
     name: str
     settings: type
@@ -80,7 +80,7 @@ def open_sinks(
     """Returns the sinks of a run, each guarded.
 
     tensorboard_dir: where events go (None: no events).
-    required: a tracker that cannot be started is an InvalidSetting; otherwise it is reported and left out.
+    required: raise InvalidSetting for a tracker that cannot be started; otherwise it is logged and left out.
     """
     opened: list[Sink] = []
     if tensorboard_dir is not None:

@@ -1,6 +1,6 @@
 """Sends metrics to Weights & Biases, through the package `wandb`.
 
-The key is that of WANDB_API_KEY or of `wandb login`. One on the command line goes into the environment before
+The key comes from WANDB_API_KEY or `wandb login`. A key on the command line is moved into the environment before
 anything logs it.
 """
 
@@ -50,7 +50,7 @@ class WandbSettings:
 
 
 def check_wandb(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for a --wandb-host that is no URL."""
+    """Raises InvalidSetting for a --wandb-host that is not a URL."""
     host = args["wandb_host"]
     if host is not None and not host.startswith(("http://", "https://")):
         raise InvalidSetting.must_be("--wandb-host", "http://... or https://...", got=host)
@@ -86,7 +86,7 @@ class Wandb(Sink):
 
 
 def take_key(argv: Sequence[str]) -> list[str]:
-    """Returns a command line without --wandb-key, whose value goes to WANDB_API_KEY of this process, with a warning.
+    """Returns the command line without --wandb-key; puts the key into WANDB_API_KEY of this process, with a warning.
 
     Raises InvalidSetting for the flag without a value.
     """
