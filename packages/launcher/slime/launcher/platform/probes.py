@@ -1,6 +1,6 @@
-"""Probes of the machine. Every function only looks, and returns None where there is nothing to see.
+"""Probes of the machine. They change nothing, and return None if there is nothing to find.
 
-Checks call these and decide; a test replaces one to see what a check makes of a broken machine.
+Checks call them and decide; a test replaces a probe to present a broken machine to a check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 class Gpu:
     """A GPU as the driver describes it.
 
-    name: its entry in CUDA_VISIBLE_DEVICES; model: the driver's name for it; bytes: -1 if unknown.
+    name: its entry in CUDA_VISIBLE_DEVICES; model: the driver's name for it; total_bytes, free_bytes: its memory, -1
+    if unknown.
     """
 
     name: str
@@ -43,7 +44,7 @@ class _Memory(ctypes.Structure):
 
 
 def gpus() -> list[Gpu]:
-    """Returns the GPUs that this process may use, by NVIDIA's driver; none where there is no driver."""
+    """Returns the GPUs that this process may use, as NVIDIA's driver describes them; none without a driver."""
     names = visible_gpus()
     if not names:
         return []
@@ -76,7 +77,7 @@ def visible_devices() -> str | None:
 
 
 def torch_sees_gpus() -> bool:
-    """Imports torch, and asks it for a GPU."""
+    """Imports torch; returns whether it can use a GPU."""
     import torch
 
     return torch.cuda.is_available()
@@ -87,7 +88,7 @@ def python_version() -> str:
 
 
 def package_version(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, None where it is not installed."""
+    """Returns the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -111,12 +112,12 @@ def on_linux() -> bool:
 
 
 def shared_memory() -> int | None:
-    """Returns the bytes free in /dev/shm, None where there is none."""
+    """Returns the bytes free in /dev/shm; None if it does not exist."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
 
 
 def memory_available() -> int:
-    """Returns the bytes of the machine's memory that a new program can have, within the limit of its container."""
+    """Returns the bytes of memory that a new program can have, within the limit of the container."""
     free = psutil.virtual_memory().available
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     return free if limit is None or used is None else min(free, max(0, limit - used))
@@ -139,7 +140,7 @@ def open_files_limit() -> tuple[int, int]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """Counts how many of `count` ports the system gives out at once."""
+    """Returns how many of `count` ports the system hands out at the same time."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -148,24 +149,24 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     except OSError:
         return len(held) - 1
     finally:
-        for one in held:
-            one.close()
+        for each in held:
+            each.close()
     return count
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Returns whether a server could listen there now, without listening."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Returns whether a server could listen on this port now; does not listen itself."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind((host, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
 
 
 def answers(host: str, port: int, seconds: float = 3.0) -> bool:
-    """Returns whether someone accepts a connection there."""
+    """Returns whether a server accepts connections there."""
     try:
         with socket.create_connection((host, port), timeout=seconds):
             return True
@@ -174,7 +175,7 @@ def answers(host: str, port: int, seconds: float = 3.0) -> bool:
 
 
 def ray_without_token(address: str, seconds: float = 3.0) -> bool:
-    """Returns whether the Ray at host:port takes work from everybody."""
+    """Returns whether the Ray cluster at "host:port" accepts work without a token."""
     from slime.launcher.platform.ray_access import answers_without_token
 
     return answers_without_token(address, seconds)

@@ -1,4 +1,4 @@
-"""Doors of Ray: its token, the addresses that it binds to, and a check that it asks for the token."""
+"""Access to Ray: its token, the addresses that it binds to, and a check that it asks for the token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slime.types.scratch import ScratchDirectory
 log = logging.getLogger(__name__)
 
 AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-# Ray's switch for machines that should not be reached: with 0, the address of a node is that of the loopback, and all
-# of Ray binds to it. Given 127.0.0.1 as an address, Ray would take another one of this machine in its place.
+# With 0, Ray uses the loopback as the address of a node, and binds everything to it. If it were given 127.0.0.1 as an
+# address instead, Ray would replace it by another address of this machine.
 SEVERAL_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 CHECK_SECONDS = 10.0
-# A call of Ray's that changes nothing, to see whether it asks for a token.
+# A call to Ray that changes nothing, to find out whether Ray asks for a token.
 CHECKED_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
@@ -30,16 +30,16 @@ def _own_token() -> str:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Returns the environment of a Ray that only this machine can reach, and only with the token."""
+    """Returns the environment variables of a Ray that only this machine can reach, and only with the token."""
     return {AUTH_MODE: "token", SEVERAL_NODES: "0"}
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a directory for Ray to keep its sockets, ports and logs in, which ends with the context.
+    """Creates a directory for Ray's sockets, ports and logs, which is removed after the context.
 
-    Ray opens what it makes to every user of the machine, who could put other sockets and files in place: here nobody
-    else gets as far as that. Paths of Unix sockets end at 107 characters: TMPDIR may be too long for Ray's.
+    Ray lets every user of the machine write to the files and directories that it creates; in a private directory nobody
+    else reaches them. It is in /tmp because paths of Unix sockets have at most 107 characters and TMPDIR may be long.
     """
     directory = ScratchDirectory("slime-ray-", "/tmp" if os.path.isdir("/tmp") else None)
     try:
@@ -50,10 +50,10 @@ def private_directory() -> Iterator[Path]:
 
 @contextmanager
 def own_cluster() -> Iterator[None]:
-    """Has the Ray that is started inside ask for a token and listen on the loopback; leaves no token in the home.
+    """Makes a Ray that is started inside ask for a token and listen on the loopback; leaves no token in ~/.ray.
 
-    With a token there, every later `ray start --head` makes a cluster that asks for it, and `ray start --address` and
-    `ray job submit` do not send it unasked.
+    With a token there, every later `ray start --head` would start a cluster that asks for it, which `ray start
+    --address` and `ray job submit` do not send by themselves.
     """
     variables = loopback_variables()
     has_token = any(name in os.environ for name in (AUTH_TOKEN, AUTH_TOKEN_PATH))
@@ -79,7 +79,7 @@ def own_cluster() -> Iterator[None]:
 
 
 def check_that_ray_asks_for_its_token() -> None:
-    """Raises Unavailable where the connected cluster answers a call without a token; warns where the user wants that
+    """Raises Unavailable if the connected cluster answers a call without a token; warns instead if the user wants that
     (RAY_AUTH_MODE=disabled)."""
     import ray
 
@@ -97,8 +97,8 @@ def check_that_ray_asks_for_its_token() -> None:
 
 
 def answers_without_token(address: str, seconds: float = CHECK_SECONDS) -> bool:
-    """Returns whether Ray's control service at "host:port" answers without a token. One that speaks TLS only, or no
-    Ray, does not."""
+    """Returns whether Ray's control service at "host:port" answers without a token; False also for a service with TLS,
+    and if no Ray is there."""
     import grpc
 
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:

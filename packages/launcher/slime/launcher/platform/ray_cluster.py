@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one that is there, or one that is started for the run and ends with it."""
+"""The Ray cluster of a run: an existing one, or one that is started for the run and ends with it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 RAY_STOP_SECONDS = 1.0
-# Seconds that a start of Ray gets to finish after a signal, and again to break off, before it is killed.
+# Seconds for a start of Ray to finish after a signal, and again as many to break off, before it is killed.
 PATIENCE_SECONDS = 2.0
 START_SECONDS = 180.0
-# Ray's raylet ends where its agents take longer than 15 s to come up, which no setting changes.
+# Ray's raylet ends if its agents take longer than 15 s to start, which no setting changes.
 START_ATTEMPTS = 3
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0
@@ -41,9 +41,9 @@ def ray_cluster(
 ) -> Iterator[None]:
     """Connects to the Ray cluster at `address` or RAY_ADDRESS, or starts one for this run and stops it afterwards.
 
-    object_store_bytes: of a cluster that is started; None for as much as Ray takes by itself, a third of the memory.
-    A cluster that is started listens on the loopback. Raises Unavailable where no cluster answers there, none can be
-    started, or one takes work from everybody.
+    object_store_bytes: size of the object store of a cluster that is started; None for Ray's default, a third of the
+    memory. A cluster that is started listens on the loopback. Raises Unavailable if no cluster answers at the address,
+    if none can be started, or if it accepts work without a token.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -51,7 +51,7 @@ def ray_cluster(
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
     others = set(psutil.Process().children())
-    # Later children of this process are not Ray's: a tracker may have one.
+    # Children that this process starts later are not Ray's; a tracker may start one.
     servers: set[psutil.Process] | None = None
 
     def abandon(signum: int) -> None:
@@ -104,7 +104,7 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
 
 
 class RayletEnded(Exception):
-    """The process that makes this machine a node of Ray ended before it was one."""
+    """Ray's raylet ended before this machine was a node of the cluster."""
 
 
 def _start_once(stack: ExitStack, options: dict[str, Any], deadline: float) -> None:
@@ -123,9 +123,9 @@ def _start_once(stack: ExitStack, options: dict[str, Any], deadline: float) -> N
 
 @contextmanager
 def _patient(deadline: float) -> Iterator[None]:
-    """Gives Ray's processes until `deadline` to come up. Raises RayletEnded inside.
+    """Gives Ray's processes until `deadline` (monotonic seconds) to start. The block raises RayletEnded if they cannot.
 
-    Ray itself gives up after 30 s, which no setting changes, and on a busy machine they need longer at times.
+    Ray itself gives up after 30 s, which no setting changes; on a busy machine its processes may need longer.
     """
     from ray._private import services
 
@@ -157,7 +157,7 @@ def _raylets() -> list[psutil.Process]:
 
 
 def _has_nodes(gcs_address: str) -> bool:
-    """Tells if a node has come up in the cluster of this control service; False also where that does not answer yet."""
+    """Returns whether the cluster of this control service has a node; False also if the service does not answer yet."""
     from ray._raylet import GcsClient
 
     try:
@@ -181,7 +181,7 @@ def _descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
-    """Ends processes, and what they start meanwhile: one that has been stopped starts nothing."""
+    """Kills processes and those that they start meanwhile. They are suspended first, so that they start no more."""
     found = set(processes)
     for process in list(found):
         with suppress(psutil.NoSuchProcess):
@@ -194,7 +194,7 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _leave(signum: int) -> None:
-    """Ends this process where its main thread is inside Ray and does not come back."""
+    """Ends this process if its main thread is inside Ray and does not return."""
     text, code = farewell(signum)
     if sys.stdout.isatty():
         print("\033[?25h", end="", flush=True)  # a progress display has hidden the cursor

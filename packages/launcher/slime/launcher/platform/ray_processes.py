@@ -1,4 +1,4 @@
-"""A Ray of one run without the processes that serve clusters: autoscaler, dashboard, log monitor, metrics."""
+"""Starts Ray for one run without the processes that serve clusters: autoscaler, dashboard, log monitor, metrics."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# Ray starts a worker for each core beforehand, for tasks; a run has few processes, most with variables of their own.
+# Ray starts a worker for each core in advance, for tasks; a run has few processes, most of them with variables of their
+# own, which need workers of their own.
 WORKERS_BEFOREHAND = "RAY_prestart_worker_first_driver"
 NOT_NEEDED = "a run reads neither Ray's dashboard nor its metrics"
 
 
 @contextmanager
 def few_processes() -> Iterator[None]:
-    """Has the Ray that is started inside leave out what no run uses, and what takes longest to start.
+    """Makes a Ray that is started inside leave out the processes that no run uses and that take longest to start.
 
-    `ray.init` has no arguments for these. The agent of a node, which Ray insists on, starts as it does where the
-    packages of `ray[default]` are missing: without its servers. A Ray that has these parts elsewhere, or under other
-    names, starts them all.
+    `ray.init` has no arguments for this. The agent of a node, which Ray requires, starts without its servers, as it
+    does if the packages of `ray[default]` are missing. A version of Ray that has these parts elsewhere starts them all.
     """
     replacements = list(_replacements())
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements if hasattr(owner, name)]
@@ -37,7 +37,7 @@ def few_processes() -> Iterator[None]:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yields (module or class, name, what takes its place). These are private to Ray and may be gone in any version."""
+    """Yields (module or class, name, replacement). The names are private to Ray, and any version may lack them."""
     with suppress(ImportError):
         from ray._private.node import Node
 

@@ -1,6 +1,6 @@
-"""The signals that end a run: SIGINT, SIGTERM and SIGHUP raise in the main thread, so that all take one way out.
+"""The signals that end a run: SIGINT, SIGTERM and SIGHUP raise in the main thread, so that a run ends in one way.
 
-Light, so that the handlers are in place before anything heavy is imported.
+This module imports little, so that the handlers are in place before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C. signum: which."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C. signum: the number of the signal."""
 
     def __init__(self, signum: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ def uninterrupted() -> Iterator[None]:
 @contextmanager
 def deferred(patience_seconds: float, abandon: Callable[[int], object]) -> Iterator[list[int]]:
     """Holds SIGINT, SIGTERM and SIGHUP back until the block has ended, whatever handlers the block installs for them;
-    yields a list of those that came.
+    yields a list of the signals that came.
 
-    For what leaves processes behind when it is interrupted. Then the first of the signals goes to the handler that was
-    there before, in place of an error of the block. A block that goes on for longer than `patience_seconds` after a
-    signal is interrupted all the same; where it does not end by that, being inside native code, `abandon` is called
-    with the signal in another thread, as long again later.
+    For blocks that leave processes behind when they are interrupted. After the block, the first signal goes to the
+    handler that was installed before, in place of any error of the block. A block that runs for longer than
+    `patience_seconds` after a signal is interrupted by KeyboardInterrupt. If that does not end it, because it is inside
+    native code, `abandon` is called with the signal in another thread after as many seconds again.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -97,16 +97,16 @@ def deferred(patience_seconds: float, abandon: Callable[[int], object]) -> Itera
 
 
 def farewell(signum: int) -> tuple[str, int]:
-    """Returns the last words and the exit code of a command that a signal has ended."""
-    how = "interrupted" if signum == signal.SIGINT else "terminated"
-    return f"slime: {how}; everything that this run started has been stopped", 128 + signum
+    """Returns the last line and the exit code of a command that a signal has ended."""
+    outcome = "interrupted" if signum == signal.SIGINT else "terminated"
+    return f"slime: {outcome}; everything that this run started has been stopped", 128 + signum
 
 
 def leave(code: int) -> NoReturn:
     """Ends this process with an exit code.
 
-    After a signal it ends at once: an interpreter that takes itself down has threads of Ray and gRPC that were
-    interrupted anywhere, and at times one of them crashes, so that the exit code is that of the crash.
+    After a signal it ends without the interpreter's shutdown: threads of Ray and gRPC, interrupted at any point, crash
+    in it at times, and the exit code would be that of the crash.
     """
     if code > 128:
         for stream in (sys.stdout, sys.stderr):
@@ -118,7 +118,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], Any] | signal.Handlers, *numbers: int) -> Iterator[None]:
-    """Sets signal handlers for a block; does nothing outside the main thread, which alone may have them."""
+    """Sets signal handlers for a block; does nothing outside the main thread, which alone may set them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
