@@ -1,4 +1,4 @@
-"""Repairs: has services that died or hang started again, and tells calls that failed meanwhile to be repeated.
+"""Repairs: starts services again that died or hang, and has the calls that failed meanwhile repeated.
 
 whole --a service is lost--> repairing --its kind is started again--> whole
                                  └──too often within a time──> failed: every call raises ServiceDied
@@ -19,7 +19,7 @@ from slime.types.errors import SlimeError, counted
 
 log = logging.getLogger(__name__)
 
-# A connection breaks a moment before the death of its peer is known.
+# A connection breaks some time before the death of its peer is noticed.
 NOTICE_SECONDS = 2.0
 # Statuses of errors that may be the consequence of a death that is not known yet.
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
@@ -27,18 +27,18 @@ CONSEQUENCES = ("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
 
 @dataclass(frozen=True)
 class RepairLimits:
-    """At most `most` restarts of a service within `window_seconds`, or within one repair."""
+    """The most restarts of a service within `window_seconds`, or within one repair."""
 
     most: int = 5
     window_seconds: float = 600.0
 
 
 class Repairs:
-    """Repairs the services of a run. Thread-safe. `count` and `seconds`: of the repairs that are done, and the time
-    from notice to end; `restarts`: services that were started again in them.
+    """Repairs the services of a run. Thread-safe. `count`: finished repairs; `seconds`: their total time, from notice
+    to end; `restarts`: services that were started again in them.
 
-    lost: returns the services that died or hang, each with its reason. start_again: starts those again, in a thread
-    of this object; raises SlimeError where that fails, and is called again then. fail: ends the run with an error.
+    lost: returns the services that died or hang, each with its reason. start_again: starts them again, in a thread of
+    this object; if it raises SlimeError, it is called again. fail: ends the run with an error.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Repairs:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begins no more repairs. What is being started is for the caller to end."""
+        """Begins no more repairs. The caller ends the services that are being started."""
         self._stopping.set()
         with self._changed:
             self._changed.notify_all()
 
     def wait_until_whole(self) -> int:
-        """Waits for the repair under way; returns the number of those done. Raises what ended the run."""
+        """Waits for the running repair; returns the number of finished ones. Raises the error that ended the run."""
         with self._changed:
             self._changed.wait_for(lambda: not self._repairing or self._stopping.is_set())
             if self._error is not None:
@@ -78,8 +78,8 @@ class Repairs:
             return self.count
 
     def explain(self, error: SlimeError, count: int) -> bool:
-        """Returns whether a call that failed with `error` is to be repeated: a service was lost since there had been
-        `count` repairs, and is there again. Raises what ended the run."""
+        """Returns whether to repeat a call that failed with `error`: since `count` repairs were finished, a service was
+        lost and is back. Raises the error that ended the run."""
         deadline = time.monotonic() + (NOTICE_SECONDS if error.status in CONSEQUENCES else 0.0)
         while not self._stopping.is_set():
             self._look()
@@ -95,14 +95,14 @@ class Repairs:
             try:
                 lost = self._look()
             except Exception as error:
-                # Too many open files, say: without this thread a later call would wait for ever.
+                # For example, too many open files. Without this thread a later call would wait for ever.
                 log.warning("the services cannot be looked at: %s", error)
                 continue
             if lost:
                 self._repair()
 
     def _look(self) -> bool:
-        """Notes whether a service is lost, so that calls wait from now on."""
+        """Returns whether a service is lost, and if so makes calls wait from now on."""
         with self._looking:
             if not self._repairing and self._error is None and self._lost() and not self._stopping.is_set():
                 with self._changed:
@@ -138,7 +138,7 @@ class Repairs:
             self._end(error)
         except Exception as error:
             if self._stopping.is_set():
-                return  # what it worked with is being taken down
+                return  # the services are being stopped
             log.exception("services cannot be started again")
             names = " and ".join(reasons or lost)
             self._end(ServiceDied(f"{names} cannot be started again: {error}", field=names))
@@ -154,9 +154,9 @@ class Repairs:
             self._fail(error)
 
     def _count(self, name: str, reason: str, since: float) -> None:
-        """Counts one more restart in the repair that began at `since`. Raises ServiceDied where that is too many."""
+        """Counts one more restart in the repair that began at `since`. Raises ServiceDied if there are too many."""
         now, began, limits = time.monotonic(), self._began[name], self._limits
-        # Tries of this repair stay: each may take longer than the window.
+        # Attempts of this repair stay counted, because each may take longer than the window.
         while began and since - began[0] > limits.window_seconds:
             began.popleft()
         if len(began) >= limits.most:

@@ -1,7 +1,7 @@
-"""Restart points: states of the trainer, kept during a run, from which its ranks are started again.
+"""Restart points: states of the trainer, kept during a run, from which its ranks can be started again.
 
-`OUTPUT_DIR/recovery` holds one of them, and a second one while that is written. They are written so seldom that they
-take a twentieth of the time at most; the steps after the last one are trained again, from the buffer.
+`OUTPUT_DIR/recovery` holds one restart point, and a second one while that is written. They are written so seldom that
+they take at most a twentieth of the time; the steps after the last one are trained again, from the buffer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from slime.types.errors import InvalidSetting
 
 log = logging.getLogger(__name__)
 
-# The part of a run's time that they may take.
+# The share of a run's time that restart points may take.
 SHARE = 0.05
 
 
 class RestartPoints:
-    """The restart points of a run. first: the step before the run's first one, whose state is in `load` (None: that of
-    the model). checkpoints: directory of the run's own checkpoints, which are restart points, too; None where they lack
-    the optimizer. Those that are there already are of another run, or of another course of this one.
+    """The restart points of a run. first: the step before the run's first one, whose state is in `load` (None: the
+    initial model). checkpoints: directory of the run's own checkpoints, which are restart points, too; None if they
+    lack the optimizer. Checkpoints that exist already belong to another run or another course of this one, and do not
+    count.
 
-    interval_seconds: least time between two. first_seconds: how long the first one may take to write.
-    multiple_of: the number of iterations after which the state is whole.
+    interval_seconds: least time between two restart points. first_seconds: estimated time to write the first one.
+    multiple_of: only the state after a multiple of so many iterations is complete.
     """
 
     def __init__(
@@ -55,28 +56,28 @@ class RestartPoints:
         self._last = clock()
         self._cost = first_seconds
         self._others = {} if checkpoints is None else {path: _identity(path) for path in steps(checkpoints).values()}
-        # A run that was killed has left its own.
+        # A run that was killed has left its restart points.
         self.clear()
 
     def due(self, step: int) -> Path | None:
-        """Returns where to write the state after `step`; None where the last one is new enough."""
+        """Returns the path for the state after `step`; None if the last one is recent enough."""
         if self._clock() - self._last < max(self._interval, self._cost / SHARE) or (step + 1) % self._multiple:
             return None
         return checkpoint_path(self._directory, step, self._backend)
 
     def written(self, path: Path, seconds: float) -> None:
-        """Notes that the state at `path` is complete, and deletes those before it."""
+        """Records that the state at `path` is complete, and deletes earlier states."""
         self._last, self._cost = self._clock(), seconds
         for _, other in named(self._directory):
             if other != path:
                 _remove(other)
 
     def failed(self) -> None:
-        """Notes that a state could not be written: the next one is tried after an interval."""
+        """Records that a state could not be written; the next attempt comes after an interval."""
         self._last = self._clock()
 
     def newest(self, upto: int) -> tuple[int, str | None]:
-        """Returns the last step of the newest state up to the step `upto`, and its directory."""
+        """Returns the step of the newest state up to step `upto`, and its directory."""
         found = {step: path for step, path in steps(self._directory).items() if step <= upto}
         if self._checkpoints is not None:
             for step, path in steps(self._checkpoints).items():
@@ -96,7 +97,7 @@ class RestartPoints:
 
 
 def _identity(checkpoint: Path) -> tuple[int, int]:
-    """Returns what tells a checkpoint from the one whose place it took."""
+    """Returns a value that differs between a checkpoint and the one that it replaced."""
     state = (checkpoint / STATE_FILE).stat()
     return state.st_ino, state.st_mtime_ns
 

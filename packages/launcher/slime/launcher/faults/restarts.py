@@ -1,4 +1,4 @@
-"""Starts lost services again, each kind with what it needs: the buffer its directory, the trainer its state.
+"""Starts lost services again: the buffer with its directory, the trainer with its state.
 
 The rollout service starts its engines again; they get the trained weights before the next call of Generate or Evaluate.
 """
@@ -22,7 +22,7 @@ from slime.types.errors import DeadlineExceeded, counted
 
 log = logging.getLogger(__name__)
 
-# A channel finds a service that is back at its next attempt, a second later at most.
+# A channel reaches a service that is back at its next attempt, at most a second later.
 CONNECT_SECONDS = 30.0
 
 
@@ -30,7 +30,8 @@ CONNECT_SECONDS = 30.0
 class TrainerReplay:
     """Brings ranks that were started again to where the run was.
 
-    settings: of the trainer. trained: returns the last step that was trained. groups_of: the groups of a step.
+    settings: the trainer's. trained: returns the last step that was trained. groups_of: returns the number of groups of
+    a step.
     """
 
     points: RestartPoints
@@ -42,7 +43,7 @@ class TrainerReplay:
 
 
 class ServiceRestarts:
-    """Starts lost services again. engines_lost: called where the engines will have the weights of their start."""
+    """Starts lost services again. engines_lost: called if the engines will have the weights of their start."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class ServiceRestarts:
         self._engines_lost = engines_lost
 
     def start_again(self, lost: Mapping[str, str]) -> None:
-        """Starts what is named in `lost` again. Raises SlimeError where that fails, with what was started then left
-        running or not: it may be called again."""
+        """Starts the services named in `lost` again. Raises SlimeError if that fails; some services may then be
+        running, and the call may be repeated."""
         kinds = {name.partition("-")[0] for name in lost}
         # The others need the buffer.
         if "buffer" in kinds:
@@ -74,7 +75,7 @@ class ServiceRestarts:
     def _buffer_again(self, processes: Sequence[Process]) -> None:
         start = processes[0].start
         assert start is not None, "the buffer was started before"
-        # Its directory has the place in the data; the checkpoint that the run began with may be deleted by now.
+        # Its directory holds the place in the data; the checkpoint that the run began with may be deleted by now.
         self._again(processes, self._buffer, settings=dataclasses.replace(start.settings, data_place=None))
 
     def _again(self, processes: Sequence[Process], client: Client, **changes: Any) -> None:
@@ -84,7 +85,7 @@ class ServiceRestarts:
         _connected(client)
 
     def _trainer_again(self) -> None:
-        """Starts every rank again, for their collectives cannot go on without one of them."""
+        """Starts every rank again, because their collectives cannot continue without one of them."""
         supervisor, trainer = self._supervisor, self._trainer
         assert trainer is not None, "a run without a trainer has no process of that name"
         processes, trained = supervisor.named("trainer"), trainer.trained()
@@ -98,7 +99,7 @@ class ServiceRestarts:
         for client in trainer.clients:
             _connected(client)
         self._buffer.rewind_steps(step)
-        log.warning("the trainer goes on after step %d; it trains %s again", step, counted(trained - step, "step"))
+        log.warning("the trainer continues after step %d and repeats %s", step, counted(trained - step, "step"))
         for number in range(step + 1, trained + 1):
             groups = trainer.groups_of(number)
             train_ranks = [partial(_train, client, number, groups, trainer) for client in trainer.clients]
@@ -110,7 +111,7 @@ def _train(client: TrainerClient, step: int, groups: int, trainer: TrainerReplay
 
 
 def _connected(client: Client) -> None:
-    """Returns once `client` reaches its service."""
+    """Waits until `client` reaches its service. Raises DeadlineExceeded."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while not client.is_serving(1.0):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Repairs of one run: whether it has them, and what they need of its settings."""
+"""Sets up the repairs of one run from its settings, if lost services can be started again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from slime.types.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 
-# Until a state of the trainer has been written and timed: weights and Adam's moments in float32, on a slow disk.
+# Estimates until a state of the trainer has been written and timed. Bytes per parameter: weights and Adam's moments in
+# float32. Bytes per second: a slow disk.
 STATE_BYTES = 12
-WRITTEN_A_SECOND = 500e6
+DISK_BYTES_PER_SECOND = 500e6
 
 
 class RepairedRun(Protocol):
@@ -36,8 +37,7 @@ class RepairedRun(Protocol):
 
 
 class RunRepairs:
-    """The repairs of one run. buffer_dir: where the buffer keeps its state, in place of a directory that would end with
-    its process."""
+    """The repairs of one run. buffer_dir: a directory for the buffer's state that outlives the buffer's process."""
 
     def __init__(self, config: RunConfig, supervisor: Supervisor, output_dir: Path) -> None:
         self.points: RestartPoints | None = None
@@ -47,11 +47,11 @@ class RunRepairs:
         self._supervisor = supervisor
         self._output_dir = output_dir
         self._repairs: Repairs | None = None
-        self._told = 0, 0.0
+        self._reported = 0, 0.0
 
     @classmethod
     def of(cls, config: RunConfig, placement: Placement, supervisor: Supervisor, output_dir: Path) -> Self | None:
-        """Returns those of a run; None where its lost services are not started again."""
+        """Returns the repairs of a run; None if its lost services are not started again."""
         reason = cls.reason_against(config, placement)
         if reason is None:
             return cls(config, supervisor, output_dir)
@@ -60,7 +60,7 @@ class RunRepairs:
 
     @staticmethod
     def reason_against(config: RunConfig, placement: Placement) -> str | None:
-        """Returns why lost services of a run cannot be started again, or None."""
+        """Returns the reason why lost services of a run cannot be started again; None if they can."""
         rollout, launcher, trainer = config.rollout, config.launcher, config.trainer
         if rollout.use_fault_tolerance is False:
             return "--no-use-fault-tolerance"
@@ -79,7 +79,7 @@ class RunRepairs:
         return None
 
     def start(self, started: StartedServices, run: RepairedRun) -> None:
-        """Begins to watch the services, which have all been started."""
+        """Begins to watch the services, after all of them have been started."""
         launcher, config = self._config.launcher, self._config
         trainer = None
         if started.trainers:
@@ -91,7 +91,7 @@ class RunRepairs:
                 backend=launcher.train_backend,
                 checkpoints=config.checkpoint_dir if checkpoints else None,
                 interval_seconds=launcher.restart_point_interval,
-                first_seconds=(started.num_parameters or 0) * STATE_BYTES / WRITTEN_A_SECOND,
+                first_seconds=(started.num_parameters or 0) * STATE_BYTES / DISK_BYTES_PER_SECOND,
                 multiple_of=config.trainer.ref_update_interval or 1,
             )
             trainer = TrainerReplay(
@@ -110,16 +110,16 @@ class RunRepairs:
         self._repairs.start()
 
     def after_step(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
-        """Writes a restart point when one is due. Returns what there is of
+        """Writes a restart point if one is due. Returns those of these metrics that there are:
 
-        perf/restart_point_time  seconds that it took
+        perf/restart_point_time  seconds that writing the restart point took
         perf/service_restarts    services that were started again since the last step
-        perf/repair_time         seconds from when it was found to when they were back
+        perf/repair_time         seconds from noticing their loss until they were back
         """
         return self._keep_state(step, ranks, progress) | self._take_metrics()
 
     def needed_checkpoint(self, trained: int) -> str | None:
-        """Returns the state from which ranks would be started again after the step `trained`; None: none."""
+        """Returns the directory of the state from which ranks would start again after the step `trained`, or None."""
         return None if self.points is None else self.points.newest(trained)[1]
 
     def _keep_state(self, step: int, ranks: TrainerRanks, progress: Progress) -> dict[str, float]:
@@ -143,12 +143,12 @@ class RunRepairs:
         if self._repairs is None:
             return {}
         now = self._repairs.restarts, self._repairs.seconds
-        restarts, seconds = now[0] - self._told[0], now[1] - self._told[1]
-        self._told = now
+        restarts, seconds = now[0] - self._reported[0], now[1] - self._reported[1]
+        self._reported = now
         return {"perf/service_restarts": float(restarts), "perf/repair_time": seconds} if restarts else {}
 
     def close(self) -> None:
-        """Removes what no later start of the run needs."""
+        """Removes the buffer's directory and the restart points, which no later start of the run needs."""
         self._scratch.close()
         if self.points is not None:
             self.points.clear()
