@@ -1,7 +1,7 @@
 """The checkpoints of a run: their paths, the newest one, and the deletion of old ones.
 
-`DIR/step_000004` holds the policy after step 4; with the Megatron backend `DIR/iter_0000004`, and the file
-`DIR/latest_checkpointed_iteration.txt` names the newest, as Megatron-LM has it.
+`DIR/step_000004` holds the policy after step 4. With the Megatron backend it is `DIR/iter_0000004`, and the file
+`DIR/latest_checkpointed_iteration.txt` names the newest checkpoint, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MODEL_FILES = ("config.json", ".metadata", TRACKER)
 
 
 def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
+    """Returns the path of the checkpoint after `step`."""
     return directory / (f"iter_{step:07d}" if backend == "megatron" else f"step_{step:06d}")
 
 
@@ -39,7 +40,7 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def named(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yields every path with the name of a checkpoint, whatever it is."""
+    """Yields (step, path) for every path with the name of a checkpoint, complete or not."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := NAME.fullmatch(path.name):
             yield int(match[1]), path
@@ -53,12 +54,12 @@ def step_after(directory: Path, load: str | None) -> int:
 
 
 def has_checkpoint(path: str) -> bool:
-    """Returns whether a run's checkpoint is at `path` or in it."""
+    """Returns whether `path` is a run's checkpoint, or a directory that holds one."""
     return (Path(path) / STATE_FILE).is_file() or bool(steps(Path(path)))
 
 
 def nothing_saved_yet(values: Mapping[str, Any], load: Path) -> bool:
-    """Returns whether --load is the directory that this run saves to, still empty. values: settings by name."""
+    """Returns whether --load is the directory that this run saves to and is still empty. values: settings by name."""
     output_dir = values.get("output_dir")
     save = values.get("save") or (Path(output_dir) / "checkpoints" if isinstance(output_dir, str) else None)
     if not isinstance(save, (str, Path)) or values.get("ckpt_step") is not None or load.is_file():
@@ -94,9 +95,10 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
 
 
 def continued_step(load: str | None, start_rollout_id: int | None) -> int | None:
-    """Returns the step after which the checkpoint `load` continues; None if the run starts over.
+    """Returns the step after which a run with the checkpoint `load` continues; None if it starts afresh.
 
-    A model without a run around it, or another --start-rollout-id than the next one, starts afresh.
+    A run starts afresh from a model that is not a checkpoint of a run, and with a --start-rollout-id other than the
+    next step.
     """
     state = Path(load or "") / STATE_FILE
     if load is None or not state.is_file():
@@ -104,7 +106,7 @@ def continued_step(load: str | None, start_rollout_id: int | None) -> int | None
     try:
         step = int(json.loads(state.read_text())["step"])
     except (ValueError, KeyError, TypeError):
-        return None  # the trainer reports what is wrong with it
+        return None  # the trainer reports the fault
     return step if step >= 0 and start_rollout_id in (None, step + 1) else None
 
 
@@ -123,16 +125,16 @@ def _of_step(directory: Path, flag: str, step: int) -> str:
 
 
 def prune(directory: Path, *, keep: int | None, retain_interval: int | None, needed: str | None = None) -> list[Path]:
-    """Deletes complete checkpoints but the last `keep` and every `retain_interval`-th; returns what it deleted.
+    """Deletes complete checkpoints except the last `keep` and every `retain_interval`-th; returns the deleted ones.
 
-    Both None: keeps all. keep None: only the newest, beside those of the interval. needed: path of one that is kept in
-    any case. One that holds more than what slime wrote is kept, with a warning.
+    Both None: keeps all. keep None: keeps the newest and those of the interval. needed: path of a checkpoint that is
+    kept in any case. A checkpoint with files that slime did not write is kept, with a warning.
     """
     if keep is None and retain_interval is None:
         return []
     found = steps(directory)
     old = list(found)[: -(keep or 1)]
-    gone = []
+    deleted = []
     in_use = None if needed is None else os.path.realpath(needed)
     for path in (found[step] for step in old if retain_interval is None or (step + 1) % retain_interval):
         if in_use is not None and os.path.realpath(path) == in_use:
@@ -142,5 +144,5 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
         except InvalidSetting as error:
             log.warning("not deleted: %s", error)
         else:
-            gone.append(path)
-    return gone
+            deleted.append(path)
+    return deleted

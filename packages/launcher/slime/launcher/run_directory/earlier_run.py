@@ -1,4 +1,4 @@
-"""Refuses to write over the results of an earlier run, unless the new one resumes it or has --overwrite."""
+"""Protects the results of an earlier run, unless the new run resumes it or has --overwrite."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slime.types.errors import InvalidSetting
 # Files in --output-dir beside checkpoints, TensorBoard events and the trained model.
 FILES = ("metrics.jsonl", "eval.json", "eval_samples.json", "reward.png")
 MODEL = "model"
-SHOWN = 4
+MAX_NAMES = 4
 
 
 class Run(Protocol):
-    """The parts of a RunConfig that say where a run writes."""
+    """The parts of a RunConfig that decide where a run writes."""
 
     @property
     def launcher(self) -> Any: ...
@@ -37,14 +37,14 @@ class Run(Protocol):
 
 
 def check_unused(config: Run) -> None:
-    """Raises InvalidSetting where the run would write over the results of another."""
+    """Raises InvalidSetting if the run would write over the results of another."""
     if config.launcher.overwrite or resumes(config):
         return
     found = used(config)
     if found:
         directory = config.output_dir
         short = [path.relative_to(directory) if path.is_relative_to(directory) else path for path in found]
-        names = ", ".join(map(str, short[:SHOWN])) + (", ..." if len(found) > SHOWN else "")
+        names = ", ".join(map(str, short[:MAX_NAMES])) + (", ..." if len(found) > MAX_NAMES else "")
         resume = f"--load {config.checkpoint_dir}, to resume it; "
         expected = f"{resume if checkpoints.steps(config.checkpoint_dir) else ''}another --output-dir; or --overwrite"
         raise InvalidSetting(
@@ -68,7 +68,7 @@ def used(config: Run) -> list[Path]:
 
 
 def resumes(config: Run) -> bool:
-    """Returns whether --load names this run's own checkpoints, or one of them."""
+    """Returns whether --load names the directory of this run's checkpoints, or a checkpoint in it."""
     load = config.flat.get("load_root")
     if load is None:
         return False

@@ -1,4 +1,4 @@
-"""Samples that a run keeps to be looked at: Parquet files below samples/, one for each step and each evaluation.
+"""Samples that a run keeps for inspection: Parquet files below samples/, one for each step and each evaluation.
 
     samples/000012.parquet        trained on in step 12
     samples/eval-000010.parquet   of the evaluation after 10 steps
@@ -26,9 +26,9 @@ from slime.types.files import whole_file
 
 DIRECTORY = "samples"
 TRAIN = "train"
-# Samples of a group that are kept.
+# Most samples of a group that are kept.
 SAMPLES_PER_GROUP = 4
-# Rows that are read together: a page of the viewer.
+# Rows that are read together, about a page of the viewer.
 ROW_GROUP = 256
 NAME = re.compile(r"(eval-)?(\d{6,})\.parquet")
 # Column, type, meaning.
@@ -55,7 +55,7 @@ SCHEMA = (
 
 
 class KeptFile(NamedTuple):
-    """A file of kept samples. step: the iterations before it, for an evaluation."""
+    """A file of kept samples. step: the step that trained on them; for an evaluation, the number of steps before it."""
 
     path: Path
     step: int
@@ -74,7 +74,7 @@ def kept_files(run: Path) -> list[KeptFile]:
 
 
 def remove_kept(run: Path, first_step: int = 0) -> None:
-    """Removes the samples of `first_step` and later ones, and the directory where nothing is left in it."""
+    """Removes the samples of `first_step` and later steps, and the directory if it is then empty."""
     for file in kept_files(run):
         # The evaluation after `first_step` steps belongs to the step before.
         if file.step >= first_step + file.evaluation or first_step == 0:
@@ -85,9 +85,9 @@ def remove_kept(run: Path, first_step: int = 0) -> None:
 
 
 class KeptSamples:
-    """Writes the samples of a run; those of `first_step` or later, from before the run was resumed, are removed.
+    """Writes the samples of a run. Removes those of `first_step` and later steps, from before the run was resumed.
 
-    first_step: None if nothing is written again.
+    first_step: None if no step is written again.
     """
 
     def __init__(self, run: Path, first_step: int | None) -> None:
@@ -157,7 +157,7 @@ def _arrow_schema() -> Any:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raises InvalidFile for a file that is broken, or is not there any more."""
+    """Raises InvalidFile if the file is broken or gone."""
     import pyarrow as pa
 
     try:
@@ -176,7 +176,7 @@ def _unreadable(path: Path, reason: str) -> InvalidFile:
 def count_rows(path: Path) -> int:
     import pyarrow.parquet as pq
 
-    # pyarrow opens no path that is not UTF-8.
+    # Opened here, because pyarrow opens only paths in UTF-8.
     with _readable(path), path.open("rb") as opened:
         return pq.read_metadata(opened).num_rows
 
@@ -205,7 +205,7 @@ def _arrays(lists: Any) -> Iterator[np.ndarray | None]:
 def read_rows(
     path: Path, columns: Sequence[str] | None = None, *, start: int = 0, stop: int | None = None
 ) -> list[dict[str, Any]]:
-    """Reads rows [start, stop) of a file; only the row groups that hold them."""
+    """Returns rows [start, stop) of a file; reads only the row groups that hold them. Raises InvalidFile."""
     return list(iterate_rows(path, columns, start=start, stop=stop))
 
 
@@ -217,7 +217,8 @@ def iterate_rows(
     stop: int | None = None,
     arrays: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows. arrays: lists of numbers are numpy arrays, which take a tenth of the memory of lists."""
+    """Yields rows [start, stop) of a file. arrays: yield lists of numbers as numpy arrays, which take a tenth of the
+    memory. Raises InvalidFile."""
     import pyarrow.parquet as pq
 
     wanted = [name for name, _, _ in SCHEMA] if columns is None else list(columns)

@@ -1,4 +1,4 @@
-"""Locks an output directory, since two runs would silently write over each other's files."""
+"""Locks an output directory, because two runs would silently write over each other's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.types.errors import InvalidSetting
 
 @contextmanager
 def run_directory(directory: Path) -> Iterator[None]:
-    """Makes `directory`, and removes it at the end if nothing was written into it."""
+    """Creates `directory`, and removes it at the end if it is new and nothing was written into it."""
     is_new = not directory.exists()
     with path_errors(directory, "--output-dir"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def run_directory(directory: Path) -> Iterator[None]:
 def sole_writer(directory: Path) -> Iterator[None]:
     """Locks the existing `directory` for the context, at most as long as this process lives.
 
-    Raises InvalidSetting where another run holds it. Nothing is written; a file system without locks holds nobody.
+    Raises InvalidSetting if another run holds the lock. Writes nothing; on a file system without locks, has no effect.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

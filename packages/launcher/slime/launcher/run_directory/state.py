@@ -1,10 +1,10 @@
-"""state.json: the state of a run, for those who look at its directory while it goes on and afterwards.
+"""state.json: the state of a run, for viewers of its directory, while it runs and afterwards.
 
-running   a process works on it; `phase` says at what
-done      it came to its end
-stopped   by Ctrl-C or a signal
-failed    by an error, which `error` tells, or its process is gone
-unknown   no readable state.json
+running   a process works on it; `phase` names the activity
+done      it reached its end
+stopped   Ctrl-C or a signal ended it
+failed    an error ended it, see `error`, or its process is gone
+unknown   there is no readable state.json
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GONE = "its process ended without an error message: it was killed, or the machin
 
 @dataclass
 class RunStatus:
-    """Times are seconds since 1970. num_steps: iterations of the run, once they are known."""
+    """The content of state.json. Times are seconds since 1970. num_steps: iterations of the run, once known."""
 
     state: str = "unknown"
     phase: str = ""
@@ -53,7 +53,7 @@ class RunStatus:
 
 
 class RunState:
-    """Writes state.json of one run. A disk that takes no more does not end the run."""
+    """Writes state.json of one run. A full disk does not end the run."""
 
     def __init__(self, directory: Path, command: str) -> None:
         """command: train or train-async."""
@@ -68,7 +68,7 @@ class RunState:
         self._write()
 
     def phase(self, text: str, *, num_steps: int | None = None) -> None:
-        """Tells the phase. It is written at once, or a moment later where the last one was written just now."""
+        """Records the current activity. Writes it at once, or a moment later if the last one was written just now."""
         with self._lock:
             self.state.phase = text
             self.state.num_steps = self.state.num_steps if num_steps is None else num_steps
@@ -101,7 +101,7 @@ class RunState:
 
 @contextmanager
 def recorded(directory: Path, command: str) -> Iterator[RunState]:
-    """Records that a run goes on, and at the end of the block whether it is done, was stopped or has failed."""
+    """Records that a run is running, and at the end of the block whether it is done, was stopped or has failed."""
     state = RunState(directory, command)
     try:
         yield state
@@ -115,6 +115,7 @@ def recorded(directory: Path, command: str) -> Iterator[RunState]:
 
 
 def read_state(directory: Path) -> RunStatus:
+    """Returns the state of the run in `directory`; "failed" if its process on this host is gone."""
     try:
         found = json.loads((directory / FILE).read_text(encoding="utf-8"))
         state = RunStatus(**{name: found[name] for name in RunStatus.__dataclass_fields__ if name in found})
@@ -128,7 +129,7 @@ def read_state(directory: Path) -> RunStatus:
 
 
 def _is_sound(state: RunStatus) -> bool:
-    """Returns whether the fields are of their types: another program may have written the file."""
+    """Returns whether the fields have their types; another program may have written the file."""
     times = (state.process_started, state.started, state.updated)
     return (
         state.state in STATES

@@ -1,4 +1,4 @@
-"""Checks that a run can write its directories, and that no files of others would be lost."""
+"""Checks that a run can write its directories, and that it would not replace files that slime did not write."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DIRECTORIES = (
     "output_dir", "save", "save_hf", "buffer_dir", "update_weight_disk_dir", "dump_details", "memory_snapshot_dir",
     "profile_dir", "wandb_dir",
 )  # fmt: skip
-# Settings that name checkpoints and models which a run must not delete.
+# Settings that name checkpoints and models that a run must not delete.
 KEPT = ("load", "ref_load", "opd_teacher_load", "critic_load", "hf_checkpoint", "save")
-# Settings that name a file for each rollout.
+# Settings that name a file for each iteration.
 DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
 
 
 def check_places(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for a directory that is a file, lies below one, or is not ours to write or to replace.
+    """Raises InvalidSetting for a directory that is a file or lies below one, or that this run may not write to.
 
-    args: flat, with `checkpoint_dir`.
+    args: every setting by name, with `checkpoint_dir`.
     """
     for name in DIRECTORIES:
         value = args.get(name)
@@ -49,7 +49,7 @@ def check_places(args: Mapping[str, Any]) -> None:
 
 
 def _check_recovery(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for a directory that this run would empty before it is read, or that the next would."""
+    """Raises InvalidSetting for a directory among the restart points, which this run or the next one would delete."""
     recovery = Path(os.path.realpath(args["output_dir"])) / checkpoints.RECOVERY
     for name in KEPT:
         value = args.get(name)
@@ -62,7 +62,7 @@ def _check_recovery(args: Mapping[str, Any]) -> None:
 
 
 def saved_below(args: Mapping[str, Any]) -> list[str]:
-    """Returns the directories below which a run saves checkpoints and models. args: flat, with `checkpoint_dir`."""
+    """Returns the directories below which a run saves checkpoints and models. args: as in `check_places`."""
     directories = [str(args["output_dir"]), str(args["checkpoint_dir"])]
     if template := args["save_hf"]:
         before, braces, _ = str(template).partition("{")
@@ -71,7 +71,7 @@ def saved_below(args: Mapping[str, Any]) -> list[str]:
 
 
 def matches(template: str | None) -> list[Path]:
-    """Returns existing paths that match a template, whose fields are numbers, also with `eval_` before them."""
+    """Returns existing paths that match a template, whose fields stand for numbers, with or without `eval_` before."""
     if not template:
         return []
     parts = [(text, field is not None) for text, field, _, _ in string.Formatter().parse(template)]
@@ -105,7 +105,7 @@ def _replaced(args: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 def _check(flag: str, value: str, path: Path) -> None:
     with path_errors(path, flag):
         while not path.exists() and path != path.parent:
-            # For Path.exists a dangling link is nothing, but mkdir fails on it.
+            # Path.exists is False for a dangling link, but mkdir fails on it.
             if path.is_symlink():
                 break
             path = path.parent
@@ -119,6 +119,6 @@ def _check(flag: str, value: str, path: Path) -> None:
             f"{flag} {value}: no permission to write in {path}",
             field=flag, value=value, expected="a directory that this user may write",
         )  # fmt: skip
-    # Permission bits are not enough, least for root: think of /proc and read-only mounts.
+    # Permission bits do not suffice, least of all for root: /proc and read-only mounts refuse writes, too.
     with path_errors(path, flag):
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=path))
