@@ -20,7 +20,7 @@ from slime.types.rpc import RpcSettings
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that stands still until the test moves `now`, in seconds."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -29,7 +29,7 @@ class Clock:
         return self.now
 
 
-# Doors are tested where they are made: clients of grpc alone get in here without a token.
+# Access is tested in packages/types: here, clients that use only grpc need no token.
 OPEN = RpcSettings(insecure=True)
 
 
@@ -71,7 +71,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], dict
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """The endpoint of an object store."""
+    """Starts an object store; returns its endpoint."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -82,7 +82,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def new_prefix(s3: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Returns URLs of empty prefixes of a bucket."""
+    """Returns a function that returns URLs of empty prefixes of a bucket."""
     import boto3
 
     values = {

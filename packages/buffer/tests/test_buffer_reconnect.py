@@ -1,4 +1,4 @@
-"""A client is served again soon after its server is back, however long that was gone."""
+"""A client is served again soon after its server is back, however long the server was gone."""
 
 from __future__ import annotations
 

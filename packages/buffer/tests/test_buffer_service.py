@@ -1,4 +1,4 @@
-"""The way of a group through the buffer, over real gRPC."""
+"""The life of a group in the buffer, over real gRPC."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_way_of_a_group(connected, prompts):
     assert (sample.prompt, sample.label, sample.metadata, sample.group_index) == ("q1", "1", {"n": 1}, 1)
     assert sample.status is Sample.Status.PENDING and leased[1].group.dataset == "train"
 
-    # Completed in another order, sealed by index.
+    # The groups are completed in another order, and sealed by index.
     for lease in reversed(leased):
         assert client.complete_group(lease.token, finish(lease.group.samples)) is False
     summaries = client.seal_step(0, 2)

@@ -1,4 +1,4 @@
-"""Addresses that users name: what is one, and that none leads to another port than it says."""
+"""Addresses that users give: valid ones, and none that would connect to another port than it names."""
 
 from __future__ import annotations
 

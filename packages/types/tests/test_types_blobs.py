@@ -1,4 +1,4 @@
-"""Large tensors leave a message for a store and come back the same; what is wrong on the way is named."""
+"""Large tensors move from messages to a store and come back the same; faults on the way are named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ trees = st.recursive(
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Tensors in every place that has them, of any size from none."""
+    """Samples with tensors in every field that holds some, of any size from 0."""
     prompt, response = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     floats = st.none() | hnp.arrays(np.float32, response)
     experts = st.sampled_from(("u1", "<i2", "<i4", "<i8")).flatmap(

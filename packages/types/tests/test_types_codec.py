@@ -1,4 +1,4 @@
-"""Samples, tensors and values survive the wire; what cannot is named."""
+"""Samples, tensors and values survive the wire; errors name what cannot travel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Any sample whose per-token fields have the lengths that they must have."""
+    """Any sample whose per-token fields have matching lengths."""
     response, prompt = draw(st.integers(0, 5)), draw(st.integers(0, 3))
     floats = hnp.arrays(np.float32, response)
     sample = Sample(

@@ -1,4 +1,4 @@
-"""Directories that appear whole, and what they may take the place of."""
+"""Directories that appear whole, and the paths that they may replace."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_scratch_of_dead_processes_goes_with_the_next_start_and_nothing_else_doe
     subprocess.run([sys.executable, "-c", SCRATCH, tmp_path], timeout=60, check=False)
     (dead,) = tmp_path.iterdir()
     assert entries(dead) == ["run", "run/payloads", "run/payloads/0", SCRATCH_MARK]
-    # Somebody's own, another host's, a link, and one of a process that lives.
+    # One that another program made, one of another host, a link, and one of a living process.
     for name, mark in (("own", None), ("host", "another-host")):
         (tmp_path / f"slime-test-{name}" / "run").mkdir(parents=True)
         if mark is not None:

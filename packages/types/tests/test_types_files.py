@@ -1,4 +1,4 @@
-"""Files that users name: regular ones of a sensible size, or an error that names the flag; nothing waits for them."""
+"""Files that users name: regular ones of a sensible size, or an error that names the flag; nothing blocks on them."""
 
 from __future__ import annotations
 

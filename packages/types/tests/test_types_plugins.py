@@ -1,4 +1,4 @@
-"""Plug-in paths: what leads to a callable, and the words for what does not."""
+"""Plug-in paths: forms that lead to a callable, and the errors for those that do not."""
 
 from __future__ import annotations
 

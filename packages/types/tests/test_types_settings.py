@@ -1,4 +1,4 @@
-"""Flags, files, bounds, and the words of their errors."""
+"""Flags, files and bounds, and the wording of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases over real gRPC: what a worker may hand in, and that no order of calls loses or doubles a group."""
+"""Leases over real gRPC: the samples that a worker may return, and no order of calls that loses or doubles a group."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_returned_group_keeps_what_it_has(client):
     assert list(first.group.samples[0].tokens) == [1, 2, 3]
     assert first.group.samples[0].status is Sample.Status.ABORTED
     assert len(second.group.samples[0].tokens) == 0
-    # Given back as it was leased, it keeps what it had.
+    # A group that is given back without samples keeps those that it had.
     client.return_group(first.token)
     (again,) = client.lease_groups(1)
     assert list(again.group.samples[0].tokens) == [1, 2, 3]
@@ -129,7 +129,7 @@ def test_a_prompt_may_fan_out(client):
 def _change(**values):
     def change(samples):
         for name, value in values.items():
-            # Past the dataclass's own checks, as a client in another language could.
+            # Bypasses the dataclass's checks, as a client in another language could.
             samples[1].__dict__[name] = value
 
     return change

@@ -1,4 +1,4 @@
-"""Bounds at the door: what one call may ask for, and what many calls may take from the others."""
+"""Limits of calls: what one call may ask for, and how much many calls may take from the others."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_600_waiting_calls_leave_the_others_answered(client, stubs):
         health = health_pb2_grpc.HealthStub(channel)
         deadline = time.monotonic() + 60
         refused = 0
-        # Calls that there is no room for are told so at once.
+        # Calls beyond the limit are refused at once.
         while refused < 600 - WAITING_CALLS and time.monotonic() < deadline:
             refused = sum(call.done() for call in calls)
             assert client.stats().groups["leased"] == 8
@@ -149,7 +149,7 @@ def test_600_waiting_calls_leave_the_others_answered(client, stubs):
         codes = [call.code() for call in calls if call.done()]
         assert len(codes) == 600 - WAITING_CALLS and set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert all("call again later" in str(call.details()) for call in calls if call.done())
-        # Work for the calls that wait is done.
+        # Waiting calls still get work.
         client.add_prompts(["one"])
         assert client.stats().groups["leased"] in (8, 9)
     for call in calls:

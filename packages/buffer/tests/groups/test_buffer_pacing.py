@@ -83,7 +83,7 @@ def test_a_step_takes_what_is_complete_unless_what_is_due_would_be_late(client: 
     complete(client, leases[0], 0)
     with pytest.raises(DeadlineExceeded):
         client.seal_step(1, 2, pace=pace(1))
-    # One that is dropped is not waited for.
+    # A step does not wait for a group that was dropped.
     client.reject_group(leases[2].token, "filtered")
     assert sealed(client, 1, pace(1)) == [0, newer[0].group.group_index]
 
@@ -150,7 +150,7 @@ def test_tokens_that_are_too_old_when_a_group_is_leased_again_are_made_anew(clie
 
     def give_back(lease) -> None:
         (sample,) = finish(lease.group.samples)
-        # Functions of users may name the versions alone.
+        # A user's function may set weight_versions and no spans.
         sample.spans, sample.weight_versions = [TokenSpan(0, 3, "", "0")] if spans else [], ["0"]
         client.return_group(lease.token, [sample])
 

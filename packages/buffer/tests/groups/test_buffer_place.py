@@ -1,4 +1,4 @@
-"""The place in the data: a new buffer that begins there gives what the old one would have given."""
+"""The place in the data: a new buffer that begins there leases the groups that the old one would have leased."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_that_begins_at_a_place_gets_the_prompts_that_come_next(
             client.lease_groups(ahead)
         place = directory / "data_place.jsonl"
         place.write_bytes(client.read_place(len(counts) - 1))
-        # An incarnation's leases end with the next one.
+        # The leases of an incarnation end when the next one begins.
         client.open_run("one", last_committed_step=len(counts) - 1)
         expected = shown(client.lease_groups(9))
     with buffer(**options, data_place=str(place)) as client:

@@ -1,4 +1,4 @@
-"""Groups that an operator takes out of a run, sealed ones too, and the run that passes them."""
+"""Groups that an operator takes out of a run, sealed ones included, and the run that continues without them."""
 
 from __future__ import annotations
 

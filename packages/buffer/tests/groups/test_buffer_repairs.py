@@ -96,7 +96,7 @@ def test_steps_are_trained_again_after_a_rewind_that_commits_nothing(client):
         assert client.get_plan(step) == {"step": step}
         assert len(list(client.read_step(step, [0]))) == 1
         client.acknowledge_step(step)
-    # Generation went on meanwhile.
+    # Generation continued meanwhile.
     assert client.complete_group(running.token, finish(running.group.samples)) is False
     client.rewind_steps(-1)
     client.acknowledge_step(0)

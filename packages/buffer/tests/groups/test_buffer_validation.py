@@ -1,4 +1,4 @@
-"""Groups that cannot be trained are refused where they are handed in, whatever client hands them in."""
+"""Groups that cannot be trained on are refused when a worker completes them, whatever client it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 
 def send(client: BufferClient, call: str, token: str, samples: list[Sample]) -> None:
-    """Past the checks of the Python client, as a client in another language."""
+    """Completes or returns a group without the checks of the Python client, as a client in another language does."""
     request = getattr(buffer_pb2, f"{call}Request")(
         writer=client.writer.to_proto(), lease_token=token, samples=map(sample_to_proto, samples), commit=True
     )

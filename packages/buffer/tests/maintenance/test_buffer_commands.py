@@ -26,7 +26,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(directory: Path) -> Iterator[RunningBuffer]:
-    """A buffer with a sealed step of two groups, and one group behind it."""
+    """A served buffer with a sealed step of two groups, and one group after it."""
     with serve(BufferSettings(buffer_dir=str(directory))) as service, BufferClient(service.address) as client:
         client.open_run("run")
         client.add_prompts([f"p{i}" for i in range(3)])

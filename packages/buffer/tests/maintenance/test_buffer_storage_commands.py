@@ -31,7 +31,7 @@ def flags(settings: dict[str, str]) -> list[str]:
 
 
 def fill(settings: dict[str, str]) -> RunningBuffer:
-    """Returns a buffer that serves a sealed step of two groups, and one group behind it."""
+    """Returns a served buffer with a sealed step of two groups, and one group after it."""
     service = serve(BufferSettings(**settings))  # type: ignore[arg-type]
     with BufferClient(service.address) as client:
         client.open_run("run")
@@ -174,7 +174,7 @@ def test_a_store_whose_first_server_was_killed_before_its_claim_is_whole(objects
         serve(settings)
     flags = [word for name, value in objects.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert command(capsys, "check", *flags).endswith(": no problems\n")
-    # Nothing is claimed by a look.
+    # Inspecting the storage claims nothing.
     assert ObjectPayloads(objects["buffer_payloads"]).owner() is None
     with serve(settings) as service, BufferClient(service.address) as client:
         assert client.stats().groups

@@ -16,7 +16,7 @@ NUM_GPUS = 0
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer whose tokens are letters."""
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}

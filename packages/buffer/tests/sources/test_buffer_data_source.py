@@ -1,4 +1,4 @@
-"""In-process data sources: the shape of today's plug-ins, and the flat one of older ones."""
+"""In-process data sources: groups, as today's plug-ins use them, and the flat kind of older plug-ins."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Prompts:
 
 
 class PromptsAlone(RolloutDataSource):
-    """Selects as the reference prints it."""
+    """Selects groups as the example of the original documentation does."""
 
     def __init__(self, dataset, args):
         self.dataset, self.args = dataset, args
@@ -105,7 +105,7 @@ class PromptsAlone(RolloutDataSource):
 
 
 class BestFirst(RolloutDataSourceWithBuffer):
-    """Selects, and removes nothing, as the reference prints it."""
+    """Selects groups and removes none, as the example of the original documentation does."""
 
     def buffer_filter(self, args, buffer, num_samples):
         return sorted(buffer, key=lambda s: s.reward, reverse=True)[:num_samples]

@@ -1,4 +1,4 @@
-"""Rows with images, and chat messages of clients that bring theirs."""
+"""Rows with images, and chat messages of clients that carry images."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_images_of_a_conversation_go_to_its_turns_in_order(tmp_path: Path) -> No
 def test_rows_without_images_stay_what_they_are(tmp_path: Path) -> None:
     for images in ({}, {"images": None}, {"images": []}):
         assert read(tmp_path, {"input": "text"} | images) == Prompt("text")
-    # Without the flag it is text as any other.
+    # Without the flag, `<image>` is ordinary text.
     assert read(tmp_path, {"input": "<image>"}, Columns()) == Prompt("<image>")
 
 

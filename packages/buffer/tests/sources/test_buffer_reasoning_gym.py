@@ -28,7 +28,7 @@ def test_a_generated_data_set_is_read_as_a_file_of_prompts(cache: Path) -> None:
     assert [prompt.label for prompt in dataset.prompts] == [entry["answer"] for entry in entries]
     metadata = dataset.prompts[0].metadata
     assert metadata["rm_type"] == "reasoning_gym" and metadata["entry"]["answer"] == entries[0]["answer"]
-    # The place in the data of a run that is resumed counts on the same prompts.
+    # The place in the data of a resumed run requires the same prompts.
     assert read_dataset(source, Columns(label="label")).identity == dataset.identity
     assert len(list(cache.iterdir())) == 1
 

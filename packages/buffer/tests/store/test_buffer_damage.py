@@ -1,4 +1,4 @@
-"""Damaged files: a payload costs its group and not the run, and a lost database costs no payload."""
+"""Damaged files: a damaged payload costs its group, not the run; a lost database costs no payload."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_restart_sets_a_damaged_group_aside_and_the_run_goes_on(settings, dire
         assert client.store_plan(0, {"new": 1}) == {"new": 1}
         (gone,) = client.list_groups(states=["quarantined"])
         assert gone.group_index == 0 and gone.reason.startswith("damaged: payload ")
-        # Reading all groups tells of the damaged one without its samples.
+        # Reading all groups returns the damaged one without its samples.
         assert [len(stored.group.samples) for stored in client.read_groups()] == [0, 1, 1]
 
 
@@ -93,7 +93,7 @@ def test_damage_while_serving_costs_the_group(settings, directory, damage):
         damage(payloads(directory)[1])
         sealed = [s.group_index for s in client.seal_step(0, 2)]
         if damage is flip:
-            # Seen when it is read, not when it is sealed.
+            # The damage is noticed when the step is read, not when it is sealed.
             assert sealed == [0, 1]
             with pytest.raises(DataLoss, match="group 1: sample 0 is not what was stored"):
                 list(client.read_step(0, [0, 1]))

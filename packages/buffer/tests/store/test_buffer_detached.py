@@ -1,4 +1,4 @@
-"""Large tensors of a step through a blob store: the same samples, put once, and gone when the step is over."""
+"""Large tensors of a step through a blob store: the same samples, stored once, released when the step is over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = 100_000
 
 
 class MemoryBlobs(BlobWriter, BlobReader):
-    """Both sides in one process. full: nothing more can be held."""
+    """A blob store whose writer and reader are in one process. full: it can hold no more blobs."""
 
     name = "memory"
 
@@ -94,7 +94,7 @@ def test_a_reader_that_knows_the_store_gets_the_same_samples(
     seal(plain, 0)
     order = [3, 0, 0, 2, 1]
     inline: list[Sample] = list(plain.read_step(0, order))
-    assert blobs.held == [], "who names no store is given everything"
+    assert blobs.held == [], "a reader that names no store gets inline tensors"
     assert list(reader.read_step(0, order)) == inline
     assert blobs.held == [LARGE] * SAMPLES
     assert inline[0].rollout_routed_experts.nbytes == LARGE
@@ -127,7 +127,7 @@ def test_nothing_of_a_step_is_left_when_it_is_acknowledged(
         assert blobs.kept_bytes() == SAMPLES * LARGE
         plain.acknowledge_step(step)
         assert blobs.kept_bytes() == 0
-    # A look at an old step lasts until the next one is over.
+    # Blobs of an old step that is read again last until the next step is over.
     list(reader.read_step(0, [1]))
     assert blobs.kept_bytes() == LARGE
     plain.commit_steps(19)
@@ -173,7 +173,7 @@ def test_a_run_that_is_opened_again_replays_the_same_samples(
         assert blobs.kept_bytes() == 2 * SAMPLES * LARGE
         client.acknowledge_step(0)
         client.open_run("run", last_committed_step=-1)
-        assert blobs.kept_bytes() == 0, "what was put is of a trainer that is gone"
+        assert blobs.kept_bytes() == 0, "the stored blobs belong to a trainer that is gone"
         assert [list(client.read_step(step, range(SAMPLES))) for step in range(2)] == before
     with start() as service, BufferClient(service.address, blobs=blobs) as client:
         client.open_run("run", last_committed_step=0)

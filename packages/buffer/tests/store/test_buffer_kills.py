@@ -1,4 +1,4 @@
-"""SIGKILL of the buffer and of its database while workers and a trainer go on: nothing is lost, nothing twice."""
+"""SIGKILL of the buffer and of its database while workers and a trainer run: no group is lost or trained on twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime.types.rpc import RpcSettings
 
 @pytest.fixture
 def port() -> int:
-    """A port that is kept: a server that was killed leaves it to the next one."""
+    """A port that stays reserved: a server that was killed leaves it to the next one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -49,7 +49,7 @@ def test_a_buffer_that_is_killed_goes_on_where_it_was(flags: list[str]) -> None:
 
 @pytest.fixture
 def database() -> Iterator[PostgresServer]:
-    """One that no other test needs."""
+    """A database server that no other test uses."""
     if reason := missing():
         pytest.skip(reason)
     with postgres_server() as server:
@@ -68,7 +68,7 @@ def test_a_database_that_is_killed_in_the_middle_of_transactions_loses_nothing(
 
         def kill(step: int) -> None:
             if step % 2:
-                # The process of the session alone: the database ends all others and recovers by itself.
+                # Only the session's process is killed: the database ends all others and recovers by itself.
                 ((pid,),) = database.execute(f"SELECT pid {SESSIONS}")
                 os.kill(pid, signal.SIGKILL)
             else:

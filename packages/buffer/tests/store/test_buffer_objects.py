@@ -23,7 +23,7 @@ BUCKET = "samples"
 
 @pytest.fixture
 def settings(new_prefix: Callable[[], str], tmp_path: Path) -> dict[str, Any]:
-    """State in SQLite: what is shown here does not depend on the database."""
+    """State in SQLite: these tests do not depend on the database."""
     return {"buffer_payloads": new_prefix(), "buffer_dir": str(tmp_path / "state")}
 
 
@@ -69,7 +69,7 @@ def test_a_damaged_object_costs_its_group_and_the_run_goes_on(settings, keys, da
         assert client.stats().damaged_payloads == 2
         assert [s.group_index for s in client.seal_step(0, 2)] == [1, 2]
         assert [s.response for s in client.read_step(0, [1, 0])] == ["345", "345"]
-        # A group that waits starts again from its prompt.
+        # A waiting group starts again from its prompt.
         (lease,) = client.lease_groups(1)
         assert (lease.group.group_index, lease.group.samples[0].response) == (4, "")
 

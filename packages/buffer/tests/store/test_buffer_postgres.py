@@ -165,7 +165,7 @@ def test_what_is_no_url_is_not_repeated_with_its_password(url):
 
 
 def test_a_directory_is_that_of_a_database_or_has_a_state_of_its_own(settings, postgres, tmp_path):
-    """Each would move the samples of the other to lost+found."""
+    """Otherwise each would move the samples of the other to lost+found."""
     serve(BufferSettings(**settings)).stop()
     with pytest.raises(InvalidSetting, match="keeps the samples of a --buffer-store"):
         serve(BufferSettings(buffer_dir=settings["buffer_dir"]))
@@ -178,7 +178,7 @@ def test_a_directory_is_that_of_a_database_or_has_a_state_of_its_own(settings, p
 
 
 def test_a_database_is_not_served_with_an_empty_place_for_its_samples(settings, tmp_path):
-    """All of them would be taken for lost, and generated again."""
+    """Otherwise all samples would count as lost and be generated again."""
     fill(settings)
     for _ in range(2):
         with pytest.raises(InvalidFile, match="not those of"):

@@ -1,4 +1,4 @@
-"""Survival of a restart from disk, a crash behind a checkpoint, a full disk, a second server."""
+"""Survival of a restart from disk, a crash after a checkpoint, a full disk, a second server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_restart_keeps_everything(settings, durability):
         assert client.read_evaluation_set("eval")[0].samples[0].prompt == "held out"
         assert [lease.group.samples[0].response for lease in client.lease_groups(2)] == ["so far", ""]
         indexes = complete(client, 4)
-        # Group indexes go on, and so does the epoch.
+        # Group indexes and the epoch continue.
         assert indexes == [6, 7, 8, 9] and client.stats().epoch == 1
 
 
@@ -117,7 +117,7 @@ def test_released_samples_cannot_be_replayed(settings):
         assert len(list(Path(settings["buffer_dir"]).glob("payloads/*/*"))) == 1
         with pytest.raises(WrongState, match="step 0 is committed and its samples were released"):
             client.open_run("run")
-        # Refused, it changed nothing.
+        # The refused call changed nothing.
         assert client.stats().writer.incarnation == 1
         client.open_run("run", last_committed_step=0)
 

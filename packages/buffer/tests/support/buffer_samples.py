@@ -11,7 +11,7 @@ from slime.types.clients import BufferClient
 
 
 def finish(samples: Iterable[Sample], reward: float = 1.0) -> list[Sample]:
-    """Gives each sample three response tokens behind two of prompt."""
+    """Gives each sample two prompt tokens and three response tokens."""
     finished = list(samples)
     for sample in finished:
         sample.tokens = np.array([1, 2, 3, 4, 5])
@@ -26,7 +26,7 @@ def finish(samples: Iterable[Sample], reward: float = 1.0) -> list[Sample]:
 
 
 def complete(client: BufferClient, count: int) -> list[int]:
-    """Leases `count` groups and completes them; their indexes."""
+    """Leases `count` groups and completes them; returns their indexes."""
     leased = client.lease_groups(count)
     assert len(leased) == count
     for lease in leased:

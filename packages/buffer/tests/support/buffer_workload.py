@@ -1,4 +1,4 @@
-"""Workers and a trainer that go on while a test kills what serves them."""
+"""Workers and a trainer that keep working while a test kills the server or its database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENT = RpcSettings(retry_seconds=60.0)
 
 @contextmanager
 def buffer_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts `slime-buffer serve`, which may stand by for long; kills it at the end."""
+    """Starts `slime-buffer serve`, which may stand by for a long time; kills it at the end."""
     command = [sys.executable, "-m", "slime.buffer.cli", "serve", *flags]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -45,7 +45,7 @@ def listening(process: subprocess.Popen[str]) -> str:
 def train_everything(
     address: str, prompts: int, disturb: Callable[[int], None], *, every: int, workers: int = 3
 ) -> None:
-    """Trains `prompts` groups to the last one, and asserts that none is lost, and none trained twice.
+    """Trains on all of `prompts` groups, and asserts that none is lost and none is trained on twice.
 
     disturb: called after each `every` steps with their number.
     """
@@ -60,7 +60,7 @@ def train_everything(
         try:
             with BufferClient(address, writer, settings=PATIENT) as client:
                 while not over.is_set():
-                    # An answer that breaks off leaves its leases to expire; a lease may expire during an outage.
+                    # The leases of an answer that broke off expire, and a lease may expire during an outage.
                     with suppress(Unavailable, DeadlineExceeded, LeaseLost):
                         for lease in client.lease_groups(2, ttl_seconds=LEASE_SECONDS, wait_seconds=0.2):
                             client.complete_group(lease.token, finish(lease.group.samples, lease.group.group_index))

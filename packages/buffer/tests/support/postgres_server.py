@@ -18,12 +18,12 @@ from urllib.parse import quote
 import psutil
 import psycopg
 
-# It refuses to run as root; then it runs as the user that its package makes.
+# PostgreSQL refuses to run as root, so for root it runs as the user that its package creates.
 USER = "postgres"
 
 
 def missing() -> str:
-    """Returns why no server can be started here, or nothing."""
+    """Returns the reason why no server can be started here, or an empty text."""
     if _binaries() is None:
         return "PostgreSQL is not installed (Debian and Ubuntu: apt-get install postgresql)"
     if os.geteuid() == 0:
@@ -101,7 +101,7 @@ class PostgresServer:
                 process.kill()
         self.process.wait()
         deadline = time.monotonic() + 30
-        # Nobody but the machine's first process can wait for its children, and not each does.
+        # Only the machine's first process can wait for the server's orphaned children, and not every init does.
         while any(map(_runs, processes[1:])) and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -129,7 +129,7 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
-    # The directory of a test is its user's alone, and the path of a socket is short.
+    # Other users cannot enter the directory of a test, and the path of a socket must be short.
     directory = Path(tempfile.mkdtemp(prefix="slime-postgres-", dir="/tmp"))
     try:
         server = PostgresServer(directory)

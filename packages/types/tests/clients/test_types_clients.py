@@ -1,4 +1,4 @@
-"""The typed clients against servers that record what they are asked: every call, both ways."""
+"""The typed clients against servers that record their requests: every call, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of image processors, joined for a call of a model, and models that read no images."""
+"""Outputs of image processors, concatenated for a call of a model, and models that read no images."""
 
 from __future__ import annotations
 

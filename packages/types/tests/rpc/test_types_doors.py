@@ -1,4 +1,4 @@
-"""Doors of a service: who gets in with which token, where tokens lie, and what is never sent in plain text."""
+"""Access to a service: which token permits which calls, where tokens lie, and what is never sent in plain text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_who_feeds_prompts_can_do_nothing_else() -> None:
 def test_the_token_of_a_role_opens_its_calls_only(
     service: RunningService, tmp_path: Path, role: Role, method: str
 ) -> None:
-    # The bytes of no message: what is asked is whether the door opens, not what is behind it.
+    # Bytes that are not a message: the test asks whether the call is permitted, not what it answers.
     if not method.startswith(f"/{NAME}/"):
         assert CALLERS[method] - {Role.FEED}
         return

@@ -141,7 +141,7 @@ def test_an_unexpected_exception_keeps_its_traceback_to_itself(servicer: Scripte
         get_stats(stub)
     assert "Traceback" not in caught.value.message
     assert "Traceback" in caplog.text
-    # Code that is neither a library's nor ours, as a plug-in: its place is told.
+    # Code outside of slime and of libraries stands for a plug-in: the error names its place.
     assert f"({Path(__file__).name}, line " in caught.value.message
 
 

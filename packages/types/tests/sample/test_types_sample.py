@@ -87,7 +87,7 @@ def test_what_is_no_array_of_the_field_is_refused(name: str, value: Any, field: 
 
 
 def arrays_inside() -> Sample:
-    """Returns a sample as it came over the wire: nobody has read a list of it yet."""
+    """Returns a sample that came over the wire, and of which no list has been read yet."""
     return Sample(
         tokens=np.arange(400, dtype=np.int32),
         response_length=300,
@@ -269,7 +269,7 @@ def test_a_refused_append_leaves_the_sample_as_it_was(keywords: dict[str, Any], 
 
 
 def test_an_append_behind_a_teachers_log_probs_is_refused() -> None:
-    """The teacher scores a whole response: nobody could tell later which of its tokens have no score."""
+    """The teacher scores a whole response: later it would be unknown which tokens have no score."""
     sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], teacher_log_probs=[-0.5])
     before = copy.deepcopy(sample)
     with pytest.raises(InvalidField, match="teacher_log_probs: got length 1, expected 2"):

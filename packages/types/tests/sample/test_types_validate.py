@@ -1,4 +1,4 @@
-"""Finished samples pass the door, and no sample with one field changed for the worse does."""
+"""Finished samples are accepted, and no sample with one invalid field is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _sample(**changes: Any) -> Sample:
 
 
 def _set(name: str, value: Any) -> Callable[[Sample], None]:
-    # Past the conversions of the class, as a message could.
+    # Bypasses the conversions of the class, as a message can.
     return lambda sample: sample.__dict__.__setitem__(name, value)
 
 

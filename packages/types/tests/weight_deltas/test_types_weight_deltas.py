@@ -1,4 +1,4 @@
-"""Deltas of weights: what is applied is bit for bit what was encoded, and what does not fit is refused by name."""
+"""Deltas of weights: applied bytes are bit for bit those that were encoded; deltas that do not fit are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A field of `Sample` that is not declared on both sides is seen at import."""
+"""A field of `Sample` that is not declared on both sides fails at import."""
 
 from __future__ import annotations
 
