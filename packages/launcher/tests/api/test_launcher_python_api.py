@@ -120,7 +120,7 @@ def test_a_function_of_a_script_is_shipped_with_all_that_it_uses(tmp_path: Path)
     assert done.stdout.strip() == "10.5", done.stderr
     assert refused[0].startswith(
         "InvalidSetting: the reward function uses_object cannot be shipped to the processes of the run: it uses "
-        "LOADED, a object; make that inside of the function; or put the reward into a file"
+        "LOADED, a object; create it inside the function; or put the reward into a file"
     )
     assert "it uses held of the function around it; move it out of there" in refused[1]
     assert "reward must be a function with a name (def), got '<lambda>'" in refused[2]
@@ -266,13 +266,13 @@ def test_the_inputs_of_another_run_stay_as_they_are(started: list[list[str]], tm
     start("b")
     for more in ({}, {"overwrite": True}):
         state = RunState(output, "train")
-        with pytest.raises(InvalidSetting, match="prompts.jsonl is of another run, with another data; use another"):
+        with pytest.raises(InvalidSetting, match="prompts.jsonl belongs to another run, with another data; use"):
             start("c", **more)
         state.end("done")
     assert '"b"' in (output / "inputs" / "prompts.jsonl").read_text() and len(started) == 3
     start("c", overwrite=True)
     Inputs(tmp_path / "in").write("reward.py", "one", "reward")
-    with pytest.raises(InvalidSetting, match="reward.py is of another run"):
+    with pytest.raises(InvalidSetting, match="reward.py belongs to another run"):
         Inputs(tmp_path / "in", replace=False).write("reward.py", "two", "reward")
 
 
@@ -293,7 +293,7 @@ def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
         ({"reward": 3}, InvalidSetting, "reward must be a function or a name, got 3"),
         ({"rm_type": "math"}, InvalidSetting, "rm_type and reward cannot be used together"),
         ({"hf_checkpoint": "other"}, InvalidSetting, "hf_checkpoint and model cannot be used together"),
-        ({"lr": object()}, InvalidSetting, "lr: no file of settings holds a object"),
+        ({"lr": object()}, InvalidSetting, "lr: a file of settings cannot hold a object"),
         ({"data": [{"input": object()}]}, InvalidSetting, "data must be a file, a name on the Hub, or rows"),
     ],
 )

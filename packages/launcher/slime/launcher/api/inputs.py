@@ -1,4 +1,4 @@
-"""Files that `train` writes for a run: below `inputs` in its output directory, and never over those of another run."""
+"""Writes the input files of a run to `inputs` in its output directory, and never over the files of another run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from slime.types.files import write_whole
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input files of a run. directory: of the files. replace: a file with other content is replaced, and not
-    refused."""
+    """The input files of a run.
+
+    directory: holds the files. replace: whether a file with other content is replaced; otherwise it is an error.
+    """
 
     directory: Path
     replace: bool = True
 
     @classmethod
     def of_run(cls, output: Path, *, overwrite: bool) -> Inputs:
-        """Returns the inputs of a run. overwrite: replaces the files of a run that has ended; those of one that is
-        alive are in use."""
+        """Returns the inputs of the run in `output`.
+
+        overwrite: replaces the files of an earlier run that has ended; a run that is alive still uses its files.
+        """
         replace = not (output / SETTINGS).exists() or (overwrite and read_state(output).state != "running")
         return cls(output / "inputs", replace)
 
     def write(self, name: str, text: str, argument: str) -> Path:
-        """Writes a file for an argument of `train`. Raises InvalidSetting where that would change those of a run."""
+        """Writes a file for an argument of `train`. Raises InvalidSetting if it would replace one of another run."""
         path = self.directory / name
         if not self.replace and path.is_file() and path.read_text(encoding="utf-8") != text:
             raise InvalidSetting(
-                f"output_dir: {path} is of another run, with another {argument}; use another output_dir, or "
+                f"output_dir: {path} belongs to another run, with another {argument}; use another output_dir, or "
                 "overwrite=True once that run has ended",
                 field="output_dir", value=str(path), expected="another directory",
             )  # fmt: skip
@@ -44,7 +48,7 @@ class Inputs:
         return path
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]], argument: str) -> Path:
-        """Writes rows as JSON lines. Raises InvalidSetting also for what JSON cannot hold."""
+        """Writes rows as JSON lines. Raises InvalidSetting as `write` does, and for values that JSON cannot hold."""
         try:
             text = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in rows)
         except (TypeError, ValueError) as error:
@@ -55,7 +59,8 @@ class Inputs:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings as a file has them: paths as text, numbers of numpy as Python's. Raises InvalidSetting."""
+    """Returns settings as plain JSON values: paths as text, NumPy numbers as Python's. Raises InvalidSetting for
+    others."""
     plain = {}
     for name, value in settings.items():
         try:
@@ -68,6 +73,6 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "tolist"):  # numbers and arrays of numpy
+    if hasattr(value, "tolist"):  # NumPy numbers and arrays
         return value.tolist()
-    raise TypeError(f"no file of settings holds a {type(value).__name__}")
+    raise TypeError(f"a file of settings cannot hold a {type(value).__name__}")

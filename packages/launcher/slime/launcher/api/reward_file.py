@@ -1,8 +1,8 @@
-"""A reward function as a file that other processes can load, also one of a script or a notebook.
+"""Puts a reward function of a script or a notebook into a file that other processes can load.
 
-A function of a module is named by the path of its file. The file of a script would run the script again, and a notebook
-has none: of those the function is written to a new file, with the imports, functions, classes and plain values that it
-uses.
+A function of a module is named by the path of its file. Loading the file of a script would run the script again, and a
+notebook has no file: their functions are written to a new file, with the imports, functions, classes and plain values
+that they use.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def reward_path(function: Callable[..., Any], inputs: Inputs) -> str:
     if not isinstance(function, FunctionType) or name == "<lambda>":
         raise InvalidSetting.must_be("reward", "a function with a name (def)", got=name, reason=ELSE)
     if function.__code__.co_freevars:
-        held = ", ".join(function.__code__.co_freevars)
-        raise _cannot_ship(name, f"it uses {held} of the function around it; move it out of there")
+        captured = ", ".join(function.__code__.co_freevars)
+        raise _cannot_ship(name, f"it uses {captured} of the function around it; move it out of there")
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if module is not None and file and module.__name__ != "__main__" and getattr(module, name, None) is function:
@@ -50,7 +50,7 @@ def reward_path(function: Callable[..., Any], inputs: Inputs) -> str:
 
 
 def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
-    """Adds the statement that makes `name`, behind those of all names that it uses."""
+    """Adds the statement that defines `name`, after the statements of all names that it uses."""
     if name in parts:
         return
     inner = inspect.unwrap(value) if callable(value) else value
@@ -63,10 +63,10 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
             _collect(origin, value, reward, parts)
             parts[name] = f"{name} = {origin}\n"
             return
-        parts[name] = ""  # functions may call each other
+        parts[name] = ""  # ends the recursion where functions call each other
         source = _source(name, inner, reward)
-        if not _makes(source, name, inner, wrapped=inner is not value):
-            raise _cannot_ship(reward, f"it uses {name}, which no def or class of that name makes; write it as one")
+        if not _defines(source, name, inner, wrapped=inner is not value):
+            raise _cannot_ship(reward, f"it uses {name}, which no def or class of that name defines; write it as one")
         for used in _globals_of(inner, source):
             if used in _namespace(inner):
                 _collect(used, _namespace(inner)[used], reward, parts)
@@ -81,7 +81,7 @@ def _collect(name: str, value: Any, reward: str, parts: dict[str, str]) -> None:
     elif _is_literal(value):
         parts[name] = f"{name} = {value!r}\n"
     else:
-        raise _cannot_ship(reward, f"it uses {name}, a {type(value).__name__}; make that inside of the function")
+        raise _cannot_ship(reward, f"it uses {name}, a {type(value).__name__}; create it inside the function")
 
 
 def _namespace(thing: Any) -> dict[str, Any]:
@@ -95,8 +95,11 @@ def _source(name: str, thing: Any, reward: str) -> str:
         raise _cannot_ship(reward, f"the source of {name} is unknown here") from None
 
 
-def _makes(source: str, name: str, thing: Any, *, wrapped: bool) -> bool:
-    """Returns whether `source`, that of `thing`, makes what has this name: as it is, or wrapped by its decorators."""
+def _defines(source: str, name: str, thing: Any, *, wrapped: bool) -> bool:
+    """Returns whether `source`, the source of `thing`, defines `name`.
+
+    wrapped: the name stands for `thing` wrapped by decorators, which then must be in the source.
+    """
     try:
         (statement,) = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -120,7 +123,7 @@ def _globals_of(thing: Any, source: str) -> list[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    # co_names has attributes, too, which may be called like something of the module.
+    # co_names also lists attributes, which may share their name with something in the module.
     for instruction in dis.get_instructions(code):
         if instruction.opname in LOADS_GLOBAL:
             yield instruction.argval

@@ -16,35 +16,35 @@ from slime.types.errors import MissingFile
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Results of the run in `path`. Tables are DataFrames where pandas is installed, else lists of dicts."""
+    """Results of the run in `path`. Tables are pandas DataFrames if pandas is installed, otherwise lists of dicts."""
 
     path: Path
 
     @property
     def metrics(self) -> Any:
-        """Metrics of the iterations, a row each."""
+        """Metrics of the run, one row per iteration."""
         return _table([row for row in self._rows() if not is_evaluation(row)])
 
     @property
     def evaluations(self) -> Any:
-        """Scores of the evaluations, a row each; `step` is the number of iterations before it."""
+        """Scores of the evaluations, one row each; `step` is the number of iterations before the evaluation."""
         return _table([row for row in self._rows() if is_evaluation(row)])
 
     @property
     def samples(self) -> Any:
-        """Samples that the run has kept (`log_samples`), a row each."""
+        """Samples that the run has kept (`log_samples`), one row each."""
         return _table([row for file in kept_files(self.path) for row in read_rows(file.path)])
 
     @property
     def model_dir(self) -> Path:
-        """The trained model, a Hugging Face directory. Raises MissingFile where nothing was trained."""
+        """The Hugging Face directory of the trained model. Raises MissingFile if the run has not written one."""
         if not (self.path / MODEL).is_dir():
             raise MissingFile(f"{self.path} has no trained model", field="model_dir", value=str(self.path / MODEL))
         return self.path / MODEL
 
     @property
     def state(self) -> str:
-        """running, done, stopped, failed or unknown."""
+        """State of the run: "running", "done", "stopped", "failed" or "unknown"."""
         return read_state(self.path).state
 
     def _rows(self) -> list[dict[str, Any]]:

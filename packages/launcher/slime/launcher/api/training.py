@@ -34,18 +34,19 @@ def train(
     asynchronous: bool = False,
     **settings: Any,
 ) -> TrainedRun:
-    """Trains `model` in processes of its own, prints its progress, and returns when it has ended.
+    """Trains `model` in separate processes, prints the progress, and returns when the training has ended.
 
     model: a directory, or a name on the Hub.
     data: a file of prompts, a name on the Hub, or a list of rows, which are written to `output_dir`/inputs.
-    reward: a function `(args, sample, **kwargs)`, plain or async, also one of a script or a notebook; or the name of a
-        built-in reward ("math"), or "FILE.py:FUNCTION". None: the rows name theirs.
-    eval_data: as `data`, or several by name.
-    asynchronous: runs `slime train-async`.
-    settings: every other setting by its name in docs/flags.md: num_rollout=100, lr=1e-6, preset="dapo".
+    reward: a function `(args, sample, **kwargs)`, plain or async, which may be defined in a script or a notebook; or
+        the name of a built-in reward ("math"), or "FILE.py:FUNCTION". None: each row names its reward.
+    eval_data: like `data`, or a mapping from names to evaluation sets.
+    output_dir: the directory of the run (default: runs/TIME).
+    asynchronous: runs `slime train-async` instead of `slime train`.
+    settings: any other setting by its name in docs/flags.md: num_rollout=100, lr=1e-6, preset="dapo".
 
-    Raises ConfigError for wrong settings before anything starts, RunFailed where the training fails. An interrupt stops
-    the run, and raises KeyboardInterrupt.
+    Raises ConfigError for wrong settings before anything starts, and RunFailed if the training fails. An interrupt
+    stops the run and raises KeyboardInterrupt.
     """
     _refuse_doubles(settings, reward=reward is not None, eval_data=eval_data is not None)
     output = Path(output_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}").absolute()
@@ -62,7 +63,7 @@ def train(
     inputs.directory.mkdir(parents=True, exist_ok=True)
     config = inputs.directory / "settings.yaml"
     write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
-    # Here, wrong settings are exceptions; the process would print them.
+    # Parsed here as well, so that wrong settings are exceptions; the process could only print them.
     run_config.parse([str(config)])
     command = [sys.executable, "-m", "slime.launcher.cli", "train-async" if asynchronous else "train", str(config)]
     with terminate_as_interrupt():
@@ -75,7 +76,7 @@ def _refuse_doubles(settings: Mapping[str, Any], *, reward: bool, eval_data: boo
     arguments |= {"custom_rm_path": "reward", "rm_type": "reward"} if reward else {}
     arguments |= {"eval_prompt_data": "eval_data"} if eval_data else {}
     for name in settings.keys() & arguments.keys():
-        raise InvalidSetting.conflict(name, arguments[name], "both say the same")
+        raise InvalidSetting.conflict(name, arguments[name], "both set the same thing")
 
 
 def _data(data: Data, inputs: Inputs, name: str, argument: str) -> str:
@@ -95,7 +96,7 @@ def _reward(reward: Callable[..., Any] | str | None, inputs: Inputs) -> dict[str
 
 
 def _on_our_output() -> bool:
-    """Returns whether a process that inherits our standard output writes where `print` does; not so in a notebook."""
+    """Returns whether a child process writes to the same place as `print`; in a notebook it does not."""
     try:
         return sys.stdout.fileno() == 1
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Blobs that one process of a run keeps for others; readers ask it through Ray where they are, and fetch them."""
+"""Base classes of blob stores: one process keeps blobs; readers ask it through Ray where they are, and fetch them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slime.types.errors import DeadlineExceeded, SlimeError, Unavailable, counte
 
 
 class KeptWriter(BlobWriter):
-    """Puts blobs where other processes can read them. Only its settings are sent to another process."""
+    """Puts blobs where other processes can read them. Pickling sends only its settings, not the blobs."""
 
     @abstractmethod
     def offer(self, wanted: Sequence[bytes]) -> Any:
-        """Offers the blobs with these digests to a reader in another process. Raises NotFound."""
+        """Returns the location of the blobs with these digests, for `KeeperReader.fetch`. Raises NotFound."""
 
 
 @dataclass
 class KeeperReader(BlobReader):
     """Reads blobs of another process.
 
-    keeper: handle of the actor whose writer put them. timeout_seconds: for one `read`.
+    keeper: handle of the Ray actor whose writer holds them. timeout_seconds: deadline of one `read`.
     """
 
     keeper: Any
@@ -49,12 +49,12 @@ class KeeperReader(BlobReader):
         except ray.exceptions.GetTimeoutError:
             raise self.late(wanted) from None
         except ray.exceptions.RayError as error:
-            # Objects in Ray go with the keeper that put them, and with the node that held them.
+            # Ray loses an object with the process that put it, and with the node that stored it.
             raise self.gone(wanted, first_line(error)) from None
 
     def late(self, wanted: Sequence[bytes]) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"{counted(len(wanted), 'blob')} of the buffer did not come through {self.where} within "
+            f"{counted(len(wanted), 'blob')} of the buffer did not arrive through {self.where} within "
             f"{self.timeout_seconds:g} s",
             field="reference",
         )

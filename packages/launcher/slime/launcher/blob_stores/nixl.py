@@ -1,8 +1,8 @@
-"""NIXL as a blob store: readers copy from the memory of the buffer's process, by RDMA if the network has it.
+"""NIXL as a blob store: readers copy from the memory of the buffer's process, by RDMA if the network supports it.
 
-Through UCX, which takes the fastest way that both processes have: shared memory, RDMA, TCP. A blob is in memory once,
-where it was put, until it is released; nothing is written to a disk. The package `nixl` is imported where it is used:
-it brings CUDA's libraries along.
+NIXL transfers through UCX, which selects the fastest transport that both processes have: shared memory, RDMA or TCP. A
+blob is kept in memory once, in the process that put it, until it is released; nothing is written to disk. The package
+`nixl` is imported where it is used, because it loads CUDA's libraries.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _abandoned: list[_Region] = []
 
 @cache
 def _agent(alone: bool, *, keeps: bool) -> Any:
-    """Returns this process's end of transfers. alone: no other node takes part, and none may reach it.
+    """Returns the NIXL agent of this process.
 
-    keeps: others read from it, which over TCP needs a thread that looks for them all the time; a reader looks itself.
+    alone: the run is on one node, and the agent listens on the loopback only.
+    keeps: other processes read from this one, which over TCP needs a thread that polls for them; a reader polls itself.
     """
     if alone:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -48,7 +49,7 @@ def _agent(alone: bool, *, keeps: bool) -> Any:
 
 
 class _Region:
-    """`data`, [n] uint8, which others may read as long as this object lives."""
+    """Registers `data`, [n] uint8, with NIXL for as long as this object lives."""
 
     def __init__(self, agent: Any, data: np.ndarray) -> None:
         self.address = data.ctypes.data
@@ -64,7 +65,7 @@ def _forget(agent: Any, registered: Any, data: np.ndarray) -> None:
 
 
 class NixlWriter(KeptWriter):
-    """Keeps the blobs that are put together in one region of memory. alone: see `_agent`."""
+    """Keeps the blobs of one `put` in one region of memory. alone: see `_agent`."""
 
     name = NAME
 
@@ -76,7 +77,7 @@ class NixlWriter(KeptWriter):
         return _writer, (self.alone, self.inline_bytes)
 
     def hold(self, blobs: Sequence[bytes]) -> list[Any]:
-        """Returns (region, address, bytes) of each blob."""
+        """Returns (region, address, size in bytes) of each blob. Raises OutOfSpace."""
         sizes = [len(blob) for blob in blobs]
         try:
             data = np.empty(sum(sizes), np.uint8)
@@ -92,7 +93,7 @@ class NixlWriter(KeptWriter):
         return [(region, region.address + int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def offer(self, wanted: Sequence[bytes]) -> tuple[bytes, list[tuple[int, int]]]:
-        """Returns (metadata of the agent, [(address, bytes) of each blob])."""
+        """Returns (metadata of the agent, [(address, size in bytes) of each blob])."""
         found = self.find(wanted)
         with _agent_lock:
             metadata = _agent(self.alone, keeps=True).get_agent_metadata() if found else b""
@@ -134,7 +135,7 @@ class NixlReader(KeeperReader):
 
 
 def _copied(agent: Any, metadata: bytes, local: list[Any], remote: list[Any], deadline: float) -> str:
-    """Returns how the transfer ended: DONE, UNDER_WAY where it was too slow, or the error."""
+    """Transfers the blobs. Returns DONE, UNDER_WAY if the deadline passed, or the text of the error."""
     bindings = importlib.import_module("nixl._bindings")
     failures = tuple(getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
     try:

@@ -1,7 +1,7 @@
 """Ray's object store as a blob store: shared memory on a node, one transfer to each further node.
 
-The buffer's process keeps what it put; a reader asks that process, of which its configuration has the handle, and no
-message names a place. What Ray cannot hold in memory it writes to its directory of spilled objects.
+The buffer's process holds the references. A reader asks that process through the handle in its configuration, so that
+no message names a location. Ray writes objects that do not fit into memory to its spill directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "ray"
 
 
 class ObjectStoreWriter(KeptWriter):
-    """Keeps the blobs that are put together as one object of Ray's, a list of arrays."""
+    """Keeps the blobs of one `put` as one Ray object, a list of arrays."""
 
     name = NAME
 
@@ -27,7 +27,7 @@ class ObjectStoreWriter(KeptWriter):
         return ObjectStoreWriter, (self.inline_bytes,)
 
     def hold(self, blobs: Sequence[bytes]) -> list[Any]:
-        """Returns (object, position in it) of each blob."""
+        """Returns (object reference, position in the object) of each blob. Raises OutOfSpace."""
         import ray
 
         try:
@@ -43,13 +43,15 @@ class ObjectStoreWriter(KeptWriter):
         return [(reference, position) for position in range(len(blobs))]
 
     def offer(self, wanted: Sequence[bytes]) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Returns (objects, [(number of the object, position in it) of each blob])."""
+        """Returns (object references, [(index of the reference, position in the object) of each blob])."""
         numbers: dict[Any, int] = {}
         places = [(numbers.setdefault(reference, len(numbers)), position) for reference, position in self.find(wanted)]
         return list(numbers), places
 
 
 class ObjectStoreReader(KeeperReader):
+    """Reads blobs from Ray's object store."""
+
     name = NAME
     where = "Ray's object store"
 

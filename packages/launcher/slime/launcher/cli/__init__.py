@@ -1,4 +1,4 @@
-"""The `slime` command: one module for each command, found by the first word."""
+"""The `slime` program: its first word selects a command, and each command is a module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.types.settings import Parser, command_list, wrong_command
 
 
 class Command(NamedTuple):
-    """A command. module: it has `main(name, words)`, which returns the exit code, and `parser(name)`."""
+    """A command. module: defines `main(name, words)`, which returns the exit code, and `parser(name)`."""
 
     module: str
     about: str
@@ -36,16 +36,16 @@ COMMANDS = {
     "tinker": Command("slime.launcher.tinker.command", "Serve a model to the tinker SDK, which trains and samples"),
     "doctor": Command(
         "slime.launcher.doctor.command",
-        "Check this machine, and what the flags of a run name, before the run costs money",
+        "Check this machine, and the files and addresses that a run's flags name, before the run costs money",
     ),
     "show": Command(
         "slime.launcher.show.command",
-        "Look at a run in the browser: curves, samples token by token, what failed; --text, --html FILE",
+        "Look at a run in the browser: curves, samples token by token, failures; --text, --html FILE",
     ),
     "runs": Command("slime.launcher.show.command", "List runs with their state, reward and scores"),
     "compare": Command("slime.launcher.show.command", "Show the settings and metrics of two or more runs side by side"),
 }
-# Parts of the system with commands of their own: slime-buffer, ...
+# Packages with programs of their own: slime-buffer, ...
 SERVICES = ("buffer", "rollout", "trainer", "convert")
 
 
@@ -65,8 +65,8 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0 where it is done, 1 where the run failed, 2 for wrong flags or files, 3 for a dry run
-    that does not fit, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+    """Runs a command. Returns 0 for success, 1 if the run failed, 2 for wrong flags or files, 3 for a dry run that does
+    not fit, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     if "_ARGCOMPLETE" in os.environ:
         complete()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -78,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(words[0])
     if command is None:
-        elsewhere = f"unknown command {words[0]!r}; use slime-{words[0]}" if words[0] in SERVICES else ""
-        print(f"slime: error: {elsewhere or wrong_command(words, COMMANDS)}", file=sys.stderr)
+        other_program = f"unknown command {words[0]!r}; use slime-{words[0]}" if words[0] in SERVICES else ""
+        print(f"slime: error: {other_program or wrong_command(words, COMMANDS)}", file=sys.stderr)
         return 2
     return int(importlib.import_module(command.module).main(words[0], words[1:]))
 
 
 def versions_text() -> str:
-    """Returns a line for each package of this project, and one for Python."""
+    """Returns the versions, one line for each package of this project and one for Python."""
     versions = {f"slime-{name}": _version(f"slime-{name}") for name in PACKAGES}
     width = max(map(len, versions)) + 2
     versions["Python"] = platform.python_version()
@@ -100,7 +100,7 @@ def _version(distribution: str) -> str:
 
 
 def complete() -> None:
-    """Answers the shell with what the typed line can go on with, and exits. Returns where argcomplete is missing."""
+    """Prints the completions of the typed line for the shell, and exits. Returns if argcomplete is not installed."""
     try:
         argcomplete = importlib.import_module("argcomplete")
     except ImportError:
@@ -110,7 +110,7 @@ def complete() -> None:
 
 
 def line_parser(command: str) -> argparse.ArgumentParser:
-    """Makes the parser of a whole line. Only `command` gets its flags: the others' would take time to import."""
+    """Makes the parser of a whole line. Only `command` gets its flags, because importing all of them takes time."""
     parser = Parser(prog="slime")
     parser.add_argument("--version", action="store_true", help="Print the versions")
     commands = parser.add_subparsers(metavar="COMMAND")

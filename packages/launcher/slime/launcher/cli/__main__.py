@@ -1,4 +1,4 @@
-"""`python -m slime.launcher.cli` is `slime`."""
+"""Runs the `slime` program as `python -m slime.launcher.cli`."""
 
 from slime.launcher.cli import program
 

@@ -1,4 +1,4 @@
-"""`slime chat MODEL`: talks to a model in the terminal, through the embedded engine."""
+"""`slime chat MODEL`: talks to a model in the terminal."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def model_directory(text: str, name: str = "RUN|MODEL") -> str:
-    """Returns a directory with config.json. name: of the argument, in errors.
+    """Returns the directory of the model, which has a config.json, a tokenizer and weights.
 
-    Raises MissingFile, InvalidFile without tokenizer or weights, InvalidSetting for a checkpoint in another form.
+    text: a run, a model directory or ORG/NAME. name: the argument that errors name. Raises MissingFile, InvalidFile
+    for a model without tokenizer or weights, and InvalidSetting for a checkpoint in another format.
     """
     from slime.launcher.cli.export import model_of
     from slime.launcher.config.checks.run import check_model
@@ -71,7 +72,7 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
     found, _ = model_of(path, name=name)
     if not (found / "config.json").is_file():
         raise InvalidSetting(
-            f"MODEL {path}: {found} is a checkpoint of Megatron; `slime export {path}` makes a model of it",
+            f"MODEL {path}: {found} is a Megatron checkpoint; `slime export {path}` converts it",
             field="MODEL", value=text, expected="a Hugging Face directory",
         )  # fmt: skip
     check_model(name, found, tokenizer=True, weights=True)
@@ -79,7 +80,7 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
 
 
 class Conversation:
-    """Messages so far, and the engine that answers. params: of the sampling, by OpenAI's names."""
+    """The messages so far, and the engine that answers. params: sampling parameters by OpenAI's names."""
 
     def __init__(self, url: str, api_key: str | None, *, has_template: bool) -> None:
         self.params: dict[str, Any] = {}
@@ -92,14 +93,16 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def start(self, system: str | None = None) -> None:
-        """Forgets everything but the system message. Raises InvalidSetting for one without a chat template."""
+        """Starts anew with only the system message. Raises InvalidSetting for a system message without a chat
+        template."""
         if system is not None and not self._has_template:
             raise InvalidSetting.requires("--system", "a model with a chat template")
         self._system = system if system is not None else self._system
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Yields an answer piece by piece. Both are kept, of an answer that the reader leaves the pieces so far."""
+        """Yields an answer piece by piece. Adds `text` and the answer to the messages; if the caller stops early, the
+        pieces so far."""
         if not self._has_template:
             yield from self._pieces("/v1/completions", {"prompt": text})
             return
@@ -129,14 +132,14 @@ class Conversation:
                     for choice in found["choices"]:
                         yield choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
         except urllib.error.HTTPError as error:
-            raise EngineError(f"the engine refused it: {error.read().decode(errors='replace')[:500]}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # the latter two for one that is cut off
+            raise EngineError(f"the engine refused this: {error.read().decode(errors='replace')[:500]}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:  # the last two: the answer was cut off
             raise EngineError(f"the engine does not answer: {error}") from None
 
 
 @contextmanager
 def engine(directory: str, kind: str) -> Iterator[Conversation]:
-    """Starts an engine for a conversation, and ends it with the block."""
+    """Starts an engine for a conversation, and stops it at the end of the block."""
     from slime.rollout.engines.gpus import visible_gpus
     from slime.rollout.engines.process import stop_all
     from slime.rollout.launch import start_engines
@@ -157,7 +160,7 @@ def engine(directory: str, kind: str) -> Iterator[Conversation]:
 
 
 def talk(conversation: Conversation) -> None:
-    """Reads messages from the terminal until its end of file, or Ctrl-C at the prompt."""
+    """Reads messages from the terminal until end of file, or Ctrl-C at the prompt."""
     try:
         import readline  # noqa: F401  (input() then edits the line and remembers earlier ones)
     except ImportError:
@@ -175,7 +178,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def say(conversation: Conversation, text: str) -> None:
-    """Prints the answer as it comes. Ctrl-C ends it, on a terminal."""
+    """Prints the answer as it arrives. On a terminal Ctrl-C ends it."""
     if not text:
         raise InvalidSetting.required("a message", "the input is empty")
     try:

@@ -1,4 +1,4 @@
-"""`slime eval`: scores a model on data sets, in the way in which a training evaluates."""
+"""`slime eval`: scores a model on data sets as a training run evaluates it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from slime.types.files import whole_file, write_whole
 DIRECTORY = Path("evaluations")
 ROWS, SCORES = "rows.jsonl", "scores.json"
 SETS = ("--eval-prompt-data", "--eval-config")
-# Settings of a run that say nothing about its evaluation, though the packages that evaluate have them.
+# Settings of the packages that evaluate which do not affect an evaluation.
 LEFT_OUT = (
     "prompt_data", "hf_checkpoint", "rollout_function_path", "partial_rollout", "mask_offpolicy_in_partial_rollout",
     "over_sampling_batch_size", "buffer_dir", "buffer_store", "buffer_payloads", "data_place",
     "save_debug_rollout_data", "load_forge_rollout_data", "offload_rollout", "rollout_global_dataset",
     "data_source_path",
 )  # fmt: skip
-# Engines of a run with --colocate have the GPUs of its trainer.
+# With --colocate the engines use the trainer's GPUs, so these settings give their number.
 GPUS = ("actor_num_nodes", "actor_num_gpus_per_node")
 
 
 class Score(NamedTuple):
-    """The mean reward of a set. error: the standard error of the mean over prompts; NaN for a single one."""
+    """The mean reward of a set. error: standard error of the mean over prompts; NaN for a single prompt."""
 
     mean: float
     error: float
@@ -67,7 +67,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Evaluates and prints; returns the exit code. Raises the errors of `slime train`'s flags."""
+    """Evaluates and prints the scores; returns the exit code. Raises the errors of `slime train`'s flags."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     places, rest = argv[:count], argv[count:]
     options, flags = parser("eval").parse_known_args(rest)
@@ -93,7 +93,7 @@ def evaluate(argv: list[str]) -> int:
     output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     with_sets = not (data or named)
     words = words_of(model, run, data, flags, output, with_sets=with_sets)
-    # The run read these; what an evaluation does not read of them is no mistake of who asks for one.
+    # The user did not type these here, so a setting of the run that an evaluation does not read is no error.
     inherited = () if run is None else evaluation_settings(run, with_sets=with_sets)
     return _run(words, output, inherited, as_json=options.json)
 
@@ -101,7 +101,7 @@ def evaluate(argv: list[str]) -> int:
 def words_of(
     model: str, run: RecordedRun | None, data: str | None, flags: Sequence[str], output: Path, *, with_sets: bool = True
 ) -> list[str]:
-    """Returns the words of `slime train` that evaluate. with_sets: keep the evaluation sets of the run."""
+    """Returns the arguments of `slime train` that run the evaluation. with_sets: keep the run's evaluation sets."""
     settings = {} if run is None else evaluation_settings(run, with_sets=with_sets)
     if run is not None:
         model = str(run.model())
@@ -138,13 +138,13 @@ def evaluation_settings(run: RecordedRun, *, with_sets: bool = True) -> dict[str
             kept[name] = run.absolute(name, value)
     function = settings.get("rollout_function_path")
     if function is not None and settings.keys() & {"eval_prompt_data", "eval_config"}:
-        # It has evaluated the run, where no other function was named for that.
+        # The rollout function also evaluates, unless the run names another function for that.
         kept.setdefault("eval_function_path", run.absolute("rollout_function_path", function))
     return kept
 
 
 def plugin_attributes(run: RecordedRun) -> dict[str, Any]:
-    """Returns the keys of the run's --custom-config-path that are no settings: attributes of the plug-ins' `args`."""
+    """Returns the keys of the run's --custom-config-path that are not settings but attributes of plug-ins' `args`."""
     from slime.launcher.config.run_config import read_custom
 
     path = run.settings.get("custom_config_path")
@@ -186,7 +186,7 @@ def collect(output: Path, config: Any) -> list[dict[str, Any]]:
         key = key or rollout.eval_reward_key or rollout.reward_key
         for sample in group.samples:
             reward: Any = sample.reward
-            # Agents leave one that failed without a reward: it has solved nothing.
+            # An agent leaves a failed sample without a reward; it counts as unsolved.
             value = 0.0 if reward is None else reward[key] if isinstance(reward, Mapping) else reward
             rows.append(
                 {
@@ -205,8 +205,8 @@ def collect(output: Path, config: Any) -> list[dict[str, Any]]:
 
 
 def score(rows: Sequence[Mapping[str, Any]]) -> Score:
-    """Returns the mean over samples, and its error from the spread between prompts: samples of a prompt are alike."""
-    # Segments of one sample have its reward, and count once, as in a training.
+    """Returns the mean over samples, and its error from the spread between prompts: samples of a prompt correlate."""
+    # Segments of one trajectory share its reward, and count once, as in training.
     prompts: dict[int, dict[Any, float]] = {}
     for position, row in enumerate(rows):
         rollout = row.get("rollout_id")
@@ -215,7 +215,7 @@ def score(rows: Sequence[Mapping[str, Any]]) -> Score:
     groups = {index: list(samples.values()) for index, samples in prompts.items()}
     total, count = sum(map(sum, groups.values())), sum(map(len, groups.values()))
     mean = total / count
-    # The error of a ratio of sums, in which prompts with fewer samples weigh less.
+    # The error of a ratio of sums, which gives prompts with fewer samples less weight.
     spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups.values())
     size = len(groups)
     error = math.sqrt(spread * size / (size - 1)) / count if size > 1 else math.nan

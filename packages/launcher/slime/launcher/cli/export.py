@@ -1,4 +1,4 @@
-"""`slime export RUN`: the trained model as a Hugging Face directory or a GGUF file, and on the Hub if asked."""
+"""`slime export RUN`: writes the trained model as a Hugging Face directory or a GGUF file; can upload it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ DIRECTORY = Path("exports")
 def parser(command: str) -> CommandParser:
     reader = CommandParser(
         prog="slime export",
-        description="Writes the model of a run as a Hugging Face directory or as a GGUF file for llama.cpp: the "
-        "trained model, or with --step that of a checkpoint.",
+        description="Writes the trained model of a run, or with --step the model of a checkpoint, as a Hugging Face "
+        "directory or as a GGUF file for llama.cpp.",
     )
     reader.add_argument("run", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
     reader.add_argument(
-        "--format", choices=FORMATS, default="hf", help="Form to write: hf, a Hugging Face directory; gguf, one file"
+        "--format",
+        choices=FORMATS,
+        default="hf",
+        help="Format to write: hf, a Hugging Face directory; gguf, a single file",
     )
     reader.add_argument(
         "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[-step-N][.gguf])"
     )
     reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint of iteration N")
-    reader.add_argument("--push", metavar="ORG/NAME", help="Also upload it to this repository on the Hub, made if new")
+    reader.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="Also upload it to this Hub repository, created if it does not exist",
+    )
     reader.add_argument("--private", action="store_true", help="Make the repository of --push private")
     return reader
 
@@ -63,7 +70,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
     """Writes the model of a run, or of a Hugging Face directory, to `output`.
 
-    Raises MissingFile where there is no such model, and the errors of the converters.
+    Raises MissingFile if there is no such model, and the errors of the converters.
     """
     from slime.converters.convert import hf_to_gguf, to_hf
     from slime.launcher.hub.fetch import local_model
@@ -81,17 +88,17 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 
 
 def name_of(path: Path, step: int | None = None) -> str:
-    """Returns the name of a run, also for the directory `model` inside it; the step belongs to it."""
+    """Returns a name for the exported files: the run's, also for the directory `model` inside it, and the step."""
     path = path.resolve()
     run = path.parent if path.name == "model" and is_run(path.parent) else path
     return run.name if step is None else f"{run.name}-step-{step}"
 
 
 def model_of(path: Path, step: int | None = None, name: str = "RUN|MODEL") -> tuple[Path, str | None]:
-    """Returns the model of a run, and the one that it began with, which may be a name on the Hub. A directory without
-    a run is a model itself. name: of the argument, in errors.
+    """Returns the model of a run, and the model that the run started from, which may be a name on the Hub.
 
-    Raises MissingFile, InvalidSetting.
+    A directory without a run is a model itself. name: the argument that errors name.
+    Raises MissingFile, and InvalidSetting for a step of a model directory.
     """
     if not is_run(path):
         if not (path / "config.json").is_file():
@@ -113,7 +120,7 @@ def _hub(name: str) -> Any:
 
 
 def push(hub: Any, path: Path, name: str, *, private: bool = False) -> str:
-    """Uploads a directory or a file; returns the address. Raises Unavailable where the Hub does not take it."""
+    """Uploads a directory or a file; returns its address. Raises Unavailable if the upload fails."""
     try:
         api = hub.HfApi()
         address = api.create_repo(name, private=private, exist_ok=True)
@@ -121,10 +128,10 @@ def push(hub: Any, path: Path, name: str, *, private: bool = False) -> str:
             api.upload_folder(repo_id=name, folder_path=path, ignore_patterns=["slime-files.json"])
         else:
             api.upload_file(repo_id=name, path_or_fileobj=path, path_in_repo=path.name)
-    except Exception as error:  # the library also raises those of its HTTP client
+    except Exception as error:  # the library also raises errors of its HTTP client
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise Unavailable(
-            f"--push {name}: the Hub did not take it: {reason}. It needs a network and a token that may write "
+            f"--push {name}: the upload failed: {reason}. It needs a network and a token that may write "
             f"(HF_TOKEN, or `hf auth login`); {path} is complete, and --push can be repeated",
             field="--push", value=name,
         ) from error  # fmt: skip

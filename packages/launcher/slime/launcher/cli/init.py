@@ -1,4 +1,4 @@
-"""`slime init NAME`: writes a small project that trains as it is, to be changed step by step."""
+"""`slime init NAME`: writes a small project that trains as it is, as a start for one's own."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ slime export runs/first --format hf --output exported  # a Hugging Face director
 2. `reward.py`: your score of a response. Rewards that are built in (`rm_type: math`, ...) need no file.
 3. `config.yaml`: your model in `hf_checkpoint`, longer responses in `rollout_max_response_len`, and a learning rate of
    about `1.0e-6`.
-4. `slime doctor config.yaml` checks all of it before it costs money, and `slime train config.yaml --dry-run` prints
-   placement and memory.
+4. `slime doctor config.yaml` checks model, data and reward before a run costs money, and `slime train config.yaml
+   --dry-run` prints placement and memory.
 """
 
 
@@ -54,7 +54,7 @@ def parser(command: str) -> CommandParser:
         description="Writes a small project into the new directory NAME: prompts, a reward function, settings, a tiny "
         "model and a README. It trains as it is.",
     )
-    reader.add_argument("name", metavar="NAME", help="Directory to make; an empty one may exist")
+    reader.add_argument("name", metavar="NAME", help="Directory to create; it may exist if it is empty")
     return reader
 
 
@@ -70,7 +70,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def write_project(directory: Path) -> None:
-    """Writes the project. Raises InvalidSetting for a path that is no empty directory."""
+    """Writes the project. Raises InvalidSetting for a path that exists and is not an empty directory."""
     with path_errors(directory, "NAME"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidSetting.must_be("NAME", "a new or an empty directory", got=str(directory))
@@ -80,7 +80,7 @@ def write_project(directory: Path) -> None:
         rows = "".join(json.dumps({"prompt": f"{n}:", "label": str(n)}) + "\n" for n in DIVISORS)
         write_whole(directory / "data" / "prompts.jsonl", rows, field="NAME")
         write_whole(directory / "README.md", README.format(name=directory.resolve().name), field="NAME")
-    # torch is imported for this, which takes seconds.
+    # Imports torch, which takes seconds, so nothing that can fail early comes after it.
     from slime.launcher.tiny_model import write_model
 
     write_model(directory / "model", "0123456789:", seed=0)

@@ -1,4 +1,4 @@
-"""A run as its directory describes it: for the commands that go on from one."""
+"""`RecordedRun`: a run as its directory describes it, for commands that start from an earlier run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _STARTED_IN = re.compile(r"^# \S+ \S+ \S+, in (?P<directory>.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its directory describes it. path: absolute. settings: those that were set, by name. started_in: the
-    directory that relative paths are below.
+    """A run as its directory describes it.
 
-    run_name: None where the run was not named.
+    path: absolute path of the run. settings: the settings that were set, by name. started_in: the directory that
+    relative paths in the settings refer to. run_name: None if the run was not named.
     """
 
     path: Path
@@ -37,13 +37,13 @@ class RecordedRun:
         return self.started_in / self.settings["save"] if self.settings.get("save") else self.path / "checkpoints"
 
     def began_with(self) -> str | None:
-        """Returns the model that the run began with: an absolute path, or a name on the Hub."""
+        """Returns the model that the run started from: an absolute path, or a name on the Hub."""
         text = self.settings.get("hf_checkpoint")
         here = self.started_in / str(text)
         return str(here) if text is not None and here.exists() else text
 
     def absolute(self, name: str, value: Any) -> Any:
-        """Returns the value of a setting with its paths as seen from everywhere."""
+        """Returns the value of a setting with its relative paths made absolute."""
         if name == "eval_prompt_data":
             return [[self._path(word) if i % 2 or len(pairs) == 1 else word for i, word in enumerate(pairs)]
                     for pairs in ([item] if isinstance(item, str) else item for item in value)]  # fmt: skip
@@ -52,18 +52,18 @@ class RecordedRun:
         return value
 
     def _path(self, text: str) -> str:
-        """Makes `PATH`, `PATH@[a:b]` or `PATH.py:FUNCTION` absolute where it is there; else it is a name."""
+        """Makes `PATH`, `PATH@[a:b]` or `PATH.py:FUNCTION` absolute if PATH exists; otherwise it is a name."""
         path = text.partition("@[")[0]
         path = path if (self.started_in / path).exists() else path.rpartition(":")[0]
         return str(self.started_in / text) if path and (self.started_in / path).exists() else text
 
     def model(self, step: int | None = None) -> Path:
-        """Returns the trained model, or else the newest checkpoint, or that of `step`. Raises MissingFile."""
+        """Returns the trained model, else the newest checkpoint; with `step`, its checkpoint. Raises MissingFile."""
         if step is None and (self.path / MODEL).is_dir():
             return self.path / MODEL
         if not steps(self.checkpoints):
             raise MissingFile(
-                f"RUN {self.path} has neither a trained model nor a checkpoint: it did not come to its end, and had no "
+                f"RUN {self.path} has neither a trained model nor a checkpoint: it did not finish, and had no "
                 "--save-interval",
                 field="RUN", value=str(self.path),
             )  # fmt: skip
@@ -75,7 +75,7 @@ def is_run(path: Path) -> bool:
 
 
 def no_run_or_model(path: Path, name: str = "RUN|MODEL") -> MissingFile:
-    """Makes the error for a path that is neither a run nor a model. name: of the argument."""
+    """Makes the error for a path that is neither a run nor a model. name: the argument that the error names."""
     found = (
         f"neither the output directory of a run, with {SETTINGS}, nor a model directory, with config.json"
         if path.exists()
@@ -85,7 +85,7 @@ def no_run_or_model(path: Path, name: str = "RUN|MODEL") -> MissingFile:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Raises MissingFile for a directory of no run, InvalidFile for settings that cannot be read."""
+    """Reads the record of a run. Raises MissingFile if there is no run, InvalidFile for unreadable settings."""
     if not path.is_dir():
         raise MissingFile(
             f"RUN {path}: no such directory; `slime runs DIR` lists the runs below DIR", field="RUN", value=str(path)
@@ -96,14 +96,14 @@ def read_run(path: Path) -> RecordedRun:
         )
     path = path.absolute()
     text = (path / SETTINGS).read_text(encoding="utf-8")
-    # These are comments there, since a repetition needs values of its own.
+    # The record has these as comments, since a repetition of the run needs values of its own.
     identity_comments = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
     identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in identity_comments.splitlines())) or {}
     return RecordedRun(path, read_config(str(path / SETTINGS), "RUN"), _started_in(path), identity.get("run_name"))
 
 
 def _started_in(path: Path) -> Path:
-    """Returns the directory in which the run was started last; the current one where it is unknown or gone."""
+    """Returns the directory in which the run was last started; the current one if that is unknown or gone."""
     try:
         found = _STARTED_IN.findall((path / COMMAND).read_text(encoding="utf-8"))
     except OSError:

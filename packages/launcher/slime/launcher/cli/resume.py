@@ -14,7 +14,7 @@ from slime.launcher.run_directory.checkpoints import steps
 from slime.launcher.run_directory.state import read_state
 from slime.types.errors import InvalidSetting, SlimeError
 
-# Flags by which a run that came to its end becomes longer.
+# Flags that make a finished run longer.
 LONGER = ("--num-rollout", "--num-epoch")
 
 
@@ -23,8 +23,8 @@ def parser(command: str) -> CommandParser:
         prog="slime resume",
         usage="slime resume RUN [flags of slime train]",
         description="Continues from the newest checkpoint of a run, with its settings, in the directory in which it "
-        "was started. Flags win over those settings. A run that is alive is refused; a finished one continues with "
-        "a larger --num-rollout.",
+        "was started. Flags take precedence over those settings. A run that is alive is refused; a finished run "
+        "continues with a larger --num-rollout.",
     )
     reader.add_argument("run", metavar="RUN", help="Output directory of a run that had --save-interval")
     return reader
@@ -45,9 +45,9 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
-    """Returns the words of `slime train` that go on with `run`.
+    """Returns the arguments of `slime train` that continue `run`.
 
-    Raises InvalidSetting for a run that is alive, has come to its end or has no checkpoint.
+    Raises InvalidSetting for a run that is alive, has finished or has no checkpoint.
     """
     state = read_state(run.path)
     if state.state == "running":
@@ -58,7 +58,7 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
     if state.state == "done" and not {word.split("=", 1)[0] for word in flags} & set(LONGER):
         count = f" after {state.num_steps} iterations" if state.num_steps else ""
         raise InvalidSetting(
-            f"RUN {run.path} came to its end{count}; a larger --num-rollout goes on",
+            f"RUN {run.path} finished{count}; to continue it, give a larger --num-rollout",
             field="RUN", value=str(run.path), expected="--num-rollout",
         )  # fmt: skip
     if not steps(run.checkpoints):

@@ -35,8 +35,11 @@ def parser(command: str) -> argparse.ArgumentParser:
 def run_train(
     argv: Sequence[str], next_command: str = "", *, asynchronous: bool = False, inherited: Collection[str] = ()
 ) -> int:
-    """Runs a training and returns its exit code. inherited: that of `run_config.parse`."""
-    # Imports below take seconds; Ctrl-C has to work from the start.
+    """Runs a training and returns its exit code.
+
+    next_command: a command that the report suggests at its end. inherited: see `run_config.parse`.
+    """
+    # The imports below take seconds, and Ctrl-C has to work meanwhile.
     from slime.launcher.platform.signals import Terminated, farewell, terminate_as_interrupt
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -106,9 +109,10 @@ def run_train(
 
 
 def _planned(config: RunConfig, asynchronous: bool) -> int | None:
-    """Prints the plan of a run with --dry-run and returns its exit code; None for a run that is to be started.
+    """Prints the plan of a run with --dry-run and returns the exit code; None for a run that is to be started.
 
-    Raises InvalidSetting for flags of a plan without --dry-run, and for a plan that would not be started.
+    Raises InvalidSetting for --dry-run-gpus and --dry-run-gpu-gib without --dry-run, and for a run that would be
+    refused.
     """
     settings = config.launcher
     for flag, value in (("--dry-run-gpus", settings.dry_run_gpus), ("--dry-run-gpu-gib", settings.dry_run_gpu_gib)):
