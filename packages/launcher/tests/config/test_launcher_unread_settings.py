@@ -139,27 +139,27 @@ def test_defaults_that_were_typed_are_not_named() -> None:
     [
         (
             "--debug-rollout-only", "--lr 0.5 --train-backend megatron --num-layers 2 --seed 7",
-            "--debug-rollout-only starts no trainer: no effect of --lr 0.5, --train-backend megatron, --num-layers 2, "
-            "--seed 7",
+            "--lr 0.5, --train-backend megatron, --num-layers 2, --seed 7 have no effect: --debug-rollout-only "
+            "starts no trainer",
         ),
         (
             "--debug-rollout-only", "--actor-num-gpus-per-node 4",
-            "--debug-rollout-only starts no trainer: no effect of --actor-num-gpus-per-node 4",
+            "--actor-num-gpus-per-node 4 has no effect: --debug-rollout-only starts no trainer",
         ),
         (
             "--debug-train-only --rollout-function-path f", "--rollout-engine-dtype float16 --sglang-tp-size 2",
-            "--debug-train-only starts no engine and evaluates nothing: no effect of --rollout-engine-dtype float16, "
-            "--rollout-num-gpus-per-engine 2",
+            "--rollout-engine-dtype float16, --rollout-num-gpus-per-engine 2 have no effect: --debug-train-only "
+            "starts no engine and evaluates nothing",
         ),
         (
             "--load-debug-rollout-data r{rollout_id}",
             "--rm-type math --eval-prompt-data n f --sglang-context-length 9",
-            "--load-debug-rollout-data generates nothing: no effect of --rm-type math, --eval-prompt-data n f, "
-            "--sglang-context-length 9",
+            "--rm-type math, --eval-prompt-data n f, --sglang-context-length 9 have no effect: "
+            "--load-debug-rollout-data generates nothing",
         ),
         (
             "--num-rollout 0 --eval-prompt-data n f", "--eps-clip 0.1 --partial-rollout",
-            "--num-rollout 0 trains nothing: no effect of --eps-clip 0.1, --partial-rollout",
+            "--eps-clip 0.1, --partial-rollout have no effect: --num-rollout 0 trains nothing",
         ),
     ],
 )  # fmt: skip

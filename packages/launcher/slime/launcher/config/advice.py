@@ -27,8 +27,8 @@ Condition = Callable[[Mapping[str, Any]], Any]
 class Effect:
     """The condition on all settings, by name, under which something reads the settings in `names`.
 
-    needs: the flags that meet it. refused: otherwise an error where one of them was set; a warning for settings that
-    scripts of the original set for every run.
+    needs: the flags that meet the condition, in words. refused: whether setting one of `names` without it is an error;
+    it is only a warning for settings that scripts of the original system set for every run.
     """
 
     names: tuple[str, ...]
@@ -47,17 +47,17 @@ class Effect:
 class Mode:
     """A part of the system that a mode leaves out, and the settings that only that part reads."""
 
-    what: str
+    reason: str
     holds: Condition
     names: frozenset[str]
 
 
 def _is_set(config: RunConfig, name: str) -> bool:
-    """Tells whether the user set a setting, to more than its default."""
+    """Returns whether the user set a setting to another value than its default."""
     value = config.explicit.get(name)
     if value is None or name in config.inherited:
         return False
-    # A default that is a number or a switch says what is so without the flag, too.
+    # Spelling out a number or a switch as it is by default has no effect anywhere, so it needs no warning.
     default = declared()[name].default
     return value not in ({}, []) and (isinstance(value, str) and value != "" or value != default)
 
@@ -228,7 +228,7 @@ _UPDATES = {field.name for field in fields(AlgorithmSettings)} | {
 MODES = (
     Mode(
         "--debug-rollout-only starts no trainer", _on("debug_rollout_only"),
-        # Checkpoints may be named for the place in the data, and a teacher for its rewards.
+        # --load also gives the position in the data, and --use-opd the teacher that scores samples.
         frozenset(
             _of("trainer", "megatron") - {"load", "use_opd"} | {
                 "train_backend", "seed", "train_timeout_seconds", "save_timeout_seconds", "update_timeout_seconds",
@@ -268,13 +268,13 @@ def _left_out(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
             names = [name for name in config.explicit if name in mode.names - seen and _is_set(config, name)]
             seen.update(names)
             if names:
-                yield mode.what, names
+                yield mode.reason, names
 
 
 def refuse_without_effect(config: RunConfig) -> None:
     """Raises InvalidSetting for a flag that nothing in this run reads.
 
-    Not for a value of a SLIME_* variable or a preset, which more runs than this one get.
+    A value of a SLIME_* variable or a preset is no error, since it is meant for other runs, too.
     """
     left_out = {name for _, names in _left_out(config) for name in names}
     for effect in EFFECTS:
@@ -285,11 +285,12 @@ def refuse_without_effect(config: RunConfig) -> None:
 
 
 def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
-    """Yields a sentence for each doubt."""
+    """Yields a warning for each setting without effect, and for settings that are probably a mistake."""
     left_out: set[str] = set()
-    for what, names in _left_out(config):
+    for reason, names in _left_out(config):
         left_out.update(names)
-        yield f"{what}: no effect of {', '.join(_spelled(config, name) for name in names)}"
+        has = "has" if len(names) == 1 else "have"
+        yield f"{', '.join(_spelled(config, name) for name in names)} {has} no effect: {reason}"
     for effect in EFFECTS:
         for name in effect.without(config):
             if name not in left_out and (not effect.refused or name in config.origins):
@@ -303,17 +304,17 @@ def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    """Yields limits of a response that the context is too short for."""
-    # It imports gRPC, which --help does without.
+    """Yields a warning for each response length that exceeds the context."""
+    # This imports gRPC, which `--help` should not wait for.
     from slime.rollout.prompts.tokenizer import context_length
 
     rollout = config.rollout
     if rollout.sglang_args.keys() & {"context_length", "json_model_override_args"}:
-        return  # the engines have another context than config.json says
+        return  # the engines do not use the context length of config.json
     try:
         model = context_length(rollout.hf_checkpoint)
     except (ValueError, AttributeError):
-        return  # whoever needs the whole config says what is wrong with it
+        return  # the checks that need the whole config report the fault
     for phase in ("rollout", "eval"):
         name = f"{phase}_max_response_len"
         length, limit, allows = config.explicit.get(name), model, f"--hf-checkpoint {rollout.hf_checkpoint}"

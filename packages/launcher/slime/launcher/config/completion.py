@@ -1,6 +1,6 @@
-"""Derives from a run's trainer and model what its buffer has to refuse when a group is completed.
+"""Derives from a run's trainer and model the rules by which the buffer checks completed groups.
 
-Found out at the seal of a step or in the trainer, such a sample would end the run.
+A sample that breaks them is rejected with its group; found later, by the trainer, it would end the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def with_needs_of_training(
 ) -> BufferSettings:
     """Returns `buffer` with the rules for finished samples that follow from the trainer and the model.
 
-    vocab_size: --vocab-size, where it was given. trains: whether the run has a trainer.
+    vocab_size: the value of --vocab-size, if given. trains: whether the run has a trainer.
     """
     makes_rewards = trainer.custom_reward_post_process_path or trainer.custom_convert_samples_to_train_data_path
     rules: dict[str, Any] = {}

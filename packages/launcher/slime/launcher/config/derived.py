@@ -21,14 +21,14 @@ MEGATRON_SETTINGS = (
 
 
 def imply(values: dict[str, Any]) -> None:
-    """Sets in `values`, settings by name, what others imply. Raises InvalidSetting for a conflict."""
+    """Sets the settings in `values`, by name, that others imply. Raises InvalidSetting for a conflict."""
     if values.get("offload") is True:
         for name in ("offload_rollout", "offload_train"):
             if values.get(name) is False:
                 raise InvalidSetting.conflict("--offload", as_typed(name, False), "it sets the opposite")
             values[name] = True
     if any(values.get(name) is not None for name in MEGATRON_SETTINGS):
-        # Command lines of the original never name the backend: it has only Megatron.
+        # Command lines of the original system do not name the backend, because it has only Megatron.
         values.setdefault("train_backend", "megatron")
     if values.get("true_on_policy_mode") is True and values.get("global_batch_size") is None:
         values.setdefault("num_steps_per_rollout", 1)
@@ -38,7 +38,7 @@ def imply(values: dict[str, Any]) -> None:
 
 
 def share_optimizer(values: dict[str, Any]) -> None:
-    """Turns --use-distributed-optimizer on where several replicas of a Megatron model can share its optimizer."""
+    """Turns on --use-distributed-optimizer if several replicas of a Megatron model can share its optimizer states."""
     if values.get("train_backend") != "megatron" or values.get("use_distributed_optimizer") is not None:
         return
     ranks = (values.get("actor_num_nodes") or 1) * values["actor_num_gpus_per_node"]
@@ -50,7 +50,7 @@ def share_optimizer(values: dict[str, Any]) -> None:
 
 
 def other_defaults(trainer: TrainerSettings, explicit: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each default by which a command line of slime's original would train otherwise here."""
+    """Yields a sentence for each default that differs from slime's original, where a script relies on it."""
     if trainer.train_backend == "megatron" and "lr_decay_style" not in explicit:
         yield (
             f"--lr-decay-style is not given: the learning rate stays {trainer.lr:g}, where slime's original lowers it "
@@ -59,9 +59,9 @@ def other_defaults(trainer: TrainerSettings, explicit: Mapping[str, Any]) -> Ite
 
 
 def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: int | None) -> None:
-    """Sets --lr-decay-iters to the policy's updates in the run, where the rates depend on it and it was not given.
+    """Sets --lr-decay-iters to the number of the policy's updates in the run, if it is needed and was not given.
 
-    Raises InvalidSetting for a warm-up that is as long as the run.
+    Raises InvalidSetting for a warm-up that is at least as long as the run.
     """
     if not trainer.depends_on_length or trainer.lr_decay_iters is not None:
         return
@@ -81,9 +81,9 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
 
 
 def check_on_policy(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for --true-on-policy-mode with settings that train on samples of older weights.
+    """Raises InvalidSetting if --true-on-policy-mode meets settings that train on samples of older weights.
 
-    args: every setting of a run by its name.
+    args: every setting of the run by its name.
     """
     if not args["true_on_policy_mode"]:
         return

@@ -1,4 +1,4 @@
-"""`--eval-config FILE.yaml`: evaluation sets, each with settings of its own.
+"""Reads `--eval-config FILE.yaml`: evaluation sets, each with its own settings.
 
     eval:
       defaults: {n_samples_per_eval_prompt: 8}
@@ -6,9 +6,9 @@
         - {name: sampled, path: held_out.jsonl, temperature: 1.0}
         - {name: greedy, path: held_out.jsonl, temperature: 0, n_samples_per_eval_prompt: 1}
 
-`datasets` may be a mapping by name too: {sampled: {path: held_out.jsonl}, greedy: held_out.jsonl}. Keys of a set, and
-of `defaults`, are those of `slime.rollout.settings.eval_overrides`, and the columns of its file (input_key, label_key,
-metadata_key, tool_key, multimodal_keys); what neither has comes from the flags.
+`datasets` may also be a mapping by name: {sampled: {path: held_out.jsonl}, greedy: held_out.jsonl}. A set, and
+`defaults`, take the keys of `slime.rollout.settings.eval_overrides`, and the columns of the file (input_key, label_key,
+metadata_key, tool_key, multimodal_keys). Keys that neither has take the values of the flags.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAG = "--eval-config"
 def apply_eval_config(values: dict[str, Any]) -> None:
     """Puts the sets of the file `values["eval_config"]` into `eval_prompt_data`, `eval_overrides` and `eval_columns`.
 
-    Raises MissingFile, InvalidFile, or InvalidSetting naming what is wrong in it.
+    Raises MissingFile, InvalidFile, or InvalidSetting naming the set and the key.
     """
     path = values.get("eval_config")
     if path is None:

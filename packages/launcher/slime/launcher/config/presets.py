@@ -1,6 +1,6 @@
-"""Recipes that `--preset NAME` selects: values that settings have where no flag, file or variable gives another.
+"""Recipes that `--preset NAME` selects: values of settings that no flag, file or variable sets.
 
-A recipe sets the algorithm, not what depends on the task: model, data, lengths and the number of iterations.
+A recipe sets the algorithm. It leaves out all that depends on the task: model, data, lengths, number of iterations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # GRPO (arXiv:2402.03300) against the label by `math`, with the small KL term that is usual for math.
+    # GRPO (arXiv:2402.03300) with the reward `math`, and the small KL term that is usual for math.
     "grpo-math": {
         "advantage_estimator": "grpo",
         "rm_type": "math",

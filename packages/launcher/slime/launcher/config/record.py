@@ -19,13 +19,13 @@ from slime.launcher.config.run_config import RunConfig
 from slime.types.files import write_whole
 
 SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
-# These identify the run itself; a repetition needs values of its own.
+# These identify this run; a repetition needs other values.
 OWN = ("output_dir", "run_name", "overwrite")
 GIT_SECONDS = 5.0
 
 
 def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> None:
-    """Describes this start of the run; the commands of earlier ones stay. command: as it was typed."""
+    """Writes the record of this start of the run; keeps the commands of earlier starts. command: as it was typed."""
     write_whole(directory / SETTINGS, settings_text(config))
     write_whole(directory / VERSIONS, json.dumps(versions(), indent=2) + "\n")
     with (directory / COMMAND).open("a", encoding="utf-8") as file:
@@ -33,7 +33,7 @@ def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> 
 
 
 def settings_text(config: RunConfig) -> str:
-    """Returns what flags, files and the environment set, and as comments the values of all other settings."""
+    """Returns the settings that flags, files and the environment set as YAML, and all others as comments."""
     explicit = _keys(config.explicit)
     identity = {name: explicit.pop(name) for name in OWN if name in explicit}
     others = {
@@ -49,7 +49,7 @@ def settings_text(config: RunConfig) -> str:
 
 
 def _keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings as keys of a --config file: those of a family of flags one by one."""
+    """Returns settings as keys of a --config file, with one key for each flag of a family."""
     keys = {name: value for name, value in values.items() if value is not None}
     for family in FAMILIES:
         for name, value in (keys.pop(family.setting, None) or {}).items():
