@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,13 @@ def test_a_list_is_shown_as_it_is_typed() -> None:
     assert "(default: x y)" in help_of(cls) and "`x y`" in markdown_table(cls)
 
 
+def test_the_usage_begins_with_required_flags_and_has_others_in_brackets() -> None:
+    assert re.match(r"usage: \S+ --name TEXT \[-h\] \[--seed N\]\n", help_of(Job))
+    parsed = Parser()
+    add_flags(parsed, Job)
+    assert vars(parsed.parse_strict([])) == {}, "the name may stand in a file"
+
+
 def help_of(cls: type) -> str:
     parser = Parser()
     add_flags(parser, cls)
@@ -188,7 +196,8 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
         ("colour: 3", InvalidSetting, ["--colour", "3", "text"]),
         ("colour:", InvalidSetting, ["--colour", "None"]),
         ("walls: a", InvalidSetting, ["--walls", "'a'", "a list"]),
-        ("layrs: 2", UnknownFlag, ["--layrs", "--layers"]),
+        ("layrs: 2", UnknownFlag, ["paint.yaml: unknown key 'layrs'; did you mean layers?"]),
+        ("zzz: 2", UnknownFlag, ["unknown key 'zzz'; use one of the settings that `paint --help` lists"]),
         ("- a\n- b", InvalidFile, ["mapping"]),
         ("a: [", InvalidFile, ["paint.yaml", "line 1"]),
     ],

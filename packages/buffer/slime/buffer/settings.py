@@ -25,8 +25,8 @@ class BufferSettings(GroupSettings, PromptSettings):
 
     prompt_data: str | None = setting(
         None,
-        "Training prompts, a file (.jsonl, .jsonl.gz, .json, .csv, .parquet) or reasoning_gym:NAME?size=1000&seed=42, "
-        "a data set of reasoning-gym; PATH@[a:b] takes rows a to b. `slime train` also takes a data set on the Hub, "
+        "Training prompts: a .jsonl, .jsonl.gz, .json, .csv or .parquet file, of which PATH@[a:b] takes rows a to b, "
+        "or reasoning_gym:NAME?size=1000&seed=42. `slime train` also takes a data set on the Hub, "
         "ORG/NAME[:CONFIG][:SPLIT][@REVISION]",
         metavar="PATH",
     )
@@ -50,8 +50,7 @@ class BufferSettings(GroupSettings, PromptSettings):
 
     eval_prompt_data: list[list[str]] | None = setting(
         None,
-        "Evaluation sets, a name and a file each: NAME PATH [NAME PATH ...]; may be repeated. A single PATH is named "
-        "after its file",
+        "Evaluation sets: a name and a file for each; may be repeated. A single PATH is named after its file",
         metavar="NAME PATH",
         append=True,
     )

@@ -286,7 +286,7 @@ def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "kind", "message"),
     [
-        ({"learning_rte": 1}, UnknownFlag, "learning-rte"),
+        ({"learning_rte": 1}, UnknownFlag, "learning_rte"),
         ({"lr": -1.0}, ConfigError, "--lr must be greater than 0"),
         ({"num_rollout": None}, ConfigError, "--num-rollout is required"),
         ({"model": "nowhere"}, MissingFile, "--hf-checkpoint: no such directory nowhere"),

@@ -115,7 +115,10 @@ def test_file_then_flag_then_custom_file(base: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "text, error, words",
     [
-        ("learning_rte: 1", UnknownFlag, "--config .*config.yaml: learning_rte: .*--learning-rte"),
+        ("rolout_seed: 1", UnknownFlag, "config.yaml: unknown key 'rolout_seed'; did you mean rollout_seed"),
+        ("reward: 1", UnknownFlag, "config.yaml: unknown key 'reward'; use rm_type or custom_rm_path$"),
+        ("qqqqq: 1", UnknownFlag, "unknown key 'qqqqq'; use one of the settings that `slime train --help-all` lists"),
+        ("rollout: {seed: 1}", UnknownFlag, "unknown key 'rollout'; use its keys without this section"),
         ("release_train: true", NotAvailable, "--config .*config.yaml: release_train: --release-train"),
         ("[1, 2]", InvalidFile, "mapping"),
         ("lr: fast", InvalidSetting, "--lr"),

@@ -214,7 +214,7 @@ def test_a_checkpoint_that_its_directory_lacks_is_named(
         (["--tb-experiment-name", "/x"], "--tb-experiment-name must be a name below tensorboard/, without .., got"),
         (["--train-env-vars", '{"A=B": "x"}'], "--train-env-vars must be names of variables, without = and NUL"),
         (["--train-env-vars", '{"A": "x\\u0000"}'], "--train-env-vars A must be text without NUL"),
-        (["--custom-config-path", "custom.yaml"], "'__class__' is no name of a setting or attribute"),
+        (["--custom-config-path", "custom.yaml"], "'__class__' cannot be the name of a setting or an attribute"),
     ],
 )
 def test_values_that_would_reach_beyond_their_place_are_refused(

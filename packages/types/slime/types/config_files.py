@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidFile, UnknownFlag, nearest
 from slime.types.files import read_bounded
 
 
@@ -61,3 +62,14 @@ def _fault(error: Exception) -> str:
         return f": not YAML: {error}"
     context = f" ({error.context})" if error.context else ""
     return f", line {error.problem_mark.line + 1}: {error.problem}{context}"
+
+
+def unknown_key(key: str, known: Iterable[str], help_command: str, refused: Iterable[str] = ()) -> UnknownFlag:
+    """Returns the error for a key of a file of settings.
+
+    help_command: lists the settings, `slime train --help-all`. refused: known keys that would be an error, too.
+    """
+    names, refused = list(known), set(refused)
+    near = nearest(key, names)
+    listed = None if near and near not in refused else f"one of the settings that `{help_command}` lists"
+    return UnknownFlag.unknown("key", key, names, refused=refused, instead=listed)

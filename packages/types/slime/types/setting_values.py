@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.types.errors import InvalidSetting
+
+NUMBERS = {"int": "an integer", "float": "a number"}
 
 
 def flag_name(field: str) -> str:
@@ -108,3 +111,28 @@ def _check_bounds(name: str, meta: Mapping[str, Any], value: Any) -> None:
         raise InvalidSetting.must_be(name, "an integer of 64 bits", got=value)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidSetting.must_be(name, "a finite number", got=value)
+
+
+def argparse_error(message: str, helps: Mapping[Any, str | None]) -> InvalidSetting:
+    """Returns the error for a message of argparse, in the words of other errors."""
+    if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):
+        return InvalidSetting.required(missing[1], helps.get(missing[1].split("/")[0]) or "")
+    if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
+        return InvalidSetting.required(missing[1].replace(" ", " or "))
+    named = re.match(r"argument (--[\w-]+|\w+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
+    if named is None:
+        return InvalidSetting(message)
+    name, fault = named[1], named[2]
+    if joined := re.fullmatch(r"ignored explicit argument (.*)", fault):
+        return InvalidSetting(f"{name} is a switch and takes no value, got {joined[1]}", field=name)
+    if fault.startswith("must be "):
+        return InvalidSetting(f"{name} {fault}", field=name)
+    if re.fullmatch(r"expected (one|at least one|\d+) arguments?", fault):
+        return InvalidSetting.requires(name, fault.removeprefix("expected ").replace("argument", "value"))
+    if excluded := re.fullmatch(r"not allowed with argument (.*)", fault):
+        return InvalidSetting.conflict(name, excluded[1])
+    if wrong := re.fullmatch(r"invalid (int|float) value: '(.*)'", fault, re.DOTALL):
+        return InvalidSetting.must_be(name, NUMBERS[wrong[1]], got=wrong[2])
+    if wrong := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", fault, re.DOTALL):
+        return InvalidSetting.one_of(name, wrong[2].replace("'", "").split(", "), got=wrong[1])
+    return InvalidSetting(f"{name}: {fault}", field=name)

@@ -13,6 +13,7 @@ Later sources win: default, file, flag.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import re
@@ -20,12 +21,11 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.types.config_files import read_config
+from slime.types.config_files import read_config, unknown_key
 from slime.types.errors import InvalidSetting, UnknownFlag
-from slime.types.setting_values import check, flag_name, value_type
+from slime.types.setting_values import NUMBERS, argparse_error, check, flag_name, value_type
 
 REQUIRED: Any = dataclasses.MISSING
-NUMBERS = {"int": "an integer", "float": "a number"}
 
 
 def setting(
@@ -107,7 +107,18 @@ class _Store(argparse._StoreAction):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except those that tell the reader nothing."""
+    """Shows defaults unless they are empty, and required flags first in the usage line and without brackets."""
+
+    def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: Any) -> str:
+        required: list[argparse.Action] = []
+        others: list[argparse.Action] = []
+        for action in actions:
+            if getattr(action, "needs_value", False):
+                # The value may come from a file, so argparse must not require the flag itself, only this copy.
+                action = copy.copy(action)
+                action.required = True
+            (required if action.required and action.option_strings else others).append(action)
+        return super()._format_usage(usage, [*required, *others], groups, prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if _is_uninformative(action.default) else super()._get_help_string(action)
@@ -135,7 +146,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         names = ((name, a.help) for a in self._actions for name in (*a.option_strings, a.metavar or a.dest))
-        raise _worded(message, dict(names))
+        raise argparse_error(message, dict(names))
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         self.spelled = {}
@@ -168,31 +179,6 @@ def command_list(commands: Mapping[str, str]) -> str:
     """Returns the part of a usage text that says what each command does: a phrase that begins with a capital."""
     width = max(map(len, commands)) + 2
     return "\n".join(["commands:", *(f"  {name:<{width}}{about}" for name, about in commands.items())])
-
-
-def _worded(message: str, helps: Mapping[Any, str | None]) -> InvalidSetting:
-    """Returns the error for a message of argparse, in the words of other errors."""
-    if missing := re.fullmatch(r"the following arguments are required: ([^,]*).*", message):
-        return InvalidSetting.required(missing[1], helps.get(missing[1].split("/")[0]) or "")
-    if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
-        return InvalidSetting.required(missing[1].replace(" ", " or "))
-    named = re.match(r"argument (--[\w-]+|\w+)(?:/\S+)?(?: .*?)?: (.*)", message, re.DOTALL)
-    if named is None:
-        return InvalidSetting(message)
-    name, fault = named[1], named[2]
-    if joined := re.fullmatch(r"ignored explicit argument (.*)", fault):
-        return InvalidSetting(f"{name} is a switch and takes no value, got {joined[1]}", field=name)
-    if fault.startswith("must be "):
-        return InvalidSetting(f"{name} {fault}", field=name)
-    if re.fullmatch(r"expected (one|at least one|\d+) arguments?", fault):
-        return InvalidSetting.requires(name, fault.removeprefix("expected ").replace("argument", "value"))
-    if excluded := re.fullmatch(r"not allowed with argument (.*)", fault):
-        return InvalidSetting.conflict(name, excluded[1])
-    if wrong := re.fullmatch(r"invalid (int|float) value: '(.*)'", fault, re.DOTALL):
-        return InvalidSetting.must_be(name, NUMBERS[wrong[1]], got=wrong[2])
-    if wrong := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", fault, re.DOTALL):
-        return InvalidSetting.one_of(name, wrong[2].replace("'", "").split(", "), got=wrong[1])
-    return InvalidSetting(f"{name}: {fault}", field=name)
 
 
 def flag_names(field: dataclasses.Field[Any]) -> list[str]:
@@ -268,7 +254,8 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, show_hidden:
     elif many:
         group.add_argument(*names, nargs="+", **common)
     else:
-        group.add_argument(*names, **common)
+        action = group.add_argument(*names, **common)
+        action.needs_value = default is REQUIRED
 
 
 def default_text(default: Any) -> str:
@@ -345,7 +332,8 @@ def parse(
     values: dict[str, Any] = {}
     if "config" in explicit:
         known = _keys(settings)
-        for key, value in read_config(explicit.pop("config")).items():
+        config_file = explicit.pop("config")
+        for key, value in read_config(config_file).items():
             if key in known:
                 merge(values, known[key], value, families)
                 continue
@@ -355,7 +343,7 @@ def parse(
                     merge(values, family.setting, found, families)
                     break
             else:
-                raise UnknownFlag.unknown("option", flag_name(key), map(flag_name, known))
+                raise unknown_key(key, known, f"{prog} --help").at(f"--config {config_file}")
     for name, value in explicit.items():
         merge(values, name, value, families)
     return tuple(build(cls, values) for cls in settings)

@@ -20,8 +20,8 @@ class PolicySettings:
 
     hf_checkpoint: str = setting(
         REQUIRED,
-        "Hugging Face directory of the tokenizer, the config and the first weights; `slime train` also takes a model "
-        "on the Hub, ORG/NAME[@REVISION]",
+        "Hugging Face directory with the config, the tokenizer and the initial weights; `slime train` also takes the "
+        "name of a model on the Hub, ORG/NAME[@REVISION]",
         metavar="DIR",
     )
     rollout_temperature: float = setting(

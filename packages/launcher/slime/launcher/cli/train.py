@@ -29,7 +29,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 def parser(command: str) -> argparse.ArgumentParser:
     from slime.launcher.config.catalogue import training_parser
 
-    return training_parser()
+    return training_parser(command)
 
 
 def run_train(
@@ -52,7 +52,8 @@ def run_train(
             from slime.launcher.metrics.sinks.wandb import take_key
 
             argv = take_key(argv)
-            config = run_config.parse(argv, inherited=inherited)
+            command = "train-async" if asynchronous else "train"
+            config = run_config.parse(argv, inherited=inherited, command=command)
             (check_asynchronous if asynchronous else check_synchronous)(config.flat)
             for warning in advice(config, asynchronous=asynchronous):
                 log.warning(warning)
@@ -82,12 +83,11 @@ def run_train(
                 if config.flat["load_root"] is not None and config.trainer.load is None:
                     print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts from the beginning")
                 if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
-                    write_record(output_dir, config, ["slime", "train-async" if asynchronous else "train", *argv])
+                    write_record(output_dir, config, ["slime", command, *argv])
                 tracked = TrackedRun(
                     name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
                 )
                 sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
-                command = "train-async" if asynchronous else "train"
                 with (
                     recorded(output_dir, command) as state,
                     watched(output_dir, settings.watch),

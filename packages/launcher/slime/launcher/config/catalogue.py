@@ -1,4 +1,4 @@
-"""Every setting of every package as one flat set of flags: a name that several packages declare is one flag."""
+"""The flags of `slime train`: one for each setting of each package; packages that share a name share the flag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron.flags import MegatronSettings
-from slime.launcher.config.help import PrintHelp, short_help
+from slime.launcher.config.help import FIRST, FIRST_ASYNC, PrintHelp, short_help
 from slime.launcher.config.settings import LauncherSettings
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
@@ -30,13 +30,13 @@ SETTINGS: dict[str, type] = {
 # Flags that other programs define, passed on under a prefix.
 FAMILIES: tuple[FlagFamily, ...] = (SGLANG_FLAGS,)
 
-# The launcher sets these itself, to the addresses of the services that it starts.
+# No flags: the launcher sets these to the addresses of the services that it starts.
 WIRED = frozenset({"buffer_address", "rollout_address"})
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting, the packages that have it, and its field as the first of them has it."""
+    """A setting: the packages that have it, and its field as the first of them declares it."""
 
     packages: tuple[str, ...]
     field: dataclasses.Field[Any]
@@ -54,7 +54,7 @@ class Flag:
 
     @property
     def spelling(self) -> str:
-        """The flag as it is typed: `--NAME`, or the one that turns off what is on by default."""
+        """The flag as it is typed: `--NAME`, or for a switch that is on by default the flag that turns it off."""
         return flag_names(self.field)[0]
 
     @property
@@ -104,16 +104,30 @@ def _megatron_help(_: argparse.ArgumentParser) -> str:
 
 
 def _short_help(parser: argparse.ArgumentParser) -> str:
-    return short_help(parser, {name: (flag.hint, flag.field) for name, flag in _declared().items()})
+    first = FIRST_ASYNC if parser.prog == "slime train-async" else FIRST
+    return short_help(parser, {name: (flag.hint, flag.field) for name, flag in _declared().items()}, first)
 
 
-def build_parser(flags: dict[str, Flag]) -> Parser:
-    """Makes a parser with a group for each package, and one for what several share; Megatron's flags are left out."""
+ABOUT = {
+    "train": "Train a language model by reinforcement learning: prompts in, weights out. Engines and trainer "
+    "take turns; with `slime train-async` they work at the same time.",
+    "train-async": "Train a language model by reinforcement learning, and generate the next rollout while the trainer "
+    "works on this one. Samples are then generated with weights that are a few updates old. Engines and trainer need "
+    "GPUs of their own, so --colocate, --offload-rollout and --true-on-policy-mode are refused.",
+}
+
+
+def build_parser(flags: dict[str, Flag], command: str = "train") -> Parser:
+    """Makes the parser of `slime COMMAND`: a group for each package, and one for settings that several share.
+
+    Megatron's flags are left out of its help. command: train or train-async.
+    """
     parser = Parser(
-        prog="slime train",
-        description="Train a language model by reinforcement learning: prompts in, weights out.",
-        usage="slime train|train-async --hf-checkpoint DIR --prompt-data FILE --rm-type NAME --n-samples-per-prompt N "
-        "--num-rollout N [flags]\n       slime train|train-async CONFIG.yaml [flags]",
+        prog=f"slime {command}",
+        description=ABOUT[command],
+        usage=f"slime {command} --hf-checkpoint DIR --prompt-data FILE --rm-type NAME\n"
+        f"{' ' * len(f'usage: slime {command} ')}--n-samples-per-prompt N --num-rollout N [flags]\n"
+        f"       slime {command} CONFIG.yaml [flags]",
         epilog="docs/flags.md lists every flag with its range, and the names that are known but not supported yet.",
         add_help=False,
     )
@@ -139,9 +153,12 @@ def build_parser(flags: dict[str, Flag]) -> Parser:
     return parser
 
 
-def training_parser() -> Parser:
-    """Makes a parser of every flag of a run, for other tools (entry point `slime.training_flags`)."""
-    parser = build_parser(declared())
+def training_parser(command: str = "train") -> Parser:
+    """Makes a parser of every flag of a run, also for other tools (entry point `slime.training_flags`).
+
+    command: train or train-async, which the help describes.
+    """
+    parser = build_parser(declared(), command)
     for family in FAMILIES:
         family.add_flags(parser)
     return parser

@@ -1,4 +1,4 @@
-"""Help of the commands: coloured on a terminal, and of `slime train` the flags that matter first, by task."""
+"""Help of the commands: coloured on a terminal; for `slime train` only the flags that most runs set, by task."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ FIRST: Mapping[str, tuple[str, ...]] = {
     "Evaluation": ("eval_prompt_data",),
     "Output": ("output_dir", "save_interval", "load", "dry_run"),
 }  # fmt: skip
+# The same for `slime train-async`, where engines and trainer have GPUs of their own.
+FIRST_ASYNC: Mapping[str, tuple[str, ...]] = {
+    **FIRST,
+    "GPUs": ("actor_num_gpus_per_node", "rollout_num_gpus"),
+    "Asynchrony": (
+        "async_buffer_size", "update_weights_interval", "fully_async", "max_staleness", "staleness_policy",
+    ),
+}  # fmt: skip
 
 
 class CommandParser(Parser):
@@ -32,7 +40,7 @@ class CommandParser(Parser):
 
 
 class PrintHelp(argparse.Action):
-    """Prints a text that is made when it is asked for, and exits. text: takes the parser."""
+    """Prints a text and exits. const: a function of the parser that makes the text when it is needed."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         self._text = options["const"]
@@ -44,7 +52,7 @@ class PrintHelp(argparse.Action):
 
 
 def print_coloured(text: str, file: IO[str] | None = None) -> None:
-    """Prints help: headings and flags in colour on a terminal, unless NO_COLOR is set."""
+    """Prints help; on a terminal headings and flags are coloured, unless NO_COLOR is set."""
     file = sys.stdout if file is None else file
     if not file.isatty():
         file.write(text)
@@ -59,13 +67,20 @@ def print_coloured(text: str, file: IO[str] | None = None) -> None:
     Console(file=file, highlight=False, markup=False, soft_wrap=True).print(styled, end="")
 
 
-def short_help(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[Any, dataclasses.Field[Any]]]) -> str:
-    """Returns the help of `slime train` with the flags of FIRST. flags: (type, field) of a setting by its name."""
+def short_help(
+    parser: argparse.ArgumentParser,
+    flags: Mapping[str, tuple[Any, dataclasses.Field[Any]]],
+    first: Mapping[str, tuple[str, ...]],
+) -> str:
+    """Returns the help of a training command with some flags only.
+
+    flags: (type, field) of each setting by its name. first: names of the settings to describe, by title of their group.
+    """
     short = Parser(
         prog=parser.prog, usage=parser.usage, description=parser.description, add_help=False,
-        epilog="`slime train --help-all` describes every flag, and so does docs/flags.md.",
+        epilog=f"`{parser.prog} --help-all` describes every flag, and so does docs/flags.md.",
     )  # fmt: skip
-    for title, names in FIRST.items():
+    for title, names in first.items():
         fields = []
         for name in names:
             hint, known = flags[name]

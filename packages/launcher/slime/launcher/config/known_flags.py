@@ -32,7 +32,7 @@ PLANNED: dict[str, str] = {
     "the engines of a run are all alike": "prefill-num-servers sglang-config",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
-    "a secret: set WANDB_API_KEY; a command line that gives the key is taken with a warning": "wandb-key",
+    "a secret: set WANDB_API_KEY; on a command line the key is accepted with a warning": "wandb-key",
     "every metric is logged at the step of its rollout": "wandb-always-use-train-step",
     "metrics that are not computed here; --custom-rollout-log-function-path can compute them": """log-multi-turn
         log-reward-category log-correct-samples""",
@@ -43,7 +43,7 @@ ROUTER = "a setting of SGLang's router; this version sends to its own engines di
 KNOWN: dict[str, str] = {name: reason for reason, names in PLANNED.items() for name in names.split()}
 
 
-# Flags of other tools -> ours that mean the same; the nearest spelling here would mean something else.
+# Flags of other tools, and ours with the same meaning; the flag with the nearest spelling would mean something else.
 ELSEWHERE: dict[str, str] = {
     "model": "--hf-checkpoint DIR",
     "model-name-or-path": "--hf-checkpoint DIR",
@@ -72,6 +72,10 @@ ELSEWHERE: dict[str, str] = {
     "max-prompt-length": "--rollout-max-prompt-len N",
     "temperature": "--rollout-temperature X",
     "top-p": "--rollout-top-p X",
+    "max-tokens": "--rollout-max-response-len N",
+    "max-new-tokens": "--rollout-max-response-len N",
+    "tokenizer": "--hf-checkpoint DIR, which holds the tokenizer",
+    "reward": "--rm-type NAME or --custom-rm-path FILE.py:FUNCTION",
     "reward-function": "--custom-rm-path FILE.py:FUNCTION",
     "reward-funcs": "--custom-rm-path FILE.py:FUNCTION",
     "algorithm": "--advantage-estimator NAME",
@@ -83,9 +87,9 @@ LORA = "LoRA is not implemented: every weight is trained"
 
 
 def why_not(name: str) -> str | None:
-    """Returns the reason why a known flag (`name` without dashes in front) is not available; None for an unknown one.
+    """Returns the reason why a known flag is not available; None for an unknown flag.
 
-    Holds only for flags that no package declares.
+    name: the flag without its leading dashes. A flag that a package declares is available whatever this returns.
     """
     if name in KNOWN:
         return KNOWN[name]
@@ -144,7 +148,7 @@ def page() -> str:
 
 
 def _sglang(taken: set[str]) -> list[str]:
-    """Returns the section of SGLang's flags: those that cannot be given, but names that are flags of ours (`taken`)."""
+    """Returns the section of SGLang's refused flags. taken: names that are flags of ours, which are left out."""
     lines = [
         "", "## SGLang", "",
         "`--sglang-NAME [VALUE]` gives `--NAME [VALUE]` to every engine, for any flag of the installed SGLang:",
@@ -164,7 +168,7 @@ def _sglang(taken: set[str]) -> list[str]:
 
 
 def _megatron() -> list[str]:
-    """Returns the section of Megatron's flags, as those of Megatron-LM v0.16."""
+    """Returns the section of Megatron's flags, those of Megatron-LM v0.16."""
     rows = [row for row in committed() if row.taken]
     lines = [
         "", "## Megatron", "",
@@ -201,7 +205,7 @@ def _megatron_meaning(row: FlagRow) -> str:
 
 
 def available_names(flags: dict[str, Flag]) -> set[str]:
-    """Returns flag names without dashes in front: fields, aliases and the names that turn something off."""
+    """Returns flag names without leading dashes: fields, aliases and the flags that turn a switch off."""
     names: set[str] = set()
     for flag in flags.values():
         if flag.field.metadata["flag"]:

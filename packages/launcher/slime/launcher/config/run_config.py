@@ -1,7 +1,7 @@
-"""One command line for the whole run: every package's settings from one flat set of flags.
+"""`RunConfig`: the settings of all packages, read from one command line for the whole run.
 
 Later sources win: default, `--preset NAME`, `--config FILE.yaml`, environment variable, flag, `--custom-config-path
-FILE.yaml`. Nothing is ignored: a name that no package declares is NotAvailable where it is known (`known_flags.py`),
+FILE.yaml`. Nothing is ignored: a name that no package declares raises NotAvailable if it is in `known_flags.py`, and
 UnknownFlag otherwise.
 """
 
@@ -51,11 +51,11 @@ class RunConfig:
     """The settings of a run.
 
     megatron: Megatron's flags, a MegatronSettings.
-    flat: every setting by its name, and the new keys of --custom-config-path: the `args` of plug-ins. Those of Megatron
-        that were not given have Megatron's defaults.
+    flat: every setting by its name, and the additional keys of --custom-config-path; plug-ins get it as `args`.
+        Settings of Megatron that were not given have Megatron's defaults.
     explicit: the settings that flags, files, environment variables or a preset set, by name.
-    origins: the variable or the preset that set a setting, for those that no flag and no file set.
-    inherited: settings of another run, of which this one need not read all.
+    origins: the variable or the preset that set a setting, for settings that neither a flag nor a file set.
+    inherited: names of settings that come from another run and may be without effect in this one.
     """
 
     launcher: LauncherSettings
@@ -78,7 +78,7 @@ class RunConfig:
 
     @property
     def tensorboard_dir(self) -> Path | None:
-        """The directory of TensorBoard events; None for none."""
+        """The directory of TensorBoard events; None if the run writes none."""
         settings = self.launcher
         if not settings.use_tensorboard:
             return None
@@ -87,7 +87,7 @@ class RunConfig:
 
     @property
     def generates(self) -> bool:
-        """Returns whether a rollout service makes the samples; recorded ones need none."""
+        """Whether a rollout service generates the samples, rather than a recording providing them."""
         return self.launcher.load_debug_rollout_data is None
 
     @property
@@ -99,7 +99,7 @@ class RunConfig:
         return bool(self.buffer.eval_prompt_data) and self.has_engines
 
     def evaluates_after(self, rollout_id: int) -> bool:
-        """Returns whether an evaluation follows the rollout: after the last one, and every `eval_interval`-th."""
+        """Returns whether an evaluation follows this iteration: the last one, and every `eval_interval`-th."""
         return self.evaluates and self._due(rollout_id, self.launcher.eval_interval)
 
     def saves_after(self, rollout_id: int) -> bool:
@@ -107,7 +107,7 @@ class RunConfig:
         return interval is not None and self._due(rollout_id, interval)
 
     def updates_after(self, rollout_id: int) -> bool:
-        """Returns whether the engines get the weights after training on the rollout; an evaluation needs the newest."""
+        """Returns whether the engines get new weights after this iteration; an evaluation needs the newest."""
         due = self._due(rollout_id, None) or (rollout_id + 1) % self.launcher.update_weights_interval == 0
         return due or self.evaluates_after(rollout_id)
 
@@ -126,15 +126,17 @@ def parse(
     check: bool = True,
     environment: Mapping[str, str] | None = None,
     inherited: Collection[str] = (),
+    command: str = "train",
 ) -> RunConfig:
     """Makes the configuration of a run from its flags.
 
-    check: also look for its files and load its plug-ins.
-    environment: variables that may be settings; those of this process where it is None.
-    inherited: settings of --config that another run had, by name.
+    check: also check that its files exist, and load its plug-ins.
+    environment: variables that may be settings; None takes those of this process.
+    inherited: names of the settings of --config that come from another run, and may be without effect in this one.
+    command: train or train-async, which --help describes.
     Raises ConfigError (UnknownFlag, NotAvailable, InvalidSetting, MissingFile, InvalidFile, PluginError).
     """
-    flags, parser, available = _command_line()
+    flags, parser, available = _command_line(command)
     argv = _with_config_flag(argv)
     sources = Sources(flags, parser, available)
     sources.refuse_names([word.split("=", 1)[0][2:] for word in argv if word.startswith("--")])
@@ -163,7 +165,7 @@ def parse(
     load_root = values.get("load")
     if check:
         build(LauncherSettings, values)
-        # A repetition by the record of the run gets what this one got. Sets of --eval-config stay in their file.
+        # The record names the commits that were fetched, so that a repetition of the run fetches the same.
         explicit |= {name: pinned for name, pinned in fetch(values).items() if name in explicit}
         _find_weights(values)
     config = dataclasses.replace(
@@ -190,12 +192,12 @@ def read_custom(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @functools.cache
-def _command_line() -> tuple[dict[str, Flag], Parser, list[str]]:
+def _command_line(command: str = "train") -> tuple[dict[str, Flag], Parser, list[str]]:
     """Returns every flag by the name of its setting, the parser, and the flags that may be given."""
     flags = declared()
-    parser = training_parser()
+    parser = training_parser(command)
     declared_names = set(build_parser(flags).flag_names())
-    # A name that is refused here stays refused even if a family of flags has it.
+    # A flag that known_flags.py refuses stays refused, even if a family of flags has it.
     available = [name for name in parser.flag_names() if name in declared_names or why_not(name[2:]) is None]
     return flags, parser, available
 
@@ -222,7 +224,7 @@ def _merge(values: dict[str, Any], newer: Mapping[str, Any]) -> None:
 
 
 def _find_weights(values: dict[str, Any]) -> None:
-    """Replaces directories of checkpoints by the checkpoint to take. Raises MissingFile naming the flag."""
+    """Replaces directories of checkpoints by the checkpoint to load. Raises MissingFile naming the flag."""
     load, initial = values.get("load"), values.get("initial_megatron_checkpoint")
     if isinstance(initial, str) and not (isinstance(load, str) and has_checkpoint(load)):
         values["load"] = find_checkpoint(initial, flag="--initial-megatron-checkpoint")
@@ -239,7 +241,7 @@ def _find_weights(values: dict[str, Any]) -> None:
 def _assemble(
     flags: Mapping[str, Flag], values: dict[str, Any], extra: dict[str, Any], explicit: dict[str, Any]
 ) -> RunConfig:
-    # A setting may have a default in one package and None in another: all of them get the same value.
+    # A setting may default to None in one package and to a value in another: all packages get the same value.
     for flag in flags.values():
         if len(flag.packages) > 1 and flag.default is not dataclasses.MISSING:
             values.setdefault(flag.name, flag.default)
@@ -249,7 +251,7 @@ def _assemble(
     share_optimizer(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
-        # With a data source of the user's the buffer neither reads prompts nor chooses among them.
+        # With the user's own data source the buffer neither reads prompts nor filters groups.
         parts["buffer"] = dataclasses.replace(parts["buffer"], rollout_global_dataset=False, buffer_filter_path=None)
     parts["buffer"] = with_needs_of_training(
         parts["buffer"], parts["trainer"], vocab_size=values.get("vocab_size"),
@@ -263,7 +265,7 @@ def _assemble(
     flat.update(defaults() | given(parts["megatron"]))
     config = RunConfig(**parts, flat=flat, explicit=explicit)
     flat["checkpoint_dir"] = str(config.checkpoint_dir)
-    # Plug-ins find every set with its name.
+    # Plug-ins get every evaluation set with its name.
     flat["eval_prompt_data"] = [list(pair) for pair in config.buffer.evaluation_sets().items()] or None
     return config
 
@@ -271,7 +273,7 @@ def _assemble(
 def _name_run(values: dict[str, Any]) -> None:
     output_dir = values.get("output_dir")
     if not values.get("run_name"):
-        # Path.resolve would raise on a loop of links, which the check of the directory reports better.
+        # Path.resolve would raise on a loop of links, which the check of the directory reports more clearly.
         name = Path(os.path.realpath(output_dir)).name if isinstance(output_dir, str) else ""
         values["run_name"] = name or f"{datetime.now():%Y%m%d-%H%M%S}"
     if not output_dir:

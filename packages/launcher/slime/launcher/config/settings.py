@@ -1,6 +1,6 @@
 """Settings of the launcher: length of training, placement, output.
 
-A setting that another package has, too, is one flag, and both get its value; slime.types.shared_settings declares it.
+A setting that other packages have, too, is one flag whose value they all get; slime.types.shared_settings declares it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class LoopSettings:
 
     preset: str | None = setting(
         None,
-        "Recipe of settings, over which flags, files and SLIME_* variables win; --dry-run and run.yaml show them",
+        "Recipe that sets the defaults of an algorithm; flags, files and SLIME_* variables take precedence",
         choices=tuple(PRESETS),
     )
     num_rollout: int | None = setting(
         None,
-        "Iterations to run, each a rollout and the training on it (required without --num-epoch); 0 only evaluates",
+        "Iterations to run: one rollout and the training on it each; 0 only evaluates (required without --num-epoch)",
         minimum=0,
     )
     num_epoch: int | None = setting(
         None,
-        "Passes over --prompt-data to run, in place of --num-rollout; each has as many whole iterations as it "
-        "fills. --save-interval and --eval-interval also take effect at the end of each pass",
+        "Passes over --prompt-data to run, in place of --num-rollout; a pass has as many iterations as its prompts "
+        "fill. --save-interval and --eval-interval also take effect at the end of each pass",
         minimum=1,
     )
     update_weights_interval: int = setting(
@@ -57,8 +57,8 @@ class LoopSettings:
     )
     staleness_policy: str | None = setting(
         None,
-        "Treatment of a group that is late for --max-staleness: wait, the trainer waits for it; drop, it is rejected "
-        "and counted; keep, it is trained on (default: wait)",
+        "Treatment of a group that exceeds --max-staleness: wait (the trainer waits for it), drop (it is rejected and "
+        "counted) or keep (it is trained on) (default: wait)",
         choices=POLICIES,
     )
 
@@ -70,7 +70,7 @@ class LoopSettings:
     )
     load_debug_rollout_data: str | None = setting(
         None,
-        "Recorded rollouts to train on; {rollout_id} in the path is replaced. Implies --debug-train-only",
+        "Recorded rollouts to train on; {rollout_id} in the path stands for the iteration. Implies --debug-train-only",
         metavar="PATH",
     )
     load_debug_rollout_data_subsample: float | None = setting(
@@ -142,8 +142,8 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     actor_num_nodes: int = setting(1, "Number of nodes of the Ray cluster that the trainer runs on", minimum=1)
     actor_num_gpus_per_node: int = setting(
         None,
-        "Trainer ranks per node, one GPU each, or one CPU process each where there is no GPU (default: as "
-        "many as Megatron's parallel sizes need, else 1)",
+        "Trainer ranks per node, one per GPU; without GPUs, CPU processes (default: as many as Megatron's parallel "
+        "sizes need, else 1)",
         minimum=1,
     )
     num_gpus_per_node: int | None = setting(

@@ -7,13 +7,14 @@ values takes them as a shell would split them.
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.launcher.config.catalogue import FAMILIES, Flag
 from slime.launcher.config.known_flags import ELSEWHERE, why_not
-from slime.types.config_files import read_config
+from slime.types.config_files import read_config, unknown_key
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable, UnknownFlag
 from slime.types.setting_values import check, flag_name
 from slime.types.settings import Parser, flag_names, merge
@@ -23,13 +24,16 @@ PREFIX = "SLIME_"
 OTHER = ("SLIME_MEGATRON_FLAGS", "SLIME_PANTS_", "SLIME_TEST_", "SLIME_DIR")
 # The similarity from which a variable counts as a misspelled flag.
 SLIP = 0.85
+# A flag in a hint, with the name of its value: `--lr X`.
+_AS_TYPED = re.compile(r"(--[a-z][\w-]*)(?: [A-Z][\w.:]*)?")
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Sources:
-    """Reads files and variables as the command line is read.
+    """Reads files and variables with the parser of the command line.
 
-    flags: every setting by name; parser: that of the command line; available: the flags that may be used, with dashes.
+    flags: every setting by name. parser: the parser of the command line. available: the flags that may be used, with
+    dashes.
     """
 
     def __init__(self, flags: Mapping[str, Flag], parser: Parser, available: Sequence[str]) -> None:
@@ -44,7 +48,8 @@ class Sources:
     def file(self, path: str, flag: str, *, keep_unknown: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns (settings, other keys) of a YAML file; a key is a setting's name, or its flag with underscores.
 
-        flag: which names the file. Raises UnknownFlag or NotAvailable for another key, but with `keep_unknown`.
+        flag: the flag that names the file. Raises UnknownFlag or NotAvailable for any other key; with `keep_unknown`
+        unknown keys are returned.
         """
         if not isinstance(path, str):
             raise InvalidSetting.must_be(flag, "the path of a file", got=path)
@@ -92,7 +97,7 @@ class Sources:
         return vars(self.parser.parse_strict(words))
 
     def _refuse(self, name: str) -> None:
-        """Raises NotAvailable for a known flag, UnknownFlag for what is nearly one; other variables are not ours."""
+        """Raises NotAvailable for a known flag, UnknownFlag for a likely misspelling; other variables are not ours."""
         reason = why_not(name[2:])
         if reason is not None:
             raise NotAvailable.unavailable(name, reason)
@@ -123,29 +128,30 @@ class Sources:
                 found = {flag.name: not value}
             for name, new in found.items():
                 if flag is not None and name in values and values[name] != new:
-                    raise InvalidSetting.conflict(key, spelled[name], "both name one setting").at(source)
+                    raise InvalidSetting.conflict(key, spelled[name], "both set the same setting").at(source)
                 spelled[name] = key
                 merge(values, name, new, FAMILIES)
         return values, other
 
     def _other(self, key: str, value: Any, source: str, unknown: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns the settings of a key of a flag family; an unknown key goes to `unknown`, or else raises."""
-        flag = flag_name(key)
-        name = flag.removeprefix("--")
+        """Returns the settings of a key of a flag family. Puts another key into `unknown`, or raises without it."""
+        name = flag_name(key).removeprefix("--")
         if why_not(name) is None:
             found = next(_of_families(key, value), None)
             if found is not None:
                 return found
             if unknown is not None:
                 if not key.isidentifier() or key.startswith("__"):
-                    raise InvalidFile(f"{source}: {key!r} is no name of a setting or attribute", field=key)
+                    raise InvalidFile(f"{source}: {key!r} cannot be the name of a setting or an attribute", field=key)
                 unknown[key] = value
                 return {}
+        if name in ELSEWHERE or why_not(name) is None:
+            raise self._unknown_key(key, value).at(source)
         try:
             self.refuse_names([name])
-            raise self._unknown(flag)
         except ConfigError as error:
             raise error.at(f"{source}: {key}") from None
+        raise self._unknown_key(key, value).at(source)
 
     def refuse_names(self, names: Sequence[str]) -> None:
         """Raises NotAvailable or UnknownFlag for the first of `names` (flags without dashes) that is not available."""
@@ -160,6 +166,16 @@ class Sources:
             if reason is not None:
                 raise NotAvailable.unavailable(flag, reason)
             raise self._unknown(flag)
+
+    def _unknown_key(self, key: str, value: Any) -> UnknownFlag:
+        if isinstance(value, Mapping):
+            flat = "its keys without this section: the file is one flat mapping"
+            return UnknownFlag.unknown("key", key, [], instead=flat)
+        instead = ELSEWHERE.get(flag_name(key).removeprefix("--"))
+        if instead is not None:
+            return UnknownFlag.unknown("key", key, [], instead=_AS_TYPED.sub(lambda flag: _key(flag[1]), instead))
+        known = dict.fromkeys([*self._by_key, *map(_key, self.available)])
+        return unknown_key(key, known, "slime train --help-all", refused=map(_key, self.parser.refused_flags()))
 
     def _unknown(self, flag: str) -> UnknownFlag:
         return UnknownFlag.unknown("option", flag, self.available, refused=self.parser.refused_flags())
