@@ -80,7 +80,7 @@ def write_project(directory: Path) -> None:
         rows = "".join(json.dumps({"prompt": f"{n}:", "label": str(n)}) + "\n" for n in DIVISORS)
         write_whole(directory / "data" / "prompts.jsonl", rows, field="NAME")
         write_whole(directory / "README.md", README.format(name=directory.resolve().name), field="NAME")
-    # Imports torch, which takes seconds, so nothing that can fail early comes after it.
+    # Imported here, so that help and errors do not wait for NumPy.
     from slime.launcher.tiny_model import write_model
 
     write_model(directory / "model", "0123456789:", seed=0)
