@@ -22,7 +22,7 @@ FIRST: Mapping[str, tuple[str, ...]] = {
     "Evaluation": ("eval_prompt_data",),
     "Output": ("output_dir", "save_interval", "load", "dry_run"),
 }  # fmt: skip
-# The same for `slime train-async`, where engines and trainer have GPUs of their own.
+# `slime train-async` gives engines and trainer GPUs of their own, so --colocate is not among its flags.
 FIRST_ASYNC: Mapping[str, tuple[str, ...]] = {
     **FIRST,
     "GPUs": ("actor_num_gpus_per_node", "rollout_num_gpus"),

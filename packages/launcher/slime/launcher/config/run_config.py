@@ -87,7 +87,7 @@ class RunConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether a rollout service generates the samples, rather than a recording providing them."""
+        """Returns whether a rollout service generates the samples; recorded ones need none."""
         return self.launcher.load_debug_rollout_data is None
 
     @property
