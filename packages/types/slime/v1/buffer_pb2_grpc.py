@@ -157,7 +157,7 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """The current incarnation, for processes that the launcher did not start.
+        """Returns the current incarnation, for processes that the launcher did not start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +184,7 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReturnGroup(self, request_iterator, context):
-        """Gives a group back with the samples it has so far (none: as it was leased).
+        """Returns an unfinished group with its samples so far; without samples, as it was leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +204,7 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RequeueGroups(self, request, context):
-        """Makes the groups of a worker that has died ready again, as they were drawn. Its leases end.
+        """Makes the groups that a dead worker leased ready again; its leases end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,22 +238,22 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeStep(self, request, context):
-        """After the optimizer step.
+        """Marks a step as trained; called after its updates.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitSteps(self, request, context):
-        """After the checkpoint that holds every step up to and including `step`.
+        """Commits every step up to and including `step`; called after the checkpoint that holds them was written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RewindSteps(self, request, context):
-        """For a trainer that goes on from an earlier state inside an incarnation: the steps after `last_step` are sealed, as
-        before their optimizer step. Nothing is committed, and no lease ends.
+        """For a trainer that continues from an earlier state within an incarnation: the steps after `last_step` are sealed, as
+        before they were trained on. Nothing is committed, and no lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,30 +267,30 @@ class BufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """The same groups without their samples, also where these cannot be read.
+        """Lists the same groups without their samples, even if these cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropGroups(self, request, context):
-        """Takes groups out of the run, for operators: no writer is needed. Where a group is sealed, its step and all later ones
-        are not sealed any more and lose their plans; sealing them again takes other groups in place of those that are gone.
+        """Takes groups out of the run, for operators: no writer is needed. If a group is sealed, its step and all later ones
+        are no longer sealed and lose their plans; sealing them again takes other groups in place of those that are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadEvaluationSet(self, request, context):
-        """The prompts of an evaluation set; every call returns them all, in order.
+        """Returns all prompts of an evaluation set, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadPlace(self, request, context):
-        """The place in the data after a step: what a checkpoint keeps, so that a run that goes on from it gets the prompts
-        that come next. `slime-buffer serve --data-place FILE` begins there.
+        """Returns the place in the data after a step. A checkpoint keeps it, so that a run that continues from it gets the
+        prompts that come next. `slime-buffer serve --data-place FILE` begins there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

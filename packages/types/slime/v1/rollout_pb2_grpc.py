@@ -86,17 +86,17 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Makes `num_groups` groups for one rollout and completes them in the buffer. One message per finished group,
-        then a last one with the metrics. Cancelling the call returns unfinished groups to the buffer. With `pace` it
-        generates group after group until it is cancelled, and weight updates interrupt its requests, which go on with the
-        tokens that they have.
+        """Generates `num_groups` groups for one iteration and completes them in the buffer. Sends a message per finished
+        group, then a last one with the metrics. Cancelling the call returns unfinished groups to the buffer. With `pace` it
+        generates group after group until it is cancelled; weight updates interrupt its requests, which then continue from
+        the tokens that they have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Runs evaluation sets; nothing of it is stored in the buffer.
+        """Runs evaluation sets; their samples are not stored in the buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,9 +123,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Offload(self, request, context):
-        """Where trainer and engines share GPUs: gives GPU memory back while the trainer works, and takes it again. Engines
-        do not serve in between. Weights that were given back come back empty: an update must be committed before engines
-        serve again, and it needs the weights' memory from its begin, all memory at its commit.
+        """For a trainer and engines that share GPUs: frees GPU memory while the trainer works, and allocates it again. Engines
+        do not serve in between. Weights that were freed come back empty: an update must be committed before engines serve
+        again. The update needs the weights' memory when it begins, and all memory when it is committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
