@@ -102,7 +102,7 @@ def test_a_mix_that_nobody_tried_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
     installed = {name: version for name, version in H200.items() if name != "sglang"} | {"torch": "2.12.0"}
     make_well(monkeypatch, package_version=installed.get, python_version=lambda: "3.12.3")
     (warned,) = lines("versions", "warn")
-    assert "was not seen working" in warned and "torch 2.13.0 (here 2.12.0)" in warned
+    assert "were not tested together" in warned and "torch 2.13.0 (here 2.12.0)" in warned
 
 
 def gpus(*free: float, total: float = 80) -> list[probes.Gpu]:

@@ -1,1 +1,1 @@
-"""`slime doctor`: looks at a machine before a run costs money. It changes nothing."""
+"""`slime doctor`: checks a machine before a run costs money. It changes nothing."""

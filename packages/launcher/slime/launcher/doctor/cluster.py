@@ -1,4 +1,4 @@
-"""Checks Ray: is it installed, does the cluster that the flags name answer, is an old one left over."""
+"""Checks Ray: its installation, the cluster that the flags name, and leftovers of an old cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
     alive = local is not None and _answers(local)
     if address == "auto":
         if local is None:
-            yield fail(f"{name} auto: no Ray was started on this machine", "ray start --head, or leave the address out")
+            yield fail(
+                f"{name} auto: no Ray was started on this machine", "run ray start --head, or leave out the address"
+            )
         elif not alive:
             yield fail(
                 f"{name} auto: the Ray noted for this machine, {local}, does not answer", "ray stop; ray start --head"
@@ -39,7 +41,8 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
             yield from _check_token(address)
         else:
             yield fail(
-                f"{name} {address}: no server answers", "ray start --head there, open the port, or correct the address"
+                f"{name} {address}: no server answers",
+                "run ray start --head there, open the port, or correct the address",
             )
     elif local is not None and not alive:
         yield warn(

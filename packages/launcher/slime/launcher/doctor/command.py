@@ -41,25 +41,25 @@ CHECKS: Mapping[str, Check] = {
     "run": check_run,
 }
 
-# Words in front of the flags, for those who paste a whole command.
+# Words before the flags, in case the user pastes a whole command.
 PASTED = ("slime", "train", "train-async")
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 DESCRIPTION = """Checks this machine before a run costs money. It changes nothing.
 
-Without flags it looks at the machine: versions of Python and of libraries, memory, /dev/shm, open files, GPUs,
-ports, Ray, disk. With the flags of `slime train` (all of a command line, or some) also at what they name: memory and
-disk that the run needs, model directory, data sets, plug-ins, addresses.
+Without flags it checks the machine: versions of Python and of libraries, memory, /dev/shm, open files, GPUs, ports,
+Ray, disk. With flags of `slime train` (a whole command line, or some of them) it also checks the model directory, data
+sets, plug-ins and addresses that they name, and the memory and disk space that the run needs.
 
-Each line is `ok`, `warn` or `FAIL`, what was seen, and behind `->` what to do."""
+Each line has a status (`ok`, `warn` or `FAIL`), the observation, and after `->` the remedy."""
 
 EPILOG = """examples:
   slime doctor
   slime doctor --hf-checkpoint ~/models/Qwen3-4B --prompt-data train.jsonl --input-key prompt
   slime doctor --json $(cat my-run.flags)
 
-exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of doctor's own"""
+exit code: 0 if nothing FAILed, 1 if something did, 2 for a wrong flag of `slime doctor` itself"""
 
 
 def parser(command: str) -> Parser:
@@ -80,7 +80,7 @@ def parser(command: str) -> Parser:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """Returns 0 where nothing failed, 1 where something did, 2 for a wrong flag of its own, 130 for Ctrl-C."""
+    """Runs the command. Returns 0 if nothing failed, 1 if something did, 2 for a wrong flag, 130 for Ctrl-C."""
     reader = parser(command)
     try:
         options, words = reader.parse_known_args(list(argv))
@@ -92,7 +92,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         return 2
     while words and words[0] in PASTED:
         del words[0]
-    # Loading plug-ins must leave no compiled file beside them, and their output must not mix with ours.
+    # Loading a plug-in must not leave a compiled file beside it, and its output must not mix with ours.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     output = sys.stdout
     try:
@@ -114,7 +114,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def show_finding(finding: Finding, output: TextIO) -> None:
-    """Prints a line; on a terminal its status has a colour, unless NO_COLOR is set."""
+    """Prints a finding as a line; on a terminal its status is coloured, unless NO_COLOR is set."""
     line = Text(finding.line())
     line.stylize(COLOURS[finding.status], 0, len(finding.status))
     Console(file=output, highlight=False, soft_wrap=True).print(line)
@@ -122,7 +122,7 @@ def show_finding(finding: Finding, output: TextIO) -> None:
 
 
 def _refuse_slips(words: Sequence[str], doctor_flags: list[str]) -> None:
-    """Raises UnknownFlag for a flag that `slime train` lacks and that resembles one of the doctor's own."""
+    """Raises UnknownFlag for a flag that is not of `slime train` and resembles one of the doctor's own."""
     from slime.launcher.config.catalogue import training_parser
 
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
@@ -133,14 +133,14 @@ def _refuse_slips(words: Sequence[str], doctor_flags: list[str]) -> None:
 
 
 def examine(words: Sequence[str], seconds: float, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
-    """Yields a Finding for everything that `checks` see of this machine and of the run that `words` describe."""
+    """Yields the findings of `checks` about this machine and the run whose flags are `words`."""
     subject, problems = read_flags(words)
     yield from problems
     yield from run_checks(checks, subject, seconds)
 
 
 def read_flags(words: Sequence[str]) -> tuple[Subject, list[Finding]]:
-    """Reads flags of `slime train`: the settings that are right, and the errors of the others."""
+    """Reads flags of `slime train`. Returns the settings that are valid, and the errors of the others."""
     from slime.launcher.config import run_config
     from slime.launcher.config.catalogue import declared, training_parser
 
@@ -170,7 +170,7 @@ def _about_flags(error: ConfigError) -> Finding:
         return Finding(
             "warn",
             f"these flags do not make a complete run: {error}",
-            "give all of them, to have memory and disk checked",
+            "give all flags of the run to have memory and disk checked",
             "flags",
         )
     return dataclasses.replace(fail(str(error), "fix the flag: slime train would refuse it too"), check="flags")

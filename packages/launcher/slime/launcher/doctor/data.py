@@ -23,11 +23,11 @@ from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeEr
 from slime.types.files import check_readable
 from slime.types.models.vision import IMAGE
 
-# The first ROWS rows of a file are always read, and more of them for SECONDS; a run reads all, and says every SECONDS
-# how far it is.
+# The doctor reads the first ROWS rows of a file, and more of them until SECONDS have passed. A run reads all rows, and
+# reports its progress every SECONDS.
 ROWS = 2000
 SECONDS = 5.0
-# Functions of the user's that may score samples, or label them.
+# Plug-ins of the user that may score samples, or label them.
 OWN_SCORERS = (
     "custom_rm_path", "custom_generate_function_path", "custom_agent_path", "rollout_sample_hook_path",
 )  # fmt: skip
@@ -35,7 +35,7 @@ NO_LABEL = "label of a row"
 
 
 def check_data(subject: Subject, *, all_rows: bool = False) -> Iterator[Finding]:
-    """Checks each data set. all_rows: read each file to its end, however long that takes."""
+    """Checks each data set. all_rows: reads each file to its end, however long that takes."""
     args = subject.args
     if args.get("prompt_data") and args.get("rollout_global_dataset", True):
         columns, scorer = _columns(args), _scorer(args)
@@ -46,7 +46,7 @@ def check_data(subject: Subject, *, all_rows: bool = False) -> Iterator[Finding]
 
 
 def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
-    """Returns the columns of --prompt-data, or of an evaluation set, which may have its own."""
+    """Returns the columns of --prompt-data, or of an evaluation set, which may have columns of its own."""
     columns_of_set = {} if evaluation_set is None else (args.get("eval_columns") or {}).get(evaluation_set, {})
 
     def name(key: str, default: Any) -> Any:
@@ -69,10 +69,10 @@ def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
 
 
 def _scorer(args: Mapping[str, Any], evaluation_set: str | None = None) -> str | None:
-    """Returns the built-in reward of rows that name none; None where code of the user's may score them."""
+    """Returns the built-in reward of rows that name none; None if a plug-in of the user may score them."""
     of_set = (args.get("eval_overrides") or {}).get(evaluation_set) or {}
     if args.get("use_opd"):
-        return None  # a teacher may be all that is learned from
+        return None  # the teacher may be the only signal
     if evaluation_set is not None and args.get("eval_function_path"):
         return None
     own_source = args.get("data_source_path") not in (None, DEFAULT_DATA_SOURCE)
@@ -167,7 +167,7 @@ def _file(
 
 
 def _check_reward(name: str, args: Mapping[str, Any], where: str) -> None:
-    """Raises InvalidSetting for the reward that a row names, whose group would be left out."""
+    """Raises InvalidSetting if a row names an unusable reward, since its group would be rejected."""
     try:
         known = check_name(name.strip())
     except ConfigError as error:
@@ -177,13 +177,13 @@ def _check_reward(name: str, args: Mapping[str, Any], where: str) -> None:
 
 
 def _is_rendered(prompt: str | list[dict[str, Any]], args: Mapping[str, Any]) -> bool:
-    """Tells whether the chat template makes the text of a prompt; a rollout function of the user's may do without."""
+    """Returns whether the chat template renders the prompt; a rollout function of the user may not need it."""
     own_rollout = args.get("rollout_function_path") not in (None, DEFAULT_ROLLOUT_FUNCTION, SUPERVISED)
     return bool(args.get("apply_chat_template")) or (isinstance(prompt, list) and not own_rollout)
 
 
 def _has_template(args: Mapping[str, Any]) -> bool:
-    """Tells whether there is a template; also true without a model or its tokenizer, which other checks miss."""
+    """Returns whether there is a chat template; also true without a tokenizer, which other checks report."""
     directory = args.get("hf_checkpoint")
     if "chat_template" in (args.get("apply_chat_template_kwargs") or {}) or not isinstance(directory, str):
         return True

@@ -1,4 +1,4 @@
-"""Checks the room on the disks that a run writes to, and the database and object store of its buffer."""
+"""Checks the free space on the disks that a run writes to, and the database and object store of its buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.launcher.plan.trainer_memory import byte_size
 from slime.launcher.platform import probes
 from slime.types.errors import ConfigError
 
-# Room for logs, metrics and the state of the buffer.
+# Space for logs, metrics and the state of the buffer.
 LEAST_BYTES = 1 << 30
 DIRECTORIES = {
     "output_dir": "--output-dir",
@@ -62,7 +62,7 @@ def _directory(flag: str, directory: Path, needed: float, words: str) -> Iterato
     if not nearest.is_dir():
         yield fail(f"{flag} {directory}: {nearest} is not a directory", "name another, or move the file away")
     elif not probes.writable(nearest):
-        yield fail(f"{flag} {directory}: {nearest} is not writable", "name another, or have it made writable")
+        yield fail(f"{flag} {directory}: {nearest} is not writable", "name another, or make it writable")
     elif free < needed:
         yield fail(f"{text}, {byte_size(needed)} needed ({words})", "free some, or name a directory on a larger disk")
     else:

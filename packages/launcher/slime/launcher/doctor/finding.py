@@ -1,4 +1,4 @@
-"""Findings of checks, and their runner: each check has a deadline, and none can take the others down."""
+"""Findings of checks, and their runner: each check has a deadline, and a check that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 class Finding:
     """The result of one check.
 
-    status: ok, warn or FAIL; what: the observation; todo: how to correct it; check: the name of the check.
+    status: ok, warn or FAIL. what: the observation. todo: how to correct it. check: the name of the check.
     """
 
     status: str
@@ -44,10 +44,10 @@ def fail(what: str, todo: str) -> Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """The run and machine that the checks look at.
+    """The run that the checks examine, besides this machine.
 
-    args: every setting of a run by its name, with defaults; given: the names that were set.
-    config: of the whole run (a RunConfig), None where the flags do not make one.
+    args: every setting of the run by its name, with defaults. given: names of the settings that were set.
+    config: the RunConfig of the whole run; None if the flags do not make a complete run.
     """
 
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ _DONE = object()
 
 
 def run_checks(checks: Mapping[str, Check], subject: Subject, seconds: float) -> Iterator[Finding]:
-    """Yields the findings of `checks` as they come. A check that raises, or takes longer than `seconds`, is a FAIL."""
+    """Yields the findings of `checks` as they arrive. A check that raises or exceeds `seconds` yields a FAIL."""
     for name, check in checks.items():
         for finding in _run(check, name, subject, seconds):
             yield Finding(finding.status, finding.what, finding.todo, check=name)
@@ -80,9 +80,7 @@ def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[
         except SlimeError as error:
             found.put(fail(str(error), "correct what the message names"))
         except (Exception, SystemExit) as error:  # one broken check must not hide the others
-            found.put(
-                fail(f"{name}: {type(error).__name__}: {error}", "the check itself broke here; look at it by hand")
-            )
+            found.put(fail(f"{name}: {type(error).__name__}: {error}", "the check itself failed; look at this by hand"))
         found.put(_DONE)
 
     threading.Thread(target=work, name=f"doctor-{name}", daemon=True).start()
@@ -91,9 +89,7 @@ def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[
         try:
             item = found.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            yield fail(
-                f"{name}: no answer within {seconds:g} s", "see what hangs there, or give --timeout more seconds"
-            )
+            yield fail(f"{name}: no answer within {seconds:g} s", "find out what hangs there, or raise --timeout")
             return
         if item is _DONE:
             return

@@ -11,7 +11,7 @@ from slime.launcher.platform import probes
 from slime.rollout.engines.registry import choose_engine, needs_gpu
 from slime.types.errors import ConfigError, counted
 
-# Share of a GPU's memory that others may hold without a warning.
+# Share of a GPU's memory that other processes may hold without a warning.
 TAKEN = 0.05
 
 
@@ -22,10 +22,11 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
             yield fail(f"CUDA_VISIBLE_DEVICES={listed}, and no GPU is visible", "unset it, or look at nvidia-smi")
         elif subject.flag("rollout_num_gpus") or needs_gpu(str(subject.flag("rollout_engine"))):
             yield fail(
-                "no GPU is visible, and the flags ask for some", "run this where the GPUs are; nvidia-smi shows them"
+                "no GPU is visible, and the flags ask for some",
+                "run this on the machine with the GPUs; nvidia-smi shows them",
             )
         else:
-            yield ok("no GPU is visible: runs are on the CPU")
+            yield ok("no GPU is visible: training uses the CPU")
             yield from _engine(subject)
         return
     for gpu in found:
@@ -60,7 +61,7 @@ def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
 
 
 def _on_a_cluster(subject: Subject) -> bool:
-    """Tells whether the run is on other machines, whose GPUs count."""
+    """Returns whether the run uses other machines, whose GPUs count instead of this one's."""
     return bool(subject.flag("ray_address") or os.environ.get("RAY_ADDRESS"))
 
 

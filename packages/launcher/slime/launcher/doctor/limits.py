@@ -8,7 +8,7 @@ from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes
 
-# Memory of one process of a CPU run before it loads weights: Python, torch and gRPC.
+# Memory of one process of a CPU run before it loads weights, for Python, torch and gRPC.
 PROCESS_BYTES = 1 << 30
 # NCCL and Ray pass data between the processes of a machine through shared memory.
 SHARED_BYTES = 1 << 30
@@ -38,7 +38,7 @@ def _memory(subject: Subject) -> Iterator[Finding]:
     size, words = needed
     text = f"memory: {free / GIB:.1f} GiB available, {size / GIB:.1f} needed ({words})"
     if free < size:
-        yield fail(text, "a machine with more memory, a smaller model, or fewer ranks and engines")
+        yield fail(text, "use a machine with more memory, a smaller model, or fewer ranks and engines")
     else:
         yield ok(text)
 
@@ -49,7 +49,7 @@ def _shared_memory(subject: Subject) -> Iterator[Finding]:
     if size is None and not probes.on_linux():
         yield ok("no /dev/shm on this system: Ray exchanges data through files")
     elif size is None:
-        yield warn("there is no /dev/shm", "mount one: Ray and NCCL are slower, or fail, without")
+        yield warn("there is no /dev/shm", "mount one: without it Ray and NCCL are slower, or fail")
     elif size < LEAST_SHARED_BYTES or (ranks > 1 and probes.gpus() and size < SHARED_BYTES):
         yield fail(
             f"/dev/shm has {size / GIB:.2f} GiB free",

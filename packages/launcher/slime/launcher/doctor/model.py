@@ -93,7 +93,7 @@ def _first_line(error: Exception) -> str:
 
 
 def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | None = None) -> Iterator[Finding]:
-    """Checks that the files exist and are complete. Fills `tensors` from their headers."""
+    """Checks that the files exist and are complete. Adds the tensors of their headers to `tensors`."""
     tensors = {} if tensors is None else tensors
     index = directory / INDEX
     weight_map: dict[str, str] = {}
@@ -101,7 +101,7 @@ def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | N
         try:
             weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            yield fail(f"{flag}: {index.name} is no index: {_first_line(error)}", AGAIN)
+            yield fail(f"{flag}: {index.name} is not an index of shards: {_first_line(error)}", AGAIN)
             return
     files = sorted({directory / name for name in weight_map.values()} or directory.glob("*.safetensors"))
     if not files:
@@ -118,7 +118,7 @@ def check_weights(flag: str, directory: Path, tensors: dict[str, TensorInfo] | N
     lost = [f"{name} ({file})" for name, file in weight_map.items()
             if (directory / file).is_file() and (name not in tensors or tensors[name].file.name != file)]  # fmt: skip
     if lost:
-        yield fail(f"{flag}: the index names what its files do not hold: {_some(lost)}", AGAIN)
+        yield fail(f"{flag}: the index names tensors that its files do not hold: {_some(lost)}", AGAIN)
     elif not missing:
         size = sum(tensor.num_bytes for tensor in tensors.values())
         shards = counted(len(files), "safetensors file")
@@ -135,11 +135,11 @@ def _file(flag: str, file: Path, tensors: dict[str, TensorInfo]) -> Iterator[Fin
     end = max((tensor.offset + tensor.num_bytes for tensor in header.values()), default=0)
     size = file.stat().st_size
     if header and size > end:
-        yield fail(f"{flag}: {file}: {size} bytes, its header tells of {end}", AGAIN)
+        yield fail(f"{flag}: {file}: has {size} bytes, but its header describes {end}", AGAIN)
 
 
 def _complete(flag: str, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Iterator[Finding]:
-    """Checks that the files hold the tensors of the config, if its family is known."""
+    """Checks that the files hold the tensors that config.json describes, if its family is known."""
     try:
         parameters = list(find_family(config).parameters(config))
     except ConfigError:
@@ -154,7 +154,7 @@ def _complete(flag: str, config: dict[str, Any], tensors: dict[str, TensorInfo])
         for name, shape in shapes.items() if name in tensors and tensors[name].shape != tuple(shape)
     ]  # fmt: skip
     if wrong:
-        yield fail(f"{flag}: {_some(wrong, 2)}", "config.json and weights are of two models: take both from one")
+        yield fail(f"{flag}: {_some(wrong, 2)}", "config.json and weights belong to two models: take both from one")
 
 
 def _some(names: list[str], count: int = SHOWN) -> str:

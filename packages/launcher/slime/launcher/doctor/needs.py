@@ -1,4 +1,4 @@
-"""The resources that a run needs, from its flags and the model's config."""
+"""Computes the resources that a run needs from its flags and the model's config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.types.errors import ConfigError
 
 
 def machine_memory(subject: Subject) -> tuple[float, str] | None:
-    """Returns (bytes of host memory, their parts in words); None if flags or model do not tell."""
+    """Returns (bytes of host memory, their parts in words); None if the flags or the model do not determine them."""
     if subject.config is None:
         return None
     from slime.launcher.plan.run_plan import Hardware, make_plan
@@ -20,11 +20,12 @@ def machine_memory(subject: Subject) -> tuple[float, str] | None:
         plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in found), size or None, "this machine"))
         return plan.host_memory()
     except ConfigError:
-        return None  # other checks report what is wrong with the flags or the model
+        return None  # other checks report the fault of the flags or the model
 
 
 def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
-    """Returns (bytes of one checkpoint, how many are kept at once, the formula in words); None as above."""
+    """Returns (bytes of one checkpoint, number kept at once, formula in words); None without checkpoints, or if the
+    flags or the model do not determine them."""
     config = subject.config
     if config is None or config.launcher.save_interval is None:
         return None
@@ -37,8 +38,8 @@ def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
     except ConfigError:
         return None
     size, words = checkpoint_bytes(trainer, parameters)
-    # With --num-epoch the number of rollouts is known only when the data has been counted.
-    written = sum(config.saves_after(rollout) for rollout in range(settings.num_rollout or 1))
-    # An older checkpoint is deleted only when the newer one is complete, so both exist for a while.
+    # With --num-epoch the number of iterations is known only when the data has been counted.
+    written = sum(config.saves_after(iteration) for iteration in range(settings.num_rollout or 1))
+    # A checkpoint is deleted only after a newer one is complete, so both exist for a while.
     kept = min(written, settings.save_keep + 1) if settings.save_keep else written
     return size, kept, words

@@ -25,7 +25,7 @@ def check_each_plugin(subject: Subject) -> Iterator[Finding]:
             continue
         flag = "--eval-config" if name == "eval_overrides" else flag_name(name)
         try:
-            # One at a time: the first that is wrong must not hide the others.
+            # Checked one at a time, so that the first faulty plug-in does not hide the others.
             check_plugins(without | extra_args | {name: value})
         except ConfigError as error:
             yield fail(str(error), "correct the path or the function; the message says what is expected")

@@ -24,7 +24,7 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
     if count < needed:
         yield fail(
             f"the system gives out {max(count, 0)} of {counted(needed, 'port')} on 127.0.0.1",
-            "end what holds them, or widen net.ipv4.ip_local_port_range",
+            "stop the processes that hold them, or widen net.ipv4.ip_local_port_range",
         )
     else:
         yield ok("free ports on 127.0.0.1: enough")
@@ -59,5 +59,5 @@ def _called(subject: Subject) -> Iterator[tuple[str, str, int]]:
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            continue  # the flags' own check names an address without a port
+            continue  # an address without a port is reported with the flags
         yield flag, parts.hostname or "", port

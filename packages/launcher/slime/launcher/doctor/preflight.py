@@ -1,6 +1,6 @@
 """Checks data, rewards and model before Ray starts, to find in seconds what would stop a run minutes later.
 
-The checks are the doctor's; here the first that fails ends the run. They load no weights.
+These are checks of the doctor; here the first failure ends the run. They load no weights.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OWN_WAYS = ("rollout_function_path", "custom_generate_function_path", "custom_ag
 
 
 def check_start(config: RunConfig) -> list[str]:
-    """Raises InvalidFile or InvalidSetting naming the flag.
+    """Checks data, rewards and model of a run. Raises InvalidFile or InvalidSetting naming the flag.
 
-    A dry run reads the first rows of large files and takes a model without weights, for which one may plan; returns a
-    sentence for each.
+    A dry run reads only the first rows of large files, and accepts a model without weights, since a plan does not need
+    them. Returns a sentence for each check that was left out.
     """
     subject = Subject(config.flat, frozenset(config.explicit), config)
     dry = config.launcher.dry_run
@@ -45,7 +45,7 @@ def check_start(config: RunConfig) -> list[str]:
     directory = Path(config.trainer.hf_checkpoint)
     if config.generates:
         check_tokenizer(directory)
-    # The weights may come from --load instead; files that exist have to be complete.
+    # The weights may come from --load instead, but files that exist have to be complete.
     if any(directory.glob("*.safetensors*")):
         _all_good(check_weights("--hf-checkpoint", directory))
     elif _reads_weights(config):
@@ -56,7 +56,7 @@ def check_start(config: RunConfig) -> list[str]:
 
 
 def _reads_weights(config: RunConfig) -> bool:
-    """Tells whether the run loads weights from --hf-checkpoint: in the trainer, or in engines that it starts."""
+    """Returns whether the trainer, or an engine that the run starts, loads weights from --hf-checkpoint."""
     rollout = config.rollout
     starts_engines = config.has_engines and not rollout.rollout_external_engine_addrs
     loads = starts_engines and rollout.sglang_args.get("load_format", "auto") == "auto"
@@ -64,9 +64,9 @@ def _reads_weights(config: RunConfig) -> bool:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raises InvalidFile for a tokenizer that does not load, and NotAvailable where a package that reads it is missing.
+    """Raises InvalidFile for a tokenizer that does not load, and NotAvailable if a package that reads it is missing.
 
-    A tokenizer.json is read without transformers, whose import takes seconds; other kinds take it.
+    Reads a tokenizer.json without transformers, whose import takes seconds; other kinds of tokenizers need it.
     """
     for name in TOKENIZER_SETTINGS:
         path = directory / name
@@ -99,14 +99,14 @@ def _no_tokenizer(directory: Path, reason: str) -> InvalidFile:
 
 
 def check_rewards(config: RunConfig) -> None:
-    """Raises InvalidSetting where no reward function is named, neither by a flag nor by the rows of the data."""
+    """Raises InvalidSetting if neither a flag nor the rows of the data name a reward function."""
     args, flags = config.flat, declared()
     if args["rm_type"] or args["custom_rm_path"] or args["num_rollout"] == 0:
         return
     if any(args[name] != flags[name].default for name in OWN_WAYS):
         return
     if args["data_source_path"] != DEFAULT_DATA_SOURCE or not args["rollout_global_dataset"]:
-        return  # clients and the user's own class may name a reward in each sample
+        return  # clients, or the user's data source, may name a reward in each sample
     for where, row in _rows(str(args["prompt_data"])):
         metadata = row.get(args["metadata_key"])
         if not isinstance(metadata, dict) or not metadata.get("rm_type"):

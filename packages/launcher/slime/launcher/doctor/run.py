@@ -1,4 +1,4 @@
-"""Checks that `slime train` itself makes before it starts anything, where no other check has reported them."""
+"""Runs the checks that `slime train` makes before it starts anything, unless another check reports the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _checkpoint(subject: Subject) -> Iterator[Finding]:
     try:
         find_checkpoint(str(load), step=settings.ckpt_step)
     except ConfigError as error:
-        yield fail(str(error), "name a directory that holds a checkpoint, or leave --load out")
+        yield fail(str(error), "name a directory that holds a checkpoint, or leave out --load")
 
 
 def _files(subject: Subject) -> Iterator[Finding]:
@@ -64,12 +64,12 @@ def _earlier_run(subject: Subject) -> Iterator[Finding]:
     try:
         check_unused(subject.config)
     except ConfigError as error:
-        yield warn(str(error), "a run would be refused: say whether it resumes the earlier one or overwrites it")
+        yield warn(str(error), "the run would be refused: resume the earlier run or overwrite it")
 
 
 def _advice(subject: Subject) -> Iterator[Finding]:
     if (Path(subject.config.trainer.hf_checkpoint) / "config.json").is_file():
-        yield from (warn(text, "a run would start all the same") for text in advice(subject.config))
+        yield from (warn(text, "the run would start nevertheless") for text in advice(subject.config))
 
 
 def _model(subject: Subject) -> Iterator[Finding]:

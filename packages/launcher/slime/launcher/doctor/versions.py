@@ -66,7 +66,7 @@ def _package(name: str, row: Mapping[str, Any], version: str | None, subject: Su
 
 
 def _needed(by: str, subject: Subject) -> bool:
-    """Returns whether the run of the flags, if any, needs a package that is `needed: by`."""
+    """Returns whether the run needs a package that the table marks `needed: BY`."""
     engine, _, flag = by.partition(" ")
     if engine in KINDS:
         return subject.flag("rollout_engine") == engine and (not flag or bool(subject.flag(flag)))
@@ -81,8 +81,8 @@ def _bounds(row: Mapping[str, Any]) -> str:
 
 
 def _is_in(version: str, specifiers: str) -> bool:
-    """Tells whether a version fits, pre-releases and local builds (2.13.0+cpu) included; text that is no version never
-    does."""
+    """Returns whether a version fits. Pre-releases and local builds (2.13.0+cpu) may; text that is not a version does
+    not."""
     try:
         return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -102,7 +102,7 @@ def _rules(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _nearest(installed: Mapping[str, str], python: str) -> Iterator[Finding]:
-    """Says how far this machine is from the combination that it is nearest to."""
+    """Compares the versions of this machine with the most similar combination that was tested."""
     best, gap = None, {}
     for combination in table()["combinations"]:
         wanted = {name: str(version) for name, version in combination["packages"].items()}
@@ -120,7 +120,7 @@ def _nearest(installed: Mapping[str, str], python: str) -> Iterator[Finding]:
         return
     mine = dict(installed) | {"python": python}
     yield warn(
-        f"this mix of versions was not seen working; nearest is {best['name']}: "
+        f"these versions were not tested together; the nearest combination is {best['name']}: "
         + ", ".join(f"{name} {version} (here {mine[name]})" for name, version in gap.items()),
-        "install those if something fails that should not",
+        "install those if something fails unexpectedly",
     )

@@ -1,4 +1,4 @@
-"""Downloads what a run names on the Hub, into the cache of the Hub's own libraries."""
+"""Downloads models and data sets from the Hub into the cache of the Hub's own libraries."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from slime.types.directories import path_errors
 from slime.types.errors import MissingFile, NotAvailable
 from slime.types.files import whole_file
 
-# A model as this project reads it: no pickles, no code.
+# The files of a model that this project reads: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 OTHER_FILES = ("*/*", "consolidated*")
-# Before this version, data sets could bring code, which the library ran.
+# Before this version, the library ran code that data sets contained.
 SAFE_DATASETS = 3
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model or a data set of the Hub. path: on this machine. pinned: the text that fetches the same again: of a name
-    on the Hub, with its commit."""
+    """A model or a data set of the Hub.
+
+    path: its path on this machine. pinned: the name with the commit that was fetched, which fetches the same again.
+    """
 
     path: str
     pinned: str
@@ -38,7 +40,8 @@ def fetch(values: dict[str, Any]) -> dict[str, Any]:
     """Replaces names on the Hub in `values`, settings by name, by local paths. Returns these settings with the commits
     that were fetched.
 
-    Raises MissingFile for what can neither be downloaded nor is in the cache, NotAvailable without the library for it.
+    Raises MissingFile for a model or data set that is not in the cache and cannot be downloaded, and NotAvailable if
+    the library that downloads it is not installed.
     """
     pinned: dict[str, Any] = {}
     for setting, flag, find in (
@@ -52,7 +55,7 @@ def fetch(values: dict[str, Any]) -> dict[str, Any]:
             pinned |= {setting: found.pinned} if found.pinned != text else {}
     words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
     if not all(isinstance(word, str) for word in words):
-        return pinned  # refused where the sets are read
+        return pinned  # an error where the sets are read
     if len(words) == 1 and (name := dataset_name(split_slice(words[0], "--eval-prompt-data")[0])):
         words.insert(0, name.last)
     sets = [
@@ -66,7 +69,7 @@ def fetch(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_model(text: str, flag: str) -> str:
-    """Returns the directory of a model on the Hub, downloaded where the cache does not have it; paths as they are."""
+    """Returns the directory of a model on the Hub, downloaded unless it is in the cache; returns paths unchanged."""
     return _model(text, flag).path
 
 
@@ -81,13 +84,13 @@ def _model(text: str, flag: str) -> Fetched:
                 name.name, revision=name.revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES
             )
         )
-    except Exception as error:  # the library also raises those of its HTTP client
+    except Exception as error:  # the library also raises errors of its HTTP client
         raise _not_fetched(flag, text, name, error, "") from error
     return Fetched(directory, _pinned(text, name, directory))
 
 
 def _dataset(text: str, flag: str) -> Fetched:
-    """Fetches the file of a data set; the slice of `text` stays."""
+    """Fetches the file of a data set; keeps the slice `@[a:b]` of `text`."""
     path, _ = split_slice(text, flag)
     name = dataset_name(path)
     if name is None:
@@ -103,24 +106,24 @@ def _dataset(text: str, flag: str) -> Fetched:
         )
     try:
         found = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # the library raises errors of many kinds
         raise _not_fetched(flag, text, name, error, "dataset") from error
     rows = text[len(path) :]
-    # The library's files are below a directory that is named after the commit.
+    # The library names the directory of its files after the commit.
     files = [file["filename"] for file in found.cache_files]
     pinned = _pinned(path, name, files[0] if files else "")
     return Fetched(str(_as_file(name, found)) + rows, pinned + rows)
 
 
 def _pinned(text: str, name: HubName, cached: str) -> str:
-    """Returns the name in `text` with the commit that the path in the cache tells, if it tells any."""
+    """Returns the name in `text` with the commit that the path in the cache contains, if any."""
     commit = next((part for part in Path(cached).parts if COMMIT.fullmatch(part)), None)
     return text if commit is None else f"{text.removesuffix(f'@{name.revision}')}@{commit}"
 
 
 def _as_file(name: HubName, found: Any) -> Path:
-    """Writes a data set as Parquet, once for each state of it: the library's files are named after their content."""
-    # A data set that the library holds in memory has no files.
+    """Writes a data set as Parquet, once for each version: the library's files are named after their content."""
+    # A data set that the library holds only in memory has no files.
     content = [file["filename"] for file in found.cache_files] or found._fingerprint
     state = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     words = [*name.name.split("/"), *([name.config] if name.config else []), name.split, state]

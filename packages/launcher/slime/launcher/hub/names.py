@@ -16,8 +16,11 @@ _DATASET = re.compile(_NAME + r"(?::(?P<first>[\w.-]+))?(?::(?P<second>[\w.-]+))
 
 @dataclass(frozen=True)
 class HubName:
-    """A name on the Hub. name: ORG/NAME. revision: a branch, a tag or a commit; None is the main branch. config: None
-    is the only one."""
+    """A name on the Hub.
+
+    name: ORG/NAME. revision: a branch, a tag or a commit; None is the main branch. config: configuration of a data set;
+    None if it has only one.
+    """
 
     name: str
     revision: str | None = None
@@ -30,13 +33,13 @@ class HubName:
 
 
 def model_name(text: str) -> HubName | None:
-    """Reads the name of a model; None for a path, which wins where its parent directory exists."""
+    """Reads the name of a model; None for a path, that is, if the parent directory exists."""
     match = _MODEL.fullmatch(text)
     return HubName(match["name"], match["revision"]) if match and not _is_local(text) else None
 
 
 def dataset_name(text: str) -> HubName | None:
-    """Reads the name of a data set; None for a path, which wins if it ends as a prompt file or its parent exists."""
+    """Reads the name of a data set; None for a path, that is, if it ends like a prompt file or its parent exists."""
     match = _DATASET.fullmatch(text)
     if match is None or _is_local(text) or text.lower().endswith(tuple(READERS)):
         return None

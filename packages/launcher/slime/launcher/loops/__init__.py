@@ -1,1 +1,1 @@
-"""Training loops: synchronous, one step off and fully asynchronous, and the services as they use them."""
+"""Training loops: synchronous, one-step-off and fully asynchronous; and the services that they call."""

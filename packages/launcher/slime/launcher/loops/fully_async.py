@@ -1,9 +1,9 @@
-"""Fully asynchronous training: generation never waits for the trainer, within the staleness that is allowed.
+"""Fully asynchronous training: generation does not wait for the trainer unless samples would become too stale.
 
     engines   |  groups of any step, one after the other  ...      weights are swapped under running requests
     trainer       |   0   |push|   1   |push|   2   |push|
 
-A step takes the groups with the oldest weights that are complete (`slime.buffer.groups.pacing`).
+An iteration takes the complete groups with the oldest weights (`slime.buffer.groups.pacing`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slime.launcher.metrics.report import Report
 
 
 def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
-    """Trains while generation goes on. Adds to the metrics of the other loops, in seconds and counts of a step:
+    """Trains while generation continues. Adds to the metrics of each iteration:
 
-    perf/rollout_wait_time  what the trainer waited for groups
-    perf/engine_wait_time   what the engines waited for the trainer, with nothing to generate
-    rollout/dropped_stale   groups that were rejected as older than --max-staleness
+    perf/rollout_wait_time  seconds that the trainer waited for groups
+    perf/engine_wait_time   seconds that the engines waited for the trainer, with nothing to generate
+    rollout/dropped_stale   number of groups that were rejected because they exceeded --max-staleness
 
-    An evaluation goes on beside generation and training; the next checkpoint and push of weights wait for it.
+    An evaluation runs beside generation and training; the next checkpoint and the next weight update wait for it.
     """
     settings = config.launcher
     if evaluates_at_start(config, run.first_step, report):
@@ -38,7 +38,7 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
             metrics["perf/rollout_wait_time"] = time.perf_counter() - started
             metrics |= run.train_step(step)
             if evaluation is not None:
-                # Before the checkpoint: a run that goes on from it does not evaluate earlier weights.
+                # Before the checkpoint, because a run that resumes from it does not evaluate earlier weights.
                 report.evaluation(step, *run.join(evaluation))
                 evaluation = None
             if config.saves_after(step):

@@ -3,8 +3,8 @@
     engines   | 0 | 1     |push| 2     |push| 3
     trainer       | 0     |    | 1     |    | 2        with the defaults
 
-With --update-weights-interval 1 and --async-buffer-size 1 every rollout but the first is made with the weights of one
-training step before the one that trains on it.
+With --update-weights-interval 1 and --async-buffer-size 1 every rollout but the first is generated with weights that
+are one iteration older than those that train on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slime.launcher.metrics.report import Report
 def train_async(config: RunConfig, report: Report) -> None:
     """Runs `config` to its end and reports to `report`. Raises InvalidSetting with `colocate`.
 
-    Rollouts are trained on in their order, each once. Weights are pushed while nothing is generated, after every
-    `update_weights_interval`-th rollout and before each evaluation; with `fully_async` see `fully_async.py`.
+    Rollouts are trained on in order, each once. Weights are pushed while nothing is generated, after every
+    `update_weights_interval`-th iteration and before each evaluation. For `fully_async` see `fully_async.py`.
     """
     check_asynchronous(config.flat)
     loop = loop_fully_async if config.launcher.fully_async else loop_async
@@ -35,9 +35,9 @@ def train_async(config: RunConfig, report: Report) -> None:
 def loop_async(config: RunConfig, run: Services, report: Report) -> None:
     """Trains while the next rollouts are generated. Adds to the metrics of the synchronous loop, in seconds:
 
-    perf/rollout_wait_time  what the trainer waited for the rollout
-    perf/drain_time         what the push of weights waited for the generation in flight
-    perf/overlap_time       how long the engines generated while the trainer trained on the rollout
+    perf/rollout_wait_time  time that the trainer waited for the rollout
+    perf/drain_time         time that the weight update waited for the generation in flight
+    perf/overlap_time       time that the engines generated while the trainer trained on the rollout
     """
     settings = config.launcher
     if evaluates_at_start(config, run.first_step, report):

@@ -1,4 +1,4 @@
-"""Generates rollouts ahead of the trainer: in order, one at a time, so many and no more."""
+"""Generates rollouts ahead of the trainer: in order, one at a time, up to a limit."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Generation(Protocol):
 
 
 class Prefetch:
-    """Keeps up to `size` of the rollouts `steps` generated, or being generated, ahead of the trainer.
+    """Keeps up to `size` rollouts, generated or in progress, ahead of the trainer. steps: numbers of all rollouts.
 
-    Each is sealed before the next is begun, so that nothing that comes later gets into it. A context manager: at its
-    end nothing more is begun.
+    Each rollout is sealed before the next begins, so that it contains no later groups. Leaving the context manager
+    prevents further rollouts from beginning.
     """
 
     def __init__(self, run: Generation, steps: range, size: int) -> None:
         self._run = run
         self._size = size
         self._next, self._stop = steps.start, steps.stop
-        # Rollouts that have begun and were not taken yet, by number.
+        # Rollouts that have begun and have not been taken yet, by number.
         self._waiting: dict[int, Future[Rollout]] = {}
         self._in_flight: Future[Rollout] | None = None
         self._paused = False
         # Start and end of each generation; the end is None while it runs.
         self._times: dict[int, tuple[float, float | None]] = {}
-        # A future that is done already calls back at once, in the same thread.
+        # Reentrant: a future that is already done calls back at once, in the same thread.
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -55,7 +55,7 @@ class Prefetch:
             self._paused = True
 
     def take(self, step: int) -> Rollout:
-        """Waits for the rollout `step`, the next one in order; generating goes on, also where it was paused."""
+        """Waits for the rollout `step`, the next in order, and returns it. Resumes generation if it was paused."""
         with self._lock:
             self._paused = False
             self._advance()
@@ -67,7 +67,8 @@ class Prefetch:
         return rollout
 
     def pause(self) -> float:
-        """Waits until nothing is being generated, and begins nothing more until the next `take`; the seconds waited."""
+        """Waits until nothing is being generated, and begins nothing until the next `take`. Returns the seconds
+        waited."""
         started = time.perf_counter()
         with self._lock:
             self._paused = True
@@ -79,7 +80,7 @@ class Prefetch:
     def seconds_generating(self, start: float, end: float) -> float:
         """Returns the seconds of generation between `start` and `end`, on the clock of time.perf_counter.
 
-        To be called in the order of time.
+        Successive calls must not go back in time.
         """
         with self._lock:
             spans = [(begun, ended) for begun, ended in self._times.values()]
@@ -87,7 +88,7 @@ class Prefetch:
         return sum(max(0.0, min(end, ended or end) - max(start, begun)) for begun, ended in spans)
 
     def _advance(self) -> None:
-        """Begins the next rollout, where there is one and room for it."""
+        """Begins the next rollout, if there is one and room for it."""
         if self._paused or self._in_flight is not None or self._next == self._stop or len(self._waiting) >= self._size:
             return
         step = self._next

@@ -1,7 +1,7 @@
-"""The services of one run behind the few calls that the training loop makes; `start.py` starts them.
+"""`Services`: the services of one run, behind the calls that the training loops make; `start.py` starts them.
 
-A run that only generates has no trainer, and one that only trains no engines: calls of the missing half do nothing. Its
-samples are recorded ones, or those of a rollout function that needs no engine.
+A run that only generates has no trainer, and a run that only trains has no engines: calls of the missing half do
+nothing. A run without engines takes its samples from recordings, or from a rollout function that needs no engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 # Time for the service itself to load, added to the start time of the engines.
 SERVICE_START_SECONDS = 60.0
-# Directory below --output-dir with addresses and tokens for the user's own clients, while the run lasts.
+# Directory below --output-dir with addresses and tokens for the user's own clients; it exists while the run lasts.
 ACCESS = "access"
 
 Metrics = dict[str, float]
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Services:
-    """Buffer, rollout and trainer ranks as processes on Ray; a context manager that stops all of them."""
+    """Buffer, rollout service and trainer ranks as processes on Ray; a context manager that stops all of them."""
 
     def __init__(self, config: RunConfig, placement: Placement, output_dir: Path, progress: Progress) -> None:
         self.config = config
@@ -63,7 +63,7 @@ class Services:
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
-        # Samples for people to look at, by step and place in it, until their step is trained.
+        # Samples for people to look at, by step and position, until the step has been trained.
         self._kept: dict[int, dict[int, Sample]] = {}
         self._pace: TrainerPace | None = None
         self._weight_updates: WeightUpdates | None = None
@@ -83,7 +83,7 @@ class Services:
         self._ranks = TrainerRanks([], self._supervisor)
         self._rollout_calls: RolloutCalls | None = None
         self._repairs: RunRepairs | None = None
-        # The last step that was trained.
+        # The step that was trained last.
         self.trained = -1
 
     def __enter__(self) -> Services:
@@ -100,7 +100,7 @@ class Services:
         self._stop()
 
     def _start(self) -> None:
-        # A killed run left its access files: their tokens are void, and their ports may belong to others by now.
+        # A killed run leaves its access files behind, with void tokens and ports that other processes may use by now.
         remove_access(self.output_dir / ACCESS)
         self._repairs = RunRepairs.of(self.config, self.placement, self._supervisor, self.output_dir)
         buffer_dir = None if self._repairs is None else self._repairs.buffer_dir
@@ -125,7 +125,7 @@ class Services:
             self._rollout_calls = RolloutCalls(*each, self._settings.rollout_timeout_seconds)
 
     def _connect_engines(self, rollout: RolloutClient, restarts_engines: bool) -> WeightUpdates:
-        """Prepares the weight updates, and the turns with memory, of trainer and engines."""
+        """Prepares weight updates, and the turns in which trainer and engines use the GPU memory."""
         timeout = self._settings.update_timeout_seconds
         self._weight_updates = updates = WeightUpdates(
             self._ranks,
@@ -149,7 +149,7 @@ class Services:
 
     @property
     def authority(self) -> Authority:
-        """Returns what holds the tokens of the run."""
+        """Returns the object that holds the tokens of the run."""
         return self._supervisor.authority
 
     def _open_run(self) -> None:
@@ -188,7 +188,7 @@ class Services:
         return metrics
 
     def engines_lost(self) -> None:
-        """Notes that the engines are started again with other weights than the trainer's."""
+        """Notes that the engines were restarted, with other weights than the trainer's."""
         if self._weight_updates is not None:
             self._weight_updates.engines_lost()
 
@@ -211,13 +211,13 @@ class Services:
         return metrics
 
     def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Sample]]:
-        """Fixes the groups that `step` is trained on: those of the rollout that was just generated.
+        """Fixes the groups that `step` trains on: those of the rollout that was just generated.
 
         generated: the metrics of `generate`, kept with the step for a later start of the run that only trains on it.
-        Returns the metrics of all its groups, whichever start of the run made them, and some of their samples:
+        Returns the metrics of all groups, including those that an earlier start of the run generated, and some samples:
 
         rollout/trained_tokens  response tokens that count in the loss
-        rollout/staleness       versions of the weights from a sample's oldest token to the trainer, mean and /max
+        rollout/staleness       weight versions between a sample's oldest token and the trainer, mean and /max
         """
 
         def seal() -> tuple[SealedStep, list[Sample]]:
@@ -230,7 +230,7 @@ class Services:
     def _seal(self, step: int, generated: Metrics) -> SealedStep:
         wait, groups, pace = self.config.trainer.step_wait_seconds, self.groups_of(step), self._pace
         if pace is not None:
-            # The wait for groups that are not generated yet is here.
+            # This call waits for groups that are not generated yet.
             wait = self._settings.rollout_timeout_seconds
             self._untrained.generated(step)
             self.progress("waiting for groups", 0, 0)
@@ -261,11 +261,11 @@ class Services:
         return self._groups.get(step, self.config.rollout.rollout_batch_size)
 
     def train_step(self, step: int) -> Metrics:
-        """Trains every rank on the groups of one rollout; without a trainer, the buffer is told to forget them.
+        """Trains every rank on the groups of one rollout; without a trainer, the buffer only drops them.
 
-        Groups whose samples are damaged are replaced first, and then the metrics are of those trained on, with
+        Replaces groups with damaged samples first; the metrics are then of the groups trained on, and include
 
-        train/data_loss_retries  how often the step had to be sealed again
+        train/data_loss_retries  number of times that the step had to be sealed again
         """
         if not self.trainers:
             self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
@@ -312,20 +312,20 @@ class Services:
         return {} if self._repairs is None else self._repairs.after_step(step, self._ranks, self.progress)
 
     def generating(self) -> ContinuousGeneration:
-        """Returns a context that generates as long as it lasts, at the pace of the settings."""
+        """Returns a context manager that generates as long as it is open, at the pace of the settings."""
         assert self._rollout_calls is not None, "a run without engines generates nothing"
         self._pace = pace_of(self.config)
         return ContinuousGeneration(self, self._rollout_calls.generate_on, self._pace, self.first_step)
 
     def groups_at_hand(self) -> int:
-        """Counts complete groups to train on, without those of an earlier start that no rollout has taken."""
+        """Counts the complete groups to train on, except those of an earlier start that no rollout has taken."""
         groups = self._supervisor.call(self.buffer.stats).groups
         return groups.get("completed", 0) + groups.get("sealed", 0) - self._spare_groups
 
     def generate_more(self, step: int, num_groups: int) -> None:
         """Generates groups in place of damaged ones, while the trainer waits for `step`."""
         if self._pace is not None:
-            # Generation that goes on finds that they are missing.
+            # Continuous generation notices by itself that they are missing.
             return
         offloaded = self._memory_turns is not None and self._memory_turns.offloaded
         if offloaded:
@@ -344,12 +344,12 @@ class Services:
     def offload(self) -> Metrics:
         """Has the engines release their GPU memory to the trainer, in a run that offloads them.
 
-        Not while both have room, unless --offload-rollout says so.
+        Does nothing while both fit into the memory, unless --offload-rollout is given.
         """
         return {} if self._memory_turns is None else self._memory_turns.offload()
 
     def onload(self) -> Metrics:
-        """Has the engines take back memory for the next weights; the trainer's push has them take the rest."""
+        """Has the engines take back memory for the next weights; the weight update has them take back the rest."""
         return {} if self._memory_turns is None else self._memory_turns.onload()
 
     def update_weights(self, version: int) -> Metrics:
@@ -366,7 +366,7 @@ class Services:
         """Writes a checkpoint of everything up to and including `step` below `path`, and commits those steps.
 
         Then deletes older checkpoints, as --save-keep and --save-retain-interval say, unless a restart needs them.
-        save_hf: directory to write the policy to in Hugging Face format; `{rollout_id}` in it is replaced.
+        save_hf: directory to write the policy to in Hugging Face format; `{rollout_id}` in it stands for `step`.
         """
         self.progress("saving", 0, 0)
         started = time.perf_counter()
@@ -392,9 +392,9 @@ class Services:
         return result.metrics, result.examples
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function`, which calls methods of this object, in the background; see `join`."""
+        """Runs `function`, which calls methods of this object, in the background. Its result comes from `join`."""
         return self._supervisor.begin(function)
 
     def join(self, future: Future[T]) -> T:
-        """Returns the value of a call that was begun. Raises its error, or that of a service that failed meanwhile."""
+        """Returns the result of a call that was begun. Raises its error, or that of a service that failed meanwhile."""
         return self._supervisor.join(future)

@@ -1,4 +1,4 @@
-"""Starts a run on Ray, and ends it with its report; the loop is the caller's."""
+"""Starts the services of a run on Ray, and stops them; the caller runs the loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slime.types.rpc.roles import Role, role_token
 
 @contextmanager
 def session(config: RunConfig, report: Report) -> Iterator[Services]:
-    """Yields the services of the run and stops them in any case; then closes the report, if the run succeeded.
+    """Yields the services of the run, and stops them in any case. If the run succeeded, closes the report.
 
-    The trained model is exported, where something was to be trained.
+    Exports the trained model, if the run trains.
     """
     settings = config.launcher
     report.watch = SilenceWatch(compares=compares_rewards(config.trainer) and not settings.debug_rollout_only)
     report.log_samples = config.launcher.log_samples > 0
-    # Before Ray starts, so that a port that is taken is found at once.
+    # Opened before Ray starts, so that a port that is in use is an error at once.
     exporter = _exporter(settings, report)
     report.status("starting Ray")
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
@@ -55,9 +55,10 @@ def _exporter(settings: LauncherSettings, report: Report) -> PrometheusServer | 
 
 
 def evaluates_at_start(config: RunConfig, first_step: int, report: Report) -> bool:
-    """Returns whether a run evaluates before its first step.
+    """Returns whether a run evaluates before its first iteration.
 
-    With --skip-eval-before-train only an evaluation that was due, and that an earlier start did not live to record.
+    With --skip-eval-before-train it does so only for an evaluation that was due, and that an earlier start of the run
+    ended without recording.
     """
     if not config.evaluates or not config.launcher.skip_eval_before_train:
         return config.evaluates

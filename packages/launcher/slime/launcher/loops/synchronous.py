@@ -1,4 +1,4 @@
-"""Synchronous training: generate, train, push the weights, again."""
+"""Synchronous training: generate, train, push the weights, and repeat."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slime.launcher.metrics.report import Report
 def train(config: RunConfig, report: Report) -> None:
     """Runs `config` to its end and reports to `report`.
 
-    Every step trains on the groups of its own rollout, and before the next begins the engines hold its weights, or with
-    `update_weights_interval` N those of every N-th.
+    Every iteration trains on the groups of its own rollout. Before the next iteration the engines get the new weights;
+    with `update_weights_interval` N, after every N-th iteration.
     """
     check_synchronous(config.flat)
     with session(config, report) as run:

@@ -12,8 +12,8 @@ from slime.types.errors import InvalidSetting, counted
 class EngineShare:
     """The engines of one node.
 
-    gpus: theirs, or of the ranks that they share them with; embedded: how many there are, where engines are embedded
-    ones. nodes: of one engine that is on several, of which this is the one of rank `part`.
+    gpus: number of their GPUs, or of those of the ranks that they share GPUs with. embedded: number of engines, if they
+    are embedded ones. nodes: number of nodes of one engine, if it is on several; this is its node number `part`.
     """
 
     node: int
@@ -27,7 +27,8 @@ class EngineShare:
 class GpuRequest:
     """GPUs that a run asks for.
 
-    `nodes` with `ranks` GPUs each for the trainer, and `engines` GPUs besides, of which one engine has `per_engine`.
+    nodes: of the trainer, with `ranks` GPUs each. engines: number of further GPUs for engines, of `per_engine` GPUs
+    each.
     """
 
     nodes: int
@@ -49,9 +50,9 @@ class GpuRequest:
 def choose_idle(
     request: GpuRequest, idle: Sequence[int], usable: Sequence[int]
 ) -> tuple[tuple[int, ...], list[EngineShare]] | None:
-    """Returns what `choose_nodes` does, on GPUs that are idle if there are enough, and else on those to wait for.
+    """Chooses nodes as `choose_nodes` does, with idle GPUs if there are enough, otherwise with GPUs to wait for.
 
-    An engine is not spread over more nodes for being on idle GPUs: it would be slow for the whole run.
+    Waits rather than spreading an engine over more nodes, which would slow it down for the whole run.
     """
     now, later = (choose_nodes(request, gpus, max(usable)) for gpus in (idle, usable))
     if now is None or later is None:
@@ -68,9 +69,9 @@ def choose_nodes(
 ) -> tuple[tuple[int, ...], list[EngineShare]] | None:
     """Returns the trainer's nodes and those of the engines, each in order; None if there are too few GPUs.
 
-    gpus: of each node that may be taken now; largest: of the largest node of all. Engines are on one node where that
-    can be, and else on as few as can be. An engine is on several only if it has more GPUs than a node: on as few as can
-    be, with as many GPUs on each.
+    gpus: number of GPUs of each node that may be used. largest: number of GPUs of the largest node in the cluster.
+    Engines are placed on one node if possible, otherwise on as few nodes as possible. An engine is placed on several
+    nodes only if it has more GPUs than a node, with equally many on each.
     """
     if request.engines and request.per_engine > largest:
         return _engines_over_nodes(request, gpus)
@@ -115,7 +116,7 @@ def _engines_over_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
         if request.per_engine % nodes or each > max(gpus):
             continue
         fitting = [i for i, count in enumerate(gpus) if count >= request.ranks]
-        # The trainer goes where it leaves the engines a node, or where there is no node for them.
+        # The trainer takes nodes that the engines cannot use, or of which it leaves them enough.
         trainer = sorted(
             sorted(fitting, key=lambda i: (gpus[i] >= each) - (gpus[i] - request.ranks >= each))[: request.nodes]
         )
@@ -127,14 +128,14 @@ def _engines_over_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
 
 
 def parts_of_engines(places: Sequence[int], gpus: int, nodes: int) -> list[EngineShare]:
-    """Returns the shares of engines on the nodes `places`, in order: `nodes` of them for each, with `gpus` on each."""
+    """Returns the shares of engines on the nodes `places`, in order: `nodes` per engine, with `gpus` GPUs each."""
     return [EngineShare(place, gpus, nodes=nodes, part=number % nodes) for number, place in enumerate(places)]
 
 
 def divide_embedded(shares: Sequence[EngineShare], count: int, *, only: bool) -> tuple[EngineShare, ...]:
     """Divides `count` embedded engines over the nodes.
 
-    only: there will be no others, so that a node without any is left out.
+    only: all engines are embedded, so that a node without any is left out.
     """
     each, rest = divmod(count, len(shares))
     divided = [replace(share, embedded=each + (number < rest)) for number, share in enumerate(shares)]
@@ -155,7 +156,7 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
 
 
 def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting:
-    """Returns the error for enough GPUs that are not on the same nodes."""
+    """Returns the error for a cluster that has enough GPUs, but not enough of them on the same nodes."""
     has = f"the nodes of the Ray cluster have {', '.join(map(str, gpus))}"
     size = f" for engines of {request.per_engine}" if request.per_engine > 1 else ""
     beside = f" and {request.engines} others{size}" if request.engines else ""
@@ -164,9 +165,9 @@ def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting:
 
 
 def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> None:
-    """Raises InvalidSetting unless colocated engines fill the trainer's GPUs on each node, or whole nodes each.
+    """Raises InvalidSetting unless colocated engines use all of the trainer's GPUs, evenly on each node.
 
-    asked: `--rollout-num-gpus`.
+    asked: the value of --rollout-num-gpus.
     """
     total = nodes * ranks
     trainer = f"--actor-num-nodes {nodes} x " if nodes > 1 else ""

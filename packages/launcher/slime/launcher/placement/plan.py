@@ -1,10 +1,11 @@
-"""Plans the placement of a run's processes: Ray resources from the flags.
+"""Plans the placement of a run's processes: derives Ray resources from the flags.
 
 On nodes without GPUs every trainer rank and every engine is a CPU process, and nothing is reserved: the phases of a
-synchronous run take turns on the cores. With GPUs a trainer rank holds one, the rollout service `rollout_num_gpus`
-others. Under `colocate` Ray gives it none, since a fraction would show it only one: it is told all of the trainers'.
-Ranks are spread over `actor_num_nodes` nodes, in order. The rollout service starts its engines on its own node; where
-they are on several, a service on each of those does, and holds their GPUs.
+synchronous run take turns on the cores. With GPUs a trainer rank holds one GPU, and the rollout service holds
+`rollout_num_gpus` others. With `colocate` Ray assigns no GPU to the rollout service, since a fraction would make only
+one visible; it gets the list of the trainer's GPUs instead. Ranks are spread over `actor_num_nodes` nodes, in order.
+The rollout service starts the engines on its own node; if they are on several nodes, a service on each of them starts
+its engines and holds their GPUs.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidSetting, counted
 
 THREADS = "OMP_NUM_THREADS"
-# Narrower models have operations that a second thread does not shorten, and that wait for it where the cores are busy.
+# In narrower models a second thread does not speed up an operation, and slows it down while the cores are busy.
 LEAST_HIDDEN_SIZE = 256
 
 
 @dataclass(frozen=True)
 class ServiceNode:
-    """The node of one service. host: the address it listens on; options: the Ray options that place it there."""
+    """The node of one service. host: the address that it listens on. options: the Ray options that place it there."""
 
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +48,14 @@ class ServiceNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """Ray actor options of each service of a run, and its nodes by their place in the list that was planned for.
+    """Ray actor options and nodes of a run's services. Nodes are indices into the list that the plan was made for.
 
-    trainer_nodes: each has an equal share of the ranks, in order.
-    engines: by node, in order; the rollout service is on the first.
-    shares_gpus: engines use the GPUs of the trainer's ranks on their node, whatever the options of a service say.
-    offloads: the engines give their GPU memory back while the trainer works.
-    service_nodes: by service ("buffer", "rollout", "engines-0", "trainer-0"), once the nodes are known; a service
-        without one is started anywhere, and listens on the loopback.
+    trainer_nodes: nodes of the trainer; each has an equal share of the ranks, in order.
+    engines: shares of the nodes with engines, in order; the rollout service is on the first.
+    shares_gpus: whether engines use the GPUs of the trainer's ranks on their node, whatever the options of a service.
+    offloads: whether the engines release their GPU memory while the trainer works.
+    service_nodes: nodes by service ("buffer", "rollout", "engines-0", "trainer-0"), once they are known; a service
+        without a node starts anywhere, and listens on the loopback.
     """
 
     trainer_ranks: int
@@ -80,7 +81,7 @@ class Placement:
         return {"num_cpus": 0, "num_gpus": 0 if self.shares_gpus else share.gpus}
 
     def engine_hosts(self) -> dict[str, EngineShare]:
-        """Returns the services that start engines; none where the rollout service does."""
+        """Returns the services that only start engines; none if the rollout service starts them."""
         several = len(self.engines) > 1
         return {f"engines-{number}": share for number, share in enumerate(self.engines)} if several else {}
 
@@ -101,16 +102,16 @@ def plan_placement(
 ) -> Placement:
     """Places the services of a run.
 
-    gpus: of one machine, or of each node of a cluster, that of the driver first. free: how many of them nobody holds;
-    nodes where enough are free come first.
-    Raises InvalidSetting, with the sum, where the flags ask for more nodes or GPUs, or for what does not fit together.
+    gpus: number of GPUs of one machine, or of each node of a cluster, the driver's first. free: number of those that
+    nobody holds; nodes with enough free GPUs come first.
+    Raises InvalidSetting, with the sum, if the flags ask for more nodes or GPUs than there are, or do not fit together.
     """
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     nodes, ranks = launcher.actor_num_nodes, launcher.actor_num_gpus_per_node
     asked, engine = rollout.rollout_num_gpus, rollout.rollout_num_gpus_per_engine
     external = bool(rollout.rollout_external_engine_addrs) or launcher.debug_train_only
     if launcher.debug_rollout_only:
-        # Without a trainer the engines get the GPUs that they would have shared with it.
+        # Without a trainer, colocated engines get the GPUs that they would have shared with it.
         asked = asked or (nodes * ranks if launcher.colocate else None)
         nodes, ranks = 1, 0
     if nodes > len(counts):
@@ -161,9 +162,9 @@ def plan_placement(
 def _embedded_on(
     trainer: Sequence[int], count: int, launcher: LauncherSettings, engines: int
 ) -> tuple[EngineShare, ...]:
-    """Places embedded engines: on a node without trainer ranks if there is one, or on several nodes if asked to.
+    """Places embedded engines on a node without trainer ranks if there is one, or on several nodes if asked to.
 
-    count: of the nodes.
+    count: number of nodes.
     """
     together = launcher.colocate and not launcher.debug_rollout_only and len(trainer) > 1 and engines > 1
     nodes = list(trainer) if together else list(range(len(trainer), count)) or [0]
@@ -171,7 +172,7 @@ def _embedded_on(
 
 
 def _usable(counts: Sequence[int], limit: int | None) -> list[int]:
-    """Returns how many GPUs of each node the run may use."""
+    """Returns the number of GPUs of each node that the run may use."""
     if limit is None:
         return list(counts)
     if limit > max(counts):
@@ -186,27 +187,27 @@ def _on_cpu(rollout: RolloutSettings) -> bool:
 
 
 def shared_devices(options: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Returns actor options of a service that uses GPUs which Ray has given to others: it sees `devices`."""
+    """Returns actor options of a service that uses GPUs which Ray has assigned to others; it sees `devices`."""
     variables = {VISIBLE: ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     return options | {"runtime_env": {"env_vars": variables}}
 
 
 def core_environment(processes: int, hidden_size: int) -> dict[str, str]:
-    """Returns the environment variables of each of `processes`, trainers or engines, that share the cores of a node.
+    """Returns environment variables for a trainer rank or an engine, one of `processes` that share a node's cores.
 
-    A trainer and an engine may both have all of them: mostly one waits for the other. hidden_size: of the model; a
-    small one gets one thread.
+    Trainer and engines may each use all cores, since mostly one waits for the other. hidden_size: of the model; a small
+    model gets one thread.
     """
     variables = dict(SHARED_CORES)
     if THREADS not in os.environ:
-        # Ray makes it 1 for an actor that was promised no CPUs.
+        # Ray would set it to 1 for an actor without reserved CPUs.
         threads = cpus() // max(1, processes) if hidden_size >= LEAST_HIDDEN_SIZE else 1
         variables[THREADS] = str(max(1, threads))
     return variables
 
 
 def trainer_environment(launcher: LauncherSettings, gpus: bool, hidden_size: int = LEAST_HIDDEN_SIZE) -> dict[str, str]:
-    """Returns the environment variables of a trainer's process, over those that it inherits."""
+    """Returns the environment variables of a trainer process that override those it inherits."""
     variables = {} if gpus else core_environment(launcher.actor_num_gpus_per_node or 1, hidden_size)
     if gpus and launcher.train_backend == "megatron" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         # Megatron's overlap of communication and computation relies on the order of one hardware queue.

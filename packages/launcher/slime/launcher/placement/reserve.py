@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, and the places on them that one run holds."""
+"""Places a run on the nodes of a Ray cluster, and reserves their GPUs for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NODE_LABEL = "ray.io/node-id"
 class Node:
     """A node of the cluster.
 
-    host: its address. gpus: the number that Ray knows; free: those that nobody holds.
+    host: its address. gpus: number of GPUs that Ray reports. free: number of those that nobody holds.
     """
 
     id: str
@@ -30,7 +30,7 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """Returns the living nodes of the connected cluster: this process's first, the others by address."""
+    """Returns the live nodes of the connected cluster: the node of this process first, the others by address."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -60,9 +60,9 @@ def _number(host: str) -> tuple[int, int, str]:
 def place_run(launcher: LauncherSettings, rollout: RolloutSettings, report: Callable[[str], None]) -> Placement:
     """Plans a run on the connected cluster and holds its GPUs there until the connection ends.
 
-    report: is told what is waited for. Raises InvalidSetting or NotAvailable as `plan_placement` does, before anything
-    is held; DeadlineExceeded, naming the nodes, where others do not let go of the GPUs within
-    `start_timeout_seconds`.
+    report: called with a message while the run waits for GPUs. Raises InvalidSetting or NotAvailable as
+    `plan_placement` does, before anything is held; DeadlineExceeded, naming the nodes, if others do not release the
+    GPUs within `start_timeout_seconds`.
     """
     nodes = cluster_nodes()
     placement = plan_placement(launcher, rollout, [node.gpus for node in nodes], free=[node.free for node in nodes])
@@ -95,7 +95,7 @@ def _on_node(node: Node) -> Any:
 def _hold_gpus(
     placement: Placement, nodes: Sequence[Node], timeout_seconds: float, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Returns the scheduling strategy of each service that has GPUs, all of them held at once or none."""
+    """Returns the scheduling strategy of each service that has GPUs. All GPUs are reserved at once, or none."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
