@@ -1,1 +1,1 @@
-"""Predicts placement, batches and memory of a run without starting it."""
+"""Predicts the placement, the batches and the memory of a run without starting it."""

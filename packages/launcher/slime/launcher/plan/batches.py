@@ -1,4 +1,4 @@
-"""Divides the samples of a rollout into optimizer updates and forward passes."""
+"""Divides the samples of an iteration into optimizer updates and forward passes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class Batches:
         return self.samples - self.updates * self.per_update
 
     def passes(self, size: int, multiple: int = 1) -> int:
-        """Counts the forward passes of a replica and update, of `size` samples at most: as many on each, a multiple of
-        `multiple`."""
+        """Returns the number of forward passes per replica and update: equal on all replicas, a multiple of `multiple`.
+
+        size: maximum number of samples of a pass.
+        """
         batches = -(-self.per_update // size)
         return -(-batches // (self.replicas * multiple)) * multiple
 
@@ -48,7 +50,7 @@ def batches(trainer: TrainerSettings, rollout: RolloutSettings, replicas: int) -
 
 
 def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns the tokens of the longest possible sample, and what bounds it."""
+    """Returns (tokens of the longest possible sample, the limit that bounds it, in words)."""
     limit, model = rollout.rollout_max_context_len, config.get("max_position_embeddings")
     context, because = limit, f"--rollout-max-context-len {limit}"
     if limit is None and isinstance(model, int):
@@ -63,7 +65,7 @@ def longest_sample(rollout: RolloutSettings, config: Mapping[str, Any]) -> tuple
 
 
 def pass_tokens(trainer: TrainerSettings, longest: int) -> tuple[int, str]:
-    """Returns the tokens of the largest forward pass of a replica, and the reason."""
+    """Returns (tokens of the largest forward pass of a replica, the reason in words)."""
     budget = trainer.max_tokens_per_gpu
     if trainer.use_dynamic_batch_size and budget is not None:
         if longest > budget:

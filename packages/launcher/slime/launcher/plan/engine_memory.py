@@ -1,4 +1,4 @@
-"""Estimates the GPU memory of an engine, and the number of tokens that its cache then holds."""
+"""Estimates the GPU memory of an engine, and the number of tokens that its KV cache then holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PACKED_BYTES = 4
 class EngineMemory:
     """Memory on one GPU, in bytes.
 
-    taken: weights and cache together, None where unknown; tokens: the number that the cache holds; lines: the sums.
+    taken: weights and KV cache together; None if unknown. tokens: number of tokens that the cache holds. lines: the
+    calculation in words.
     """
 
     weights: float
@@ -35,9 +36,9 @@ def engine_memory(
     *,
     on_cpu: bool = False,
 ) -> EngineMemory:
-    """Estimates one GPU of an engine, or an engine on the CPU.
+    """Estimates the memory of an engine on one GPU, or on the CPU.
 
-    config: of the language model; parameters: of the whole model.
+    config: of the language model. parameters: number of parameters of the whole model.
     """
     use = kind.memory(settings)
     dtype = use.dtype or str(config.get("dtype") or config.get("torch_dtype") or use.usual_dtype)

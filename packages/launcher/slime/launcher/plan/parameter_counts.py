@@ -25,13 +25,13 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 def whole_model(config: Config, *, mtp: bool = False) -> int:
     """Counts the parameters of a model of a known family, without padding; a tied output layer counts once.
 
-    mtp: with the layers for multi-token prediction. Raises NotAvailable for a family that is not known, InvalidFile.
+    mtp: whether to count the layers for multi-token prediction. Raises NotAvailable for an unknown family, InvalidFile.
     """
     return sum(math.prod(parameter.shape) for parameter in _trained(config, mtp=mtp))
 
 
 def by_transformers(directory: str | Path) -> int:
-    """Counts the parameters of any model that transformers can build, on no device. Raises InvalidFile."""
+    """Counts the parameters of any model that transformers can build, without allocating them. Raises InvalidFile."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -50,9 +50,9 @@ def by_transformers(directory: str | Path) -> int:
 
 
 def of_directory(directory: str | Path, config: Config) -> int:
-    """Counts the parameters of the model in a Hugging Face directory, by its family's table or else by transformers.
+    """Counts the parameters of the model in a Hugging Face directory, by its family's table or else with transformers.
 
-    Raises InvalidFile for a config that describes none.
+    Raises InvalidFile for a config that does not describe a model.
     """
     try:
         return whole_model(config)
@@ -66,7 +66,7 @@ def of_directory(directory: str | Path, config: Config) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters on one rank. dense: everything but routed experts, which another group of ranks has copies of."""
+    """Parameters on one rank. dense: all but the routed experts, which are replicated over another group of ranks."""
 
     dense: int
     experts: int
@@ -79,7 +79,7 @@ class Held:
 def of_stages(config: Config, args: Mapping[str, Any], sizes: Sizes) -> list[Held]:
     """Counts the parameters on a rank of each pipeline stage; ranks of one stage hold equally many.
 
-    args: Megatron's arguments of the model, with its `mtp_num_layers` where those layers are built.
+    args: Megatron's arguments of the model, with `mtp_num_layers` if those layers are built.
     """
     stages = layers_of_stages(args, sizes)
     where = {layer: stage for stage, chunks in enumerate(stages) for layers in chunks for layer in layers}
@@ -103,7 +103,7 @@ def of_stages(config: Config, args: Mapping[str, Any], sizes: Sizes) -> list[Hel
 def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, copied: bool) -> list[int]:
     """Returns the stages that hold a parameter.
 
-    copied: the last stage has the embedding, too, as output layer or for multi-token prediction.
+    copied: whether the last stage also holds the embedding, as output layer or for multi-token prediction.
     """
     layer = _LAYER.match(parameter.name)
     if layer is not None:
@@ -114,7 +114,8 @@ def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, c
 
 
 def _trained(config: Config, *, mtp: bool) -> Iterator[Parameter]:
-    """Leaves out the biases that choose experts: no gradient moves them, and both libraries keep them as buffers."""
+    """Yields all parameters except the biases of expert routers: those get no gradient, and are buffers in both
+    libraries."""
     if not mtp:
         config = {**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}
     for parameter in find_family(config).parameters(config):

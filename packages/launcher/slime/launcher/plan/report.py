@@ -1,4 +1,4 @@
-"""The report of `slime train --dry-run`: placement, batches and estimated memory of a run; starts nothing."""
+"""Writes the report of `slime train --dry-run`: placement, batches and estimated memory of a run; starts nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.types.errors import counted
 
 
 def dry_run(config: RunConfig, *, asynchronous: bool = False) -> tuple[str, bool]:
-    """Returns the report as text, and whether the run fits into its GPUs' memory as far as that is known.
+    """Returns (the report as text, whether the run fits into its GPUs' memory as far as that is known).
 
     Raises the errors that the run would raise before it starts anything, and InvalidFile.
     """
@@ -86,7 +86,7 @@ def _placement(plan: Plan) -> Iterator[str]:
 
 
 def _where(plan: Plan, node: int, number: int | None) -> str:
-    """Names a place. number: of the GPU on the node; None for the CPU."""
+    """Spells the location of a process. number: of the GPU on the node; None for the CPU."""
     placement = plan.placement
     nodes = {*placement.trainer_nodes, *(share.node for share in placement.engines)}
     several = f"node {node} " if len(nodes) > 1 else ""

@@ -1,4 +1,4 @@
-"""The plan of a run on assumed hardware: placement and memory of each process. Nothing is started or loaded."""
+"""`Plan`: placement and memory of each process of a run on assumed hardware. Nothing is started or loaded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from slime.types.errors import InvalidSetting, counted
 class Hardware:
     """The GPUs of each node.
 
-    gpus: their entries of CUDA_VISIBLE_DEVICES, or numbers; gpu_bytes: the memory of the smallest; words: the source of
-    these facts; assumed: whether it is another machine than this one.
+    gpus: their entries in CUDA_VISIBLE_DEVICES, or numbers. gpu_bytes: memory of the smallest GPU. words: the source of
+    these facts, for the report. assumed: whether the hardware is not that of this machine.
     """
 
     gpus: tuple[str, ...]
@@ -37,12 +37,12 @@ class Hardware:
 
 
 def make_plan(config: RunConfig, hardware: Hardware, *, asynchronous: bool = False) -> Plan:
-    """Raises ConfigError for what the run would refuse, and InvalidFile for a model that cannot be counted."""
+    """Makes the plan. Raises the ConfigErrors of the run, and InvalidFile for a model that cannot be counted."""
     return Plan(config, hardware, _place(config, hardware), asynchronous)
 
 
 def _place(config: RunConfig, hardware: Hardware) -> Placement:
-    """Places the run on as many nodes as the trainer has, or more where the engines need them."""
+    """Places the run on as many nodes as the trainer needs, or on more if the engines need them."""
     nodes, count = config.launcher.actor_num_nodes, len(hardware.gpus)
     engine = config.rollout.rollout_num_gpus_per_engine
     asked = config.rollout.rollout_num_gpus or engine
@@ -52,7 +52,7 @@ def _place(config: RunConfig, hardware: Hardware) -> Placement:
         one = nodes == 1 and not (hardware.assumed and asked > count)
         if one or not count:
             raise
-    # The engines need no more than nodes of their own; one that is larger than a node takes whole nodes.
+    # At most, the engines need nodes of their own; an engine that is larger than a node takes whole nodes.
     most = nodes + -(-asked // (count // engine * engine or count))
     for several in range(nodes + 1, most):
         try:
@@ -65,10 +65,9 @@ def _place(config: RunConfig, hardware: Hardware) -> Placement:
 class Plan:
     """The plan of a run.
 
-    engine: the kind that this run starts; None if it only trains, or if its engines run already.
-
-    sizes: of the trainer's parallel groups; args: Megatron's arguments, None for FSDP; held: parameters on a rank of
-    each pipeline stage; longest, tokens: of a sample, and of a forward pass, each with the reason.
+    engine: the kind of engine that this run starts; None if it only trains, or if its engines run already.
+    sizes: sizes of the trainer's parallel groups. args: Megatron's arguments; None for FSDP. held: parameters on a rank
+    of each pipeline stage. longest: tokens of the longest sample; tokens: of a forward pass; each has its reason.
     """
 
     def __init__(self, config: RunConfig, hardware: Hardware, placement: Placement, asynchronous: bool) -> None:
@@ -94,7 +93,7 @@ class Plan:
         self.engine = self._choose_engine()
 
     def _choose_engine(self) -> EngineKind | None:
-        """Raises ConfigError where this machine cannot run the engine that was asked for."""
+        """Returns the kind of engine. Raises ConfigError if this machine cannot run the engine that was asked for."""
         rollout = self.config.rollout
         if self.config.launcher.debug_train_only or rollout.rollout_external_engine_addrs:
             return None
@@ -123,7 +122,7 @@ class Plan:
         return sum(self.engines_of(share) for share in self.placement.engines if share.part == 0)
 
     def engines_of(self, share: EngineShare) -> int:
-        """Returns the number of engines, or of parts of one, that this run starts on that node."""
+        """Returns the number of engines, or of parts of an engine, that this run starts on the node of `share`."""
         return len(self._gpus_of_engines(share))
 
     def _gpus_of_engines(self, share: EngineShare) -> list[list[int]]:
@@ -187,9 +186,9 @@ class Plan:
         )
 
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Returns for each phase the bytes that a GPU of the trainer has to hold, and those that it has.
+        """Returns (bytes needed, bytes available) on a GPU of the trainer for each phase.
 
-        Empty without GPUs, or where their size is unknown.
+        Empty without GPUs, or if their size is unknown.
         """
         size, memories, engine = self.hardware.gpu_bytes, self.memories(), self.engine_memory()
         if size is None or not self.placement.has_gpus or not memories:
@@ -204,7 +203,7 @@ class Plan:
         return {"generating": (waiting + taken, size), "training": (training + working, size)}
 
     def host_memory(self) -> tuple[float, str]:
-        """Returns the bytes of a machine's memory that the run takes, and their parts; 1 GiB for each process."""
+        """Returns (bytes of host memory that the run takes, their parts in words), with 1 GiB for each process."""
         memories, nodes = self.memories(), len(self.placement.trainer_nodes)
         ranks, engine = self.placement.trainer_ranks // nodes, self.engine_memory()
         engines = max(map(self.engines_of, self.placement.engines))

@@ -1,10 +1,11 @@
-"""The memory of one trainer rank and of one engine, estimated from flags and a config.json.
+"""Estimates the memory of a trainer rank, and of a token in an engine's cache, from flags and a config.json.
 
     P  parameters on the rank      R  ranks that share optimizer states      T  tokens of a forward pass on the rank
     h  hidden size     f  inner size of the MLP     V  vocabulary     q, k  width of all queries, of all keys
 
-What lasts for the whole run (weights, gradients, optimizer, reference) is exact up to padding. Activations are an
-estimate: KEPT is what autograd was seen to keep of a decoder layer with attention that makes no matrix of scores.
+Memory that is held for the whole run (weights, gradients, optimizer, reference model) is exact up to padding.
+Activations are an estimate: KEPT was measured as what autograd keeps of a decoder layer whose attention does not
+materialize the matrix of scores.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from slime.trainer.settings.sharding import compared_models, keeps_weights_whole
 from slime.trainer.settings.trainer import TrainerSettings
 
 GIB = 1 << 30
-# CUDA's context, its libraries' kernels and NCCL's buffers of a process.
+# CUDA context, kernels of its libraries and NCCL buffers of one process.
 CONTEXT_BYTES = 1 << 30
 # Bytes that a layer keeps for the backward pass, per token and per unit of hidden size, width of the queries,
-# width of the keys and inner size of the MLP. Norms are always float32. Counted from the tensors that
-# autograd saved; for Megatron in bfloat16 from the peak on a GPU, where its MLP is fused.
+# width of the keys and inner size of the MLP. Norms are always float32. Measured as the tensors that autograd saved;
+# for Megatron in bfloat16 as the peak on a GPU, where its MLP is fused.
 KEPT = {
     "fsdp float32": (24, 16, 16, 16),
     "fsdp bfloat16": (16, 10, 10, 8),
@@ -50,7 +51,7 @@ def plain(number: float) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """A number of bytes and its formula in words. host: in the machine's memory, not the GPU's."""
+    """A number of bytes and its formula in words. host: whether they are in host memory, not on the GPU."""
 
     name: str
     num_bytes: float
@@ -92,8 +93,7 @@ class Shape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Shape:
-        """Reads the values of a config. config: the object of config.json, or the one of its language model. Widths
-        that are not there are 0."""
+        """Reads the values of a config.json, or of the part of it for the language model. Missing widths are 0."""
 
         def number(*names: str) -> int:
             return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
@@ -125,13 +125,14 @@ def trainer_memory(
 ) -> RankMemory:
     """Estimates the memory of one rank.
 
-    tokens: of one forward pass of a replica; args: Megatron's arguments, None for FSDP; layers: of the stage.
+    tokens: of one forward pass of a replica. args: Megatron's arguments; None for FSDP. layers: number of decoder
+    layers of the stage.
     """
     layers = shape.layers if layers is None else layers
     if args is not None:
         items = _megatron(settings, held, sizes, args)
     else:
-        # On a GPU of unknown size the ranks may share everything out.
+        # On a GPU of unknown size, assume that the ranks shard everything.
         size = gpu_bytes or 0.0 if on_gpu else None
         compared = compared_models(settings)
         whole = keeps_weights_whole(settings, held.total, sizes.data, size, compared=compared)
@@ -232,7 +233,7 @@ def _megatron(settings: TrainerSettings, held: Held, sizes: Sizes, args: Mapping
 
 
 def _optimizer_bytes(settings: TrainerSettings, args: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns the optimizer's bytes per parameter, and what they are."""
+    """Returns (the optimizer's bytes per parameter, their parts in words)."""
     if not args.get("use_precision_aware_optimizer"):
         return (12, "float32 weights and two moments") if settings.bf16 else (8, "two moments in float32")
     kinds = {name: str(args.get(f"{name}_dtype") or "fp32") for name in ("main_params", "exp_avg", "exp_avg_sq")}
@@ -291,7 +292,10 @@ def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bo
 
 
 def _in_flight(sizes: Sizes, stage: int) -> float:
-    """Returns how many micro-batches' activations a stage keeps at once: 1F1B, with virtual stages in parts of one."""
+    """Returns the number of micro-batches whose activations a stage keeps at once with the 1F1B schedule.
+
+    Virtual stages keep parts of a micro-batch.
+    """
     stages_left = sizes.pipeline - stage
     if sizes.virtual == 1:
         return stages_left
@@ -300,7 +304,7 @@ def _in_flight(sizes: Sizes, stage: int) -> float:
 
 
 def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, *, in_place: bool) -> Item:
-    """Estimates the logits. in_place: their gradient takes their memory, and nothing else of their size is made."""
+    """Estimates the logits. in_place: whether their gradient reuses their memory, with no other buffer of that size."""
     rows, width = -(-tokens // sizes.context), 2 if settings.bf16 else 4
     if in_place:
         return Item("logits", width * rows * shape.vocab, f"{width} x T x {shape.vocab:,}", lasting=False)
@@ -315,7 +319,7 @@ def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, 
 
 
 def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> float:
-    """Returns the bytes of a token in the cache of one GPU of an engine; latent attention keeps it whole on each."""
+    """Returns the bytes of a token in the cache of one GPU of an engine; latent attention is not split over GPUs."""
     shape = Shape.of(config)
     if config.get("kv_lora_rank"):
         return shape.layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
@@ -324,7 +328,7 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
 
 
 def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, str]:
-    """Returns the bytes of one checkpoint on disk, and their formula."""
+    """Returns (bytes of one checkpoint on disk, their formula in words)."""
     if settings.train_backend == "megatron":
         weights, states = (2, 12) if settings.bf16 else (4, 8)
     else:
@@ -337,5 +341,5 @@ def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, s
 
 
 def peak(memories: Sequence[RankMemory]) -> int:
-    """Returns the number of the rank that needs most."""
+    """Returns the index of the rank that needs the most memory."""
     return max(range(len(memories)), key=lambda number: memories[number].training)

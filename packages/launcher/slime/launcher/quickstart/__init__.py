@@ -1,1 +1,1 @@
-"""The README's first command: real training of a small model on a CPU."""
+"""`scripts/quickstart`, the README's first command: trains a small model on a CPU."""

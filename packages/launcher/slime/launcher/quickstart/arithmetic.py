@@ -13,7 +13,7 @@ HELD_OUT = 64
 def answers() -> dict[str, int]:
     """Returns the answer of every two-term expression over one-digit numbers ("7 + 6", "3 - 8").
 
-    They are those of reasoning-gym's chain_sum, which is not asked for them: it takes seconds to import.
+    They equal those of reasoning-gym's chain_sum, which is not used because it takes seconds to import.
     """
     digits = range(10)
     return {f"{a} + {b}": a + b for a in digits for b in digits} | {f"{a} - {b}": a - b for a in digits for b in digits}

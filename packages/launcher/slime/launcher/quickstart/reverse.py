@@ -32,7 +32,7 @@ def write_model(directory: Path, seed: int) -> Path:
 
 
 async def reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> float:
-    """Returns 1 for the answer and then EOS, otherwise half the fraction of right positions (EOS included).
+    """Returns 1 for the answer followed by EOS, otherwise half the fraction of correct positions (EOS included).
 
     The partial credit is what gives a random model a gradient: it is exactly right once in 28,561 tries.
     """

@@ -1,4 +1,4 @@
-"""Files of prompts that a quickstart writes for itself."""
+"""Writes the prompt files of a quickstart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.types.files import write_whole
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes them as JSON lines. Raises InvalidSetting where `path` holds anything else: it is never replaced."""
+    """Writes rows as JSON lines. Raises InvalidSetting if `path` has other content, which is never replaced."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():

@@ -17,7 +17,7 @@ DEFAULT_GPUS = 8
 
 @dataclass
 class RunnerFields:
-    """The fields, which `SlimeRunner` checks; lengths are in tokens, times in seconds."""
+    """The fields that `SlimeRunner` checks. Lengths are in tokens, times in seconds."""
 
     exp_id: str | None = setting(None, "Name of the run; its files go to runs/NAME")
     agent_runtime_arn: str | None = setting(None, "Agent to train: an AgentCore ARN, or a URL")

@@ -17,7 +17,7 @@ from slime.types.errors import InvalidSetting, MissingFile, nearest
 AGENT_ROLLOUT = "slime.rollout.agents.rollout.generate_rollout"
 AGENT_REWARDS = "slime.rollout.agents.rewards.normalize_episode_rewards"
 
-# With any of these among `extra_flags` the local path has rewards.
+# Flags that give the local path a reward; without any of them in `extra_flags` it uses `--rm-type math`.
 REWARD_FLAGS = ("--rm-type", "--custom-rm-path", "--rollout-function-path", "--rm-url", "--config")
 LABEL_FLAGS = ("--label-key", "--config")
 
@@ -25,13 +25,13 @@ OTHER_CUDA = re.compile(r"^/usr/local/cuda(-[0-9.]+)?(/|$)")
 
 
 class ModelScriptNotFound(MissingFile, FileNotFoundError):
-    """Neither a directory of model scripts nor slime-converters knows a model type."""
+    """A model type that neither the directory of model scripts nor slime-converters knows."""
 
 
 def find_model_args(model_type: str, slime_dir: Path) -> list[str]:
     """Returns MODEL_ARGS of SLIME_DIR/scripts/models/MODEL_TYPE.sh, or of the model in slime-converters.
 
-    Raises ModelScriptNotFound, or InvalidFile for a script that sets none.
+    Raises ModelScriptNotFound, or InvalidFile for a script that does not set MODEL_ARGS.
     """
     from slime.converters.megatron.model_scripts import model_config, model_flags, model_names, read_script
 
@@ -77,7 +77,7 @@ def gpu_flags(runner: RunnerFields, num_rollout: int, model_args: Sequence[str],
 
 
 def cpu_flags(runner: RunnerFields, num_rollout: int, config_path: str) -> list[str]:
-    """Returns flags for the algorithm of the GPU run on the CPU, with the embedded engine; `extra_flags` come last."""
+    """Returns flags for the same algorithm on the CPU, with the embedded engine; `extra_flags` come last."""
     return [
         *_common(runner, num_rollout, config_path),
         *pairs({"--rollout-engine": "embedded", "--rollout-engine-device": "cpu"}),
@@ -154,9 +154,10 @@ def _wandb(runner: RunnerFields) -> list[str]:
 
 
 def available(runner: RunnerFields, words: Sequence[str]) -> list[str]:
-    """Removes logging to Weights & Biases, with a warning, if its package is not installed.
+    """Removes the flags of Weights & Biases, with a warning, if its package is not installed.
 
-    A key in the environment is no reason to refuse a run. What `extra_flags` ask for stays, and is refused by name.
+    They only follow from a key in the environment, which should not stop a run. Flags in `extra_flags` stay, and are
+    then refused by name.
     """
     wandb_flags = _wandb(runner)
     if not wandb_flags or importlib.util.find_spec("wandb") is not None:

@@ -1,6 +1,6 @@
 """Starts a Ray head for `ray job submit`, and stops commands with every process that they started.
 
-Processes are stopped by their ids, never by name, so only those that were started here are.
+Processes are stopped by their ids, never by name, so that only processes that were started here are stopped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def module_path() -> str:
-    """Returns a PYTHONPATH with the modules that this process finds and its interpreter alone does not."""
+    """Returns a PYTHONPATH with the directories that this process has and a new interpreter would not have."""
     prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     return os.pathsep.join(
         path for path in sys.path if path and not prefixes.intersection(Path(path).resolve().parents)
@@ -83,12 +83,10 @@ def run_attached(
     extra: Mapping[str, str] | None = None,
     show: Callable[[str], object] | None = None,
 ) -> None:
-    """Runs a command to its end; its output goes to ours, or line by line to `show`.
+    """Runs a command to its end; its output goes to the output of this process, or line by line to `show`.
 
-    An interrupt (Ctrl-C) stops it, and waits until it has cleaned up.
-
-    On Linux it is also stopped if this process is killed.
-    Raises RunFailed naming `what`.
+    An interrupt (Ctrl-C) stops the command, and waits until it has cleaned up. On Linux it is also stopped if this
+    process is killed. Raises RunFailed naming `what`.
     """
     # In a session of its own the child gets our signal only, and not a second one from Ctrl-C.
     process = subprocess.Popen(
@@ -127,7 +125,7 @@ def _stop_with_parent(parent: int) -> Callable[[], None] | None:
 
 
 def stop_tree(process: subprocess.Popen[bytes], grace: float = STOP_SECONDS) -> None:
-    """Ends a process that we started: SIGTERM, and after `grace` seconds SIGKILL for it and all its descendants."""
+    """Ends a child process with SIGTERM, and after `grace` seconds it and all its descendants with SIGKILL."""
     import psutil
 
     try:
@@ -158,9 +156,9 @@ def listens(host: str, port: int) -> bool:
 class RayHead:
     """A Ray cluster of one node that accepts jobs. Use `start` and `stop`, or a `with` block.
 
-    num_gpus: None leaves counting to Ray. dashboard_port: 0 takes a free one.
-    variables: the environment that `ray job submit` needs besides `url`. inherited: environment of all its jobs'
-    processes.
+    num_gpus: None lets Ray count them. dashboard_port: 0 takes a free one.
+    variables: environment variables that `ray job submit` needs besides `url`. inherited: environment variables of the
+    processes of all jobs.
     """
 
     def __init__(
@@ -203,11 +201,10 @@ class RayHead:
         return self._process is not None and self._process.poll() is None
 
     def start(self, seconds: float = START_SECONDS) -> None:
-        """Starts it unless it is running, and waits until it accepts jobs.
+        """Starts the head unless it is running, and waits until it accepts jobs.
 
-        Raises PortInUse if something listens on `dashboard_port`, Unavailable with the end of its log if it does not
-        start
-        within `seconds`, NotAvailable if the packages that jobs need are missing.
+        Raises PortInUse if something listens on `dashboard_port`, Unavailable with the end of the log if Ray does not
+        start within `seconds`, and NotAvailable if the packages that jobs need are missing.
         """
         if self.running:
             return
@@ -216,7 +213,7 @@ class RayHead:
             raise in_use(self.dashboard_port)
         # The path of a Unix socket has at most 107 characters; Ray's are longer below a long TMPDIR.
         self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
-        # Every user of the machine may enter Ray's directory, but not this one around it.
+        # Every user of the machine may enter Ray's directory, so it is put into one that only this user may enter.
         (self._directory / "ray").mkdir()
         command = self._command()
         variables = environment(self._inherited | self.variables)
@@ -232,7 +229,7 @@ class RayHead:
             raise
 
     def stop(self) -> None:
-        """Stops it with every job on it, if it runs."""
+        """Stops the head, if it is running, and every job on it."""
         with uninterrupted():
             if self._process is not None:
                 stop_tree(self._process)
@@ -244,7 +241,7 @@ class RayHead:
     def _command(self) -> list[str]:
         assert self._directory is not None
         with ExitStack() as held:
-            # Ports are held until all are chosen, so that they differ.
+            # All ports are held until the last one is chosen, so that they differ.
             gcs, dashboard, agent, client = (_bind(held) for _ in range(4))
         self.dashboard_port = self.dashboard_port or dashboard
         gpus = [] if self.num_gpus is None else ["--num-gpus", str(self.num_gpus)]
@@ -277,7 +274,7 @@ class RayHead:
             with opener.open(request, timeout=5):
                 return True
         except urllib.error.HTTPError as error:
-            # Ray itself finds a token in its file, and so does `ray job submit`.
+            # A token in a file is found by Ray itself, and by `ray job submit`.
             return error.code in (401, 403)
         except OSError:
             return False
@@ -294,7 +291,7 @@ def _bind(held: ExitStack) -> int:
 
 
 def check_jobs_available() -> None:
-    """Raises NotAvailable without the packages of ray[default]: plain Ray has no jobs."""
+    """Raises NotAvailable if the packages of ray[default] are missing, without which Ray accepts no jobs."""
     missing = [name for name in ("aiohttp_cors", "opencensus", "virtualenv") if importlib.util.find_spec(name) is None]
     if missing:
         raise NotAvailable.requires("`ray job submit`", f"the package {missing[0]}", "pip install 'ray[default]'")

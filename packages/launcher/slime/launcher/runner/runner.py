@@ -4,7 +4,7 @@
 
 Without `agent_runtime_arn` and `s3_bucket` it trains on the local path: our own rollout, and rewards by
 `--rm-type math` against the label of each row, unless `extra_flags` say otherwise. With both, agents behind the ARN
-produce the episodes. One that is called directly, by a URL `http://HOST:PORT/invocations`, may answer without a bucket.
+produce the episodes. An agent that is called directly, by a URL `http://HOST:PORT/invocations`, needs no bucket.
 
 With GPUs, Megatron and SGLang share them, as a job of a Ray head that `train` starts and stops. `num_gpus=0` trains on
 the CPU; so does a machine without a GPU where `num_gpus` has its default.
@@ -98,10 +98,10 @@ class SlimeRunner(RunnerFields):
         return cls(**values)
 
     def train(self, num_rollout: int = 1) -> None:
-        """Runs the training to its end, with its output on that of this process.
+        """Runs the training to its end; its output goes to the output of this process.
 
-        num_rollout: iterations to run. Raises RunFailed where the training fails, ModelScriptNotFound, and PortInUse
-        where another Ray takes jobs on this machine. Everything that it started is stopped, however it ends.
+        num_rollout: iterations to run. Raises RunFailed if the training fails, ModelScriptNotFound, and PortInUse if
+        another Ray takes jobs on this machine. Stops everything that it started, however it ends.
         """
         if isinstance(num_rollout, bool) or not isinstance(num_rollout, int) or num_rollout < 0:
             raise InvalidSetting.must_be("num_rollout", "an integer of at least 0", got=num_rollout)
@@ -133,11 +133,11 @@ class SlimeRunner(RunnerFields):
         )  # fmt: skip
 
     def _stop_stale_processes(self) -> None:
-        """Stops what an earlier `train` of this runner may have left; processes of others stay."""
+        """Stops processes that an earlier `train` of this runner may have left, and no others."""
         self._stop_ray()
 
     def _start_ray(self) -> None:
-        """Starts the Ray head that takes the job; on the CPU the run starts a Ray of its own. Raises PortInUse."""
+        """Starts the Ray head that takes the job. On the CPU the run starts its own Ray instead. Raises PortInUse."""
         if self._cpu:
             return
         if listens(LOOPBACK, DASHBOARD_PORT):
@@ -151,7 +151,7 @@ class SlimeRunner(RunnerFields):
             self._head = None
 
     def _source_model_script(self) -> list[str]:
-        """Returns MODEL_ARGS of SLIME_DIR/scripts/models/MODEL_TYPE.sh, else of that model in slime-converters."""
+        """Returns MODEL_ARGS of SLIME_DIR/scripts/models/MODEL_TYPE.sh, else of the model in slime-converters."""
         return [] if self.model_type is None else runner_flags.find_model_args(self.model_type, Path(self.slime_dir))
 
     def _build_runtime_env(self) -> dict[str, dict[str, str]]:
@@ -182,7 +182,7 @@ class SlimeRunner(RunnerFields):
             flags = runner_flags.available(self, runner_flags.cpu_flags(self, num_rollout, config_path))
             variables = dict(runtime_env["env_vars"])
             variables |= {"PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], module_path()])}
-            # Engines on GPUs get the parsers as flags, which the embedded engine does not have.
+            # The embedded engine has no flags for the parsers, so they are passed as variables.
             variables |= {"SGLANG_TOOL_CALL_PARSER": self.sglang_tool_call_parser}
             if self.sglang_reasoning_parser:
                 variables |= {"SGLANG_REASONING_PARSER": self.sglang_reasoning_parser}

@@ -47,7 +47,7 @@ COMMANDS = {"train.py": "train", "train_async.py": "train-async"}
 
 
 def repo_base_dir() -> Path:
-    """Returns the checkout that this file is part of; of an installed package the current directory."""
+    """Returns the checkout that this file is part of, or the current directory for an installed package."""
     for directory in Path(__file__).resolve().parents:
         if (directory / "scripts" / "models").is_dir():
             return directory
@@ -55,9 +55,9 @@ def repo_base_dir() -> Path:
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Runs a line of bash and prints it. Returns its standard output where that is captured.
+    """Prints and runs a line of bash. Returns its standard output if `capture_output` is set, otherwise None.
 
-    Raises RunFailed, a subprocess.CalledProcessError, where it ends with another exit code than 0.
+    Raises RunFailed, a subprocess.CalledProcessError, if it ends with another exit code than 0.
     """
     print(f"EXEC: {cmd}", flush=True)
     done = subprocess.run(
@@ -81,7 +81,7 @@ def hf_download_dataset(full_name: str, data_dir: str | os.PathLike[str] | None 
 
 
 def rsync_simple(path_src: str, path_dst: str) -> None:
-    """Copies the content of a directory into another, and makes that one."""
+    """Copies the content of a directory into another, which it creates if necessary."""
     source, target = shlex.quote(str(path_src).rstrip("/") + "/"), shlex.quote(str(path_dst))
     exec_command(f"mkdir -p {target} && rsync -a --info=progress2 {source} {target}")
 
@@ -97,8 +97,8 @@ def convert_checkpoint(
 ) -> str:
     """Converts HF_CHECKPOINT (default: ~/models/MODEL_NAME) into DIR_DST/MODEL_NAME_torch_dist and returns that path.
 
-    What is there already, made of the same files, is kept. dir_dst: default the home directory. num_gpus_per_node:
-    ranks that share the work; multinode: with those of the other nodes of a Slurm job.
+    Keeps a checkpoint that was converted from the same files. dir_dst: default the home directory. num_gpus_per_node:
+    number of ranks that share the work. multinode: share it with the other nodes of a Slurm job.
     """
     source = hf_checkpoint or str(Path.home() / "models" / model_name)
     target = str(Path(dir_dst or Path.home(), f"{model_name}_torch_dist"))
@@ -130,10 +130,10 @@ def _slurm_nodes() -> list[str]:
 class ExecuteTrainConfig:
     """Settings of a script's own command line; scripts extend it.
 
-    cuda_core_dump: a CUDA error leaves a core dump in the working directory.
-    num_nodes: of the cluster, for scripts to compute with.
-    extra_env_vars: more variables of the training, `A=1 B=2` or a JSON object. Those named like secrets (KEY, TOKEN,
-        SECRET, PASSWORD, CREDENTIAL) are in no argument list, unless the Ray is an external one.
+    cuda_core_dump: whether a CUDA error leaves a core dump in the working directory.
+    num_nodes: number of nodes of the cluster, for the script's own calculations.
+    extra_env_vars: further variables of the training, `A=1 B=2` or a JSON object. Variables named like secrets (KEY,
+        TOKEN, SECRET, PASSWORD, CREDENTIAL) are kept out of argument lists, except with an external Ray.
     """
 
     cuda_core_dump: bool = False
@@ -152,11 +152,11 @@ def execute_train(
 ) -> None:
     """Runs a training to its end, as a job of a Ray head that is started for it and stopped afterwards.
 
-    train_args: flags as in a shell, on one line or on several. megatron_model_type: a name in scripts/models, whose
-    MODEL_ARGS come first, for Megatron unless `train_args` name another backend.
-    before_ray_job_submit: is called when Ray runs.
+    train_args: flags as in a shell, on one line or several. megatron_model_type: a name in scripts/models, whose
+    MODEL_ARGS come first; it selects Megatron unless `train_args` names another backend.
+    before_ray_job_submit: called when Ray is running.
 
-    Raises RunFailed where the training fails, and what `find_model_args` and RayHead raise.
+    Raises RunFailed if the training fails, and the errors of `find_model_args` and RayHead.
     """
     submits = get_bool_env_var("SLIME_SCRIPT_ENABLE_RAY_SUBMIT", "1")
     external = get_bool_env_var("SLIME_SCRIPT_EXTERNAL_RAY")
@@ -182,7 +182,7 @@ def execute_train(
             print(f"EXEC: {train}", flush=True)
             run_attached(["bash", "-c", f"exec {train}"], "the training", variables | joins)
             return
-        # Secrets cannot be hidden from an external Ray, whose environment is set already.
+        # With an external Ray, whose environment is fixed already, secrets have to be in the job's runtime environment.
         hidden = {} if external else secrets_of(variables)
         runtime_env = {"env_vars": {name: value for name, value in variables.items() if name not in hidden}}
         path = shlex.quote(stack.enter_context(runtime_env_file(runtime_env)))
@@ -222,7 +222,7 @@ def _program(script: str) -> str:
 
 
 def _variables(config: ExecuteTrainConfig, extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of the training, which goes over Ray's."""
+    """Returns the environment variables of the training, which override Ray's."""
     megatron = os.environ.get("SLIME_SCRIPT_MEGATRON_DIR", "")
     variables = {
         "PYTHONPATH": os.pathsep.join(path for path in (megatron, module_path()) if path),
@@ -262,8 +262,7 @@ def _parse_variables(text: str) -> dict[str, str]:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Returns flags that log a test's run under its name; none without the package, or WANDB_API_KEY, which the run
-    reads."""
+    """Returns flags that log a test's run to W&B under its name; none without the package wandb or WANDB_API_KEY."""
     for reason, absent in (
         ("WANDB_API_KEY is not set", not os.environ.get("WANDB_API_KEY")),
         ("the package wandb is not installed", importlib.util.find_spec("wandb") is None),
@@ -286,7 +285,7 @@ def create_run_id() -> str:
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Returns whether a variable is true or 1, not empty. Raises InvalidSetting for other words."""
+    """Returns whether an environment variable is set to true or 1. Raises InvalidSetting for an unknown word."""
     value = (os.environ.get(name, "").strip() or default).lower()
     if value not in (*TRUE, *FALSE):
         raise InvalidSetting.one_of(name, TRUE + FALSE, got=value)
