@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from trainer_float64 import flash_backward, flash_forward
 
 from slime.trainer.backends import shared_attention
 from slime.trainer.backends.attention import attend
@@ -81,49 +82,6 @@ def sharing(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
     return [prompt for prompt, _ in groups], [responses for _, responses in groups], others
 
 
-def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, q_limits: Tensor, k_limits: Tensor, max_q: int, max_k: int,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """FlashAttention over sequences, in any precision: what lies outside the limits is never written."""
-    output, lse = torch.full_like(query, float("nan")), query.new_full((query.shape[1], len(query)), float("nan"))
-    for a, b, c, d in zip(q_limits, q_limits[1:], k_limits, k_limits[1:], strict=False):
-        assert b - a <= max_q and d - c <= max_k
-        logits = _logits(query[a:b], key[c:d], causal, scale)
-        # For queries without keys the kernel returns infinity, and 0.
-        lse[:, a:b] = logits.logsumexp(-1) if d > c else float("inf")
-        output[a:b] = torch.einsum("hqk,khv->qhv", logits.softmax(-1), _heads(value[c:d], query)) if d > c else 0.0
-    return output, lse
-
-
-def flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, q_limits: Tensor,
-    k_limits: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """With probabilities exp(logits - lse), and ds = p (dp - sum(gradient * output))."""
-    found = [torch.full_like(tensor, float("nan")) for tensor in (query, key, value)]
-    groups = query.shape[1] // key.shape[1]
-    for a, b, c, d in zip(q_limits, q_limits[1:], k_limits, k_limits[1:], strict=False):
-        p = (_logits(query[a:b], key[c:d], causal, scale) - lse[:, a:b, None]).exp()
-        dp = torch.einsum("qhv,khv->hqk", gradient[a:b], _heads(value[c:d], query))
-        ds = p * (dp - (gradient[a:b] * output[a:b]).sum(-1).t()[..., None]) * scale
-        found[0][a:b] = torch.einsum("hqk,khd->qhd", ds, _heads(key[c:d], query))
-        for into, whole in ((1, torch.einsum("hqk,qhd->khd", ds, query[a:b])),
-                            (2, torch.einsum("hqk,qhv->khv", p, gradient[a:b]))):  # fmt: skip
-            found[into][c:d] = whole.unflatten(1, (-1, groups)).sum(2)
-    return found[0], found[1], found[2]
-
-
-def _heads(tensor: Tensor, query: Tensor) -> Tensor:
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
-
-
-def _logits(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    logits = torch.einsum("qhd,khd->hqk", query, _heads(key, query)) * scale
-    seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
-    return logits.masked_fill(~seen, float("-inf")) if causal else logits
-
-
 @given(sharing(), st.integers(1, 4), st.integers(0, 100))
 def test_responses_see_the_prompt_that_they_share(
     layout: tuple[list[int], list[list[int]], list[int]], spare: int, seed: int
@@ -165,7 +123,7 @@ def test_responses_see_the_prompt_that_they_share(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_attention, "_kernel", flash_forward)
         patch.setattr(shared_attention, "_backward_kernel", flash_backward)
-        output = shared_attention.attend_sharing(*tensors, fixed, 0.3)
+        output = shared_attention.attend_runs(*tensors, fixed, 0.3)
         # The parts are put together in float32.
         torch.testing.assert_close(output, reference, atol=1e-6, rtol=1e-6)
         found = torch.autograd.grad((output * weights).sum(), tensors)

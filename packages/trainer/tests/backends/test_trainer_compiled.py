@@ -1,19 +1,22 @@
 """Compiled layers, fused log-probs, padded rows and bfloat16 weights against the eager path and float64."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from trainer_float64 import flash_backward, flash_forward
 from trainer_tiny import Runner, make_samples, make_settings, write_model
 
 from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.backends.base import TRAINING, WEIGHTS
 from slime.trainer.backends.fsdp.compilation import Compiler
-from slime.trainer.backends.fsdp.rows import RowShape, StaticRow
+from slime.trainer.backends.fsdp.model import decoder_layers, load_model
+from slime.trainer.backends.fsdp.rows import RowShape, StaticRow, StaticRows
 from slime.trainer.batching.packing import pack
+from slime.trainer.batching.schedule import Lengths, fewest_bins
 from slime.types import Sample
 
 METRICS = ("train/loss", "train/grad_norm", "train/entropy_loss", "train/ppo_kl", "train/kl_loss")
@@ -127,22 +130,119 @@ def make_row(lengths: list[int], **rest: Any) -> Any:
     return pack(samples, range(len(lengths)), [0.0] * len(lengths), [1.0] * len(lengths), **rest)
 
 
-def test_rows_of_a_token_limit_have_few_shapes():
-    random = np.random.default_rng(0)
-    shapes: list[RowShape] = []
-    for _ in range(200):
-        lengths: list[int] = []
-        while sum(lengths) < 8192 - 200:
-            lengths.append(int(16 * 64 ** random.random()))
-        while sum(lengths) > 8192:
-            lengths.pop()
-        batch = make_row(lengths)
-        wanted = RowShape.of(batch, 8192)
-        if not any(shape.takes(batch, wanted) for shape in shapes):
-            shapes.append(wanted)
-    assert len(shapes) <= 4 and {shape.tokens for shape in shapes} <= {7168, 8192}
-    for shape in shapes:
+class Replays:
+    """Stands for the graphs of a shape, which a CPU cannot capture."""
+
+    count = 0
+
+    def __init__(self, forward: Any, backward: Any, row: StaticRow, with_entropy: bool, pool: Any) -> None:
+        self.forward = self.backward = self
+        self.log_probs = self.entropies = self.of_log_probs = torch.zeros(row.shape.trained)
+        self.of_entropies = None
+
+    def replay(self) -> None:
+        Replays.count += 1
+
+
+def sum_of_log_probs(number: int, batch: Any, outputs: Any) -> torch.Tensor:
+    return outputs.log_probs.sum()
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> StaticRows:
+    """Rows of up to 8,192 tokens of a model that computes nothing."""
+
+    def forward(model: Any, tokens: Any, positions: Any, runs: Any, rows: torch.Tensor, targets: Any) -> Any:
+        return torch.zeros(len(rows)), torch.zeros(len(rows))
+
+    monkeypatch.setattr("slime.trainer.backends.fsdp.rows._Captured", Replays)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    rows = StaticRows(forward, lambda *_: None, torch.device("cpu"), 8192)
+    rows.use_graphs(True)
+    return rows
+
+
+def log_uniform(random: np.random.Generator) -> list[int]:
+    return [int(16 * 64 ** random.random()) for _ in range(128)]
+
+
+def log_normal(random: np.random.Generator) -> list[int]:
+    return [int(min(1 + random.lognormal(4.8, 1.0), 2048)) for _ in range(128)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "replayed"), [(log_uniform, 0.8), (log_normal, 0.75), (lambda random: [1024] * 32, 1.0)]
+)
+def test_rows_of_any_lengths_are_replayed_from_four_shapes_that_stay(
+    fake_graphs: StaticRows, draw: Callable[[np.random.Generator], list[int]], replayed: float
+):
+    rows = fake_graphs
+    random, model = np.random.default_rng(0), torch.nn.Identity()
+    seen = []
+    for update in range(20):
+        Replays.count, lengths = 0, draw(random)
+        bins = fewest_bins(range(len(lengths)), Lengths(lengths), 8192)
+        for positions in bins:
+            batch = make_row([lengths[p] for p in positions])
+            rows.forward_backward(model, 0, batch, sum_of_log_probs, "none", 1.0)
+        rows.updated()
+        seen.append((rows.captured, Replays.count / 2 / len(bins)))
+        if update >= 3:
+            # Neither captured again, nor without a graph more often than that is worth.
+            assert rows.captured == seen[2][0]
+    assert len(rows.shapes) <= 4 and np.mean([share for _, share in seen[3:]]) >= replayed
+    for shape in rows.shapes:
         assert shape.runs * shape.longest <= 16 * shape.tokens
+
+
+def test_rows_of_other_lengths_get_graphs_once_these_are_worth_it(fake_graphs: StaticRows):
+    rows, model = fake_graphs, torch.nn.Identity()
+    for number, lengths in enumerate(([2048] * 4, [4000, 4000], [300] * 3, [1500], [3000], [600] * 10)):
+        before = rows.captured
+        for update in range(70):
+            Replays.count = 0
+            rows.forward_backward(model, 0, make_row(lengths), sum_of_log_probs, "none", 1.0)
+            rows.updated()
+            assert rows.captured <= before + (update >= 50 or not number)
+        assert Replays.count == 2 and rows.captured == before + 1 and len(rows.shapes) <= 4
+
+
+def test_layers_are_compiled_for_one_length_of_rows_and_once_for_all_others(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager"))
+    # The compiler sees the operators of a GPU.
+    monkeypatch.setattr("slime.trainer.backends.attention.flash_takes", lambda query: True)
+    monkeypatch.setattr("slime.trainer.backends.shared_attention._kernel", flash_forward)
+    monkeypatch.setattr("slime.trainer.backends.shared_attention._backward_kernel", flash_backward)
+    policy, compiler, random = load_model(model, flag="--hf-checkpoint"), Compiler(), np.random.default_rng(0)
+    compiler.layers(decoder_layers(policy))
+    log_probs = FusedLogProbs(compiler.function)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    graphs = []
+    layouts: list[tuple[list[int], list[int]]] = [
+        ([0, 0, 1], [5, 7, 3]), ([0, 1], [9, 20]), ([0, 0, 1, 1], [3] * 4), ([0], [12]), ([0, 0, 1, 1, 2, 2], [4] * 6),
+    ]  # fmt: skip
+    for prompts, lengths in layouts:
+        samples = [
+            Sample(tokens=np.array([2 + prompt] * 3 + random.integers(2, 32, n).tolist(), np.int32), response_length=n)
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+        batch = pack(samples, range(len(samples)), [0.0] * len(samples), [1.0] * len(samples))
+        row = StaticRow(RowShape.of(batch, 64, 64), torch.device("cpu"), one_length=True)
+        row.fill(batch)
+        for tokens, positions, runs, rows, targets in (
+            (batch.tokens, batch.position_ids, batch.runs, batch.rows, batch.targets),
+            (row.tokens, row.position_ids, row.runs, row.rows, row.targets),
+        ):
+            logits = policy(tokens, position_ids=positions, runs=runs, logits_to_keep=rows).logits[0]
+            found, entropy = log_probs(logits, targets, 1.0)
+            torch.autograd.grad((found.sum() + entropy.sum()), list(policy.parameters()), allow_unused=True)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert not compiler.failed and graphs[0] >= 3 and graphs[1:] == graphs[:1] * 4
 
 
 @pytest.mark.parametrize("lengths", [[8, 8, 8], [3, 20, 9], [2], [40, 40]])
@@ -151,7 +251,7 @@ def test_a_padded_row_is_the_row_and_sequences_of_padding(lengths: list[int]):
     shape = RowShape.of(batch, 64)
     row = StaticRow(shape, torch.device("cpu"))
     for other in (make_row([7] * min(4, len(lengths))), batch):
-        if shape.takes(other, shape):
+        if shape.takes(other, RowShape.of(other, 64)):
             row.fill(other)
     # A sample's last token is not fed in.
     limits, total = row.limits.tolist(), sum(lengths) - len(lengths)

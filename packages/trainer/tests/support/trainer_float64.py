@@ -1,8 +1,9 @@
-"""References by transformers in float64, one forward pass for each sample."""
+"""References in plain torch: transformers in float64, one forward pass for each sample, and FlashAttention."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 
@@ -23,3 +24,46 @@ def reference_log_probs(model: Any, sample: Any, temperature: float = 1.0, nucle
         logits = logits.masked_fill(~allowed, -torch.inf)
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
     return log_probs[len(tokens) - 1 - sample.response_length :]
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, q_limits: Tensor, k_limits: Tensor, max_q: int, max_k: int,
+    causal: bool, scale: float, window: None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention over sequences, in any precision: what lies outside the limits is never written."""
+    output, lse = torch.full_like(query, float("nan")), query.new_full((query.shape[1], len(query)), float("nan"))
+    for a, b, c, d in zip(q_limits, q_limits[1:], k_limits, k_limits[1:], strict=False):
+        assert b - a <= max_q and d - c <= max_k
+        logits = _logits(query[a:b], key[c:d], causal, scale)
+        # For queries without keys the kernel returns infinity, and 0.
+        lse[:, a:b] = logits.logsumexp(-1) if d > c else float("inf")
+        output[a:b] = torch.einsum("hqk,khv->qhv", logits.softmax(-1), _heads(value[c:d], query)) if d > c else 0.0
+    return output, lse
+
+
+def flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, q_limits: Tensor,
+    k_limits: Tensor, max_q: int, max_k: int, causal: bool, scale: float, window: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """With probabilities exp(logits - lse), and ds = p (dp - sum(gradient * output))."""
+    found = [torch.full_like(tensor, float("nan")) for tensor in (query, key, value)]
+    groups = query.shape[1] // key.shape[1]
+    for a, b, c, d in zip(q_limits, q_limits[1:], k_limits, k_limits[1:], strict=False):
+        p = (_logits(query[a:b], key[c:d], causal, scale) - lse[:, a:b, None]).exp()
+        dp = torch.einsum("qhv,khv->hqk", gradient[a:b], _heads(value[c:d], query))
+        ds = p * (dp - (gradient[a:b] * output[a:b]).sum(-1).t()[..., None]) * scale
+        found[0][a:b] = torch.einsum("hqk,khd->qhd", ds, _heads(key[c:d], query))
+        for into, whole in ((1, torch.einsum("hqk,qhd->khd", ds, query[a:b])),
+                            (2, torch.einsum("hqk,qhv->khv", p, gradient[a:b]))):  # fmt: skip
+            found[into][c:d] = whole.unflatten(1, (-1, groups)).sum(2)
+    return found[0], found[1], found[2]
+
+
+def _heads(tensor: Tensor, query: Tensor) -> Tensor:
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+
+
+def _logits(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    logits = torch.einsum("qhd,khd->hqk", query, _heads(key, query)) * scale
+    seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    return logits.masked_fill(~seen, float("-inf")) if causal else logits

@@ -56,6 +56,7 @@ class FusedLogProbs:
 
     def __call__(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) [J] float32. If a gradient follows, `logits` is overwritten."""
+        _rows_vary(logits, targets)
         if torch.is_grad_enabled() and logits.requires_grad:
             found: tuple[Tensor, Tensor] = _Fused.apply(logits, targets, temperature, self._statistics, self._gradient)
             return found
@@ -84,5 +85,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         targets, log_sum, entropy = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
+        _rows_vary(logits, targets, log_sum, entropy, of_log_probs, of_entropy)
         ctx.gradient(logits, targets, log_sum, entropy, of_log_probs, of_entropy, ctx.temperature)
         return logits, None, None, None, None
+
+
+def _rows_vary(*tensors: Tensor) -> None:
+    """Has torch.compile take any J from the start."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.trainer.backends.shared_attention import attend_sharing
+from slime.trainer.backends.shared_attention import attend_runs
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
 
@@ -32,8 +32,6 @@ except ImportError:  # a torch before 2.10
 
 _FLASH_TAKES = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
 _HAVE_FLASH = {"scale", "window_size"} <= _FLASH_TAKES
-# torch before 2.12 has no such argument: its kernel takes fewer heads of keys as they are.
-_ASKS_ABOUT_HEADS = "enable_gqa" in _FLASH_TAKES
 _MAX_FLASH_WIDTH = 256
 # Keys of a run up to which the CPU's kernel is faster in float32 than in bfloat16: six times at 16, twice at 128.
 _SHORT = 256
@@ -80,17 +78,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float |
     if value_width != width:
         # The kernel has one width for all three; zeros behind the values are cut off again.
         value = F.pad(value, (0, width - value_width))
-    if runs.shared is not None:
-        if window is not None:
-            raise NotAvailable.unavailable("sliding_window over shared prompts", "their keys have to be gathered")
-        return attend_sharing(query, key, value, runs, scale)[..., :value_width]
-    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_ABOUT_HEADS else {}
-    output = varlen_attn(
-        query.contiguous(), key.contiguous(), value.contiguous(),
-        runs.q_limits, runs.k_limits, runs.max_q, runs.max_k,
-        scale=scale, window_size=(-1 if window is None else window - 1, 0), **heads,
-    )  # fmt: skip
-    return output[..., :value_width]
+    if window is not None and runs.shared is not None:
+        raise NotAvailable.unavailable("sliding_window over shared prompts", "their keys have to be gathered")
+    return attend_runs(query, key, value, runs, scale, window)[..., :value_width]
 
 
 @torch.compiler.disable

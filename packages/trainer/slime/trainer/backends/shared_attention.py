@@ -1,14 +1,15 @@
-"""Attention of responses that share prompts, by FlashAttention: each prompt's keys are read where they lie.
+"""Attention over packed rows by FlashAttention; responses read the keys of a prompt that they share where they lie.
 
-    T  tokens of the row      h, g  heads of queries, of keys and values      d  width of a head
+    T  tokens of the row      K  keys and values      h, g  heads of queries, of keys and values      d  width of a head
 
-Every run attends to itself, causally, and in a second call the responses of a prompt attend to all of it. With o and
-lse the output and the log of the sum of exponentials of each call, both together are
+Every run attends to itself, causally. Where prompts are shared, the responses of each attend to all of it in a second
+call. With o and lse the output and the log of the sum of exponentials of each call, both together are
 
     lse = log(exp(lse_1) + exp(lse_2))        o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
 
 and the gradient of each call is what its backward kernel makes of the o and lse of both together: probabilities are
-exp(logits - lse), wherever a key lies. One operator for torch, so that a compiled layer does not look inside.
+exp(logits - lse), wherever a key lies. One operator for torch: a compiled layer does not look inside, and is the same
+for rows of any bounds, with shared prompts and without.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.trainer.batching.runs import Runs
+from slime.trainer.batching.runs import Runs, varies
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_sharing(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None) -> Tensor:
-    """[T, h, d], [T, g, d], [T, g, d] -> [T, h, d], on CUDA in bfloat16 or float16."""
-    shared = runs.shared
-    assert shared is not None
+def attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None = None
+) -> Tensor:
+    """[T, h, d], [K, g, d], [K, g, d] -> [T, h, d], on CUDA in bfloat16 or float16.
+
+    window: keys that a query sees at most, in rows without shared prompts.
+    """
     output: Tensor = _attend(
-        query.contiguous(), key.contiguous(), value.contiguous(), runs.q_limits, runs.max_q,
-        shared.q_limits, shared.k_limits, shared.max_q, shared.max_k, scale,
+        query.contiguous(), key.contiguous(), value.contiguous(), *runs.operands, scale, window,
     )[0]  # fmt: skip
     return output
 
@@ -82,23 +85,28 @@ def fuse(compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     _fused.merge, _fused.add = compiled(merge), compiled(add)
 
 
-@torch.library.custom_op("slime::shared_attention", mutates_args=())
+@torch.library.custom_op("slime::packed_attention", mutates_args=())
 def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    limits: Tensor,
-    longest: int,
     q_limits: Tensor,
     k_limits: Tensor,
-    max_q: int,
-    max_k: int,
+    shared_q_limits: Tensor,
+    shared_k_limits: Tensor,
+    numbers: Tensor,
     scale: float | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [T, h, d], and lse [h, T] float32."""
-    causal, causal_lse = _kernel(query, key, value, limits, limits, longest, longest, True, scale)
-    prompt, prompt_lse = _kernel(query, key, value, q_limits, k_limits, max_q, max_k, False, scale)
-    return _fused.merge(causal, causal_lse, prompt, prompt_lse, q_limits)
+    longest_q, longest_k, shares, max_q, max_k = numbers.tolist()
+    causal, causal_lse = _kernel(query, key, value, q_limits, k_limits, longest_q, longest_k, True, scale, window)
+    if not shares:
+        return causal, causal_lse
+    prompt, prompt_lse = _kernel(query, key, value, shared_q_limits, shared_k_limits, max_q, max_k, False, scale)
+    for tensor, dim in ((causal, 0), (causal_lse, 1), (prompt, 0), (prompt_lse, 1), (shared_q_limits, 0)):
+        varies(tensor, dim)
+    return _fused.merge(causal, causal_lse, prompt, prompt_lse, shared_q_limits)
 
 
 @_attend.register_fake
@@ -107,7 +115,7 @@ def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), lse
 
 
-@torch.library.custom_op("slime::shared_attention_backward", mutates_args=())
+@torch.library.custom_op("slime::packed_attention_backward", mutates_args=())
 def _gradients(
     gradient: Tensor,
     query: Tensor,
@@ -115,18 +123,23 @@ def _gradients(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    limits: Tensor,
-    longest: int,
     q_limits: Tensor,
     k_limits: Tensor,
-    max_q: int,
-    max_k: int,
+    shared_q_limits: Tensor,
+    shared_k_limits: Tensor,
+    numbers: Tensor,
     scale: float | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    longest_q, longest_k, shares, max_q, max_k = numbers.tolist()
     saved = gradient.contiguous(), query, key, value, output, lse
-    causal = _backward_kernel(*saved, limits, limits, longest, longest, True, scale)
-    prompt = _backward_kernel(*saved, q_limits, k_limits, max_q, max_k, False, scale)
-    return _fused.add(causal, prompt, q_limits, k_limits)
+    causal = _backward_kernel(*saved, q_limits, k_limits, longest_q, longest_k, True, scale, window)
+    if not shares:
+        return causal
+    prompt = _backward_kernel(*saved, shared_q_limits, shared_k_limits, max_q, max_k, False, scale)
+    for tensor in (*causal, *prompt, shared_q_limits, shared_k_limits):
+        varies(tensor, 0)
+    return _fused.add(causal, prompt, shared_q_limits, shared_k_limits)
 
 
 @_gradients.register_fake
@@ -135,19 +148,22 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: obje
 
 
 def _setup(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, limits, longest, q_limits, k_limits, max_q, max_k, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, limits, q_limits, k_limits)  # type: ignore[attr-defined]
-    ctx.bounds = longest, max_q, max_k, scale  # type: ignore[attr-defined]
+    *tensors, scale, window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])  # type: ignore[attr-defined]
+    ctx.constants = scale, window  # type: ignore[attr-defined]
 
 
 def _backward(ctx: object, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, limits, q_limits, k_limits = ctx.saved_tensors  # type: ignore[attr-defined]
-    longest, max_q, max_k, scale = ctx.bounds  # type: ignore[attr-defined]
-    found = _gradients(gradient, *saved, limits, longest, q_limits, k_limits, max_q, max_k, scale)
+    found = _gradients(gradient, *ctx.saved_tensors, *ctx.constants)  # type: ignore[attr-defined]
     return (*found, *[None] * 7)
 
 
 _attend.register_autograd(_backward, setup_context=_setup)
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Returns the keys before and behind its own that a query may see, as the kernels take them."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _kernel(
@@ -160,10 +176,12 @@ def _kernel(
     max_k: int,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, q_limits, k_limits, max_q, max_k, 0.0, causal, False, scale=scale
-    )
+        query, key, value, q_limits, k_limits, max_q, max_k, 0.0, causal and window is None, False, scale=scale,
+        **_sides(window),
+    )  # fmt: skip
     return output, lse
 
 
@@ -180,12 +198,13 @@ def _backward_kernel(
     max_k: int,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The random state of dropout, which is off.
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        gradient, query, key, value, output, lse, q_limits, k_limits, max_q, max_k, 0.0, causal, random, unused,
-        scale=scale,
+        gradient, query, key, value, output, lse, q_limits, k_limits, max_q, max_k, 0.0, causal and window is None,
+        random, unused, scale=scale, **_sides(window),
     )  # fmt: skip
     return found

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ class SharedPrompts:
     max_k: int
 
 
+class Operands(NamedTuple):
+    """Tensors that attention reads. numbers: [5] int64 on the CPU: the longest run of queries and of keys, whether
+    prompts are shared, the most responses of a prompt in tokens, and the longest prompt."""
+
+    q_limits: Tensor
+    k_limits: Tensor
+    shared_q_limits: Tensor
+    shared_k_limits: Tensor
+    numbers: Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """Runs of consecutive queries, each with all keys up to the last query's own: both end at the same token.
@@ -35,8 +47,11 @@ class Runs:
     q_lengths, k_lengths: of each run; empty if only the limits are known.
     q_limits, k_limits: [runs + 1] int32, where each starts, and the end.
     keys: [sum of k_lengths] int64, the tokens whose keys the runs see; None for all tokens in order.
-    max_q, max_k: at least the longest of each, powers of two: a compiled layer is compiled again for every new value.
+    max_q, max_k: at least the longest of each.
     shared: prompts that responses see besides their own run; None if there are none.
+    one_length: True for the length of rows that compiled layers have kernels of its own for; others share theirs.
+    operands: what compiled layers read. Numbers are in a tensor on the CPU, because layers are compiled again for a new
+    value of an attribute; and rows have limits of prompts also where none is shared.
     """
 
     q_lengths: list[int]
@@ -47,13 +62,28 @@ class Runs:
     max_q: int
     max_k: int
     shared: SharedPrompts | None = None
+    one_length: bool = False
+    # Not a field: copies with other tensors, as FSDP2 makes them, have other ones.
+    operands: ClassVar[Operands]
+
+    def __post_init__(self) -> None:
+        numbers = [self.max_q, self.max_k, 0, 0, 0]
+        # Tensors of their own: layers are compiled again where the same one comes twice.
+        shared_q, shared_k = torch.zeros_like(self.q_limits[:2]), torch.zeros_like(self.q_limits[:2])
+        if self.shared is not None:
+            numbers[2:] = 1, self.shared.max_q, self.shared.max_k
+            shared_q, shared_k = self.shared.q_limits, self.shared.k_limits
+        operands = Operands(self.q_limits, self.k_limits, shared_q, shared_k, torch.tensor(numbers))
+        for tensor in (*operands[:4], *(() if self.keys is None else (self.keys,))):
+            varies(tensor, 0)
+        object.__setattr__(self, "operands", operands)
 
     @staticmethod
     def apart(lengths: Sequence[int], device: torch.device | str) -> Runs:
         """Makes the runs of consecutive sequences that do not see each other."""
         held = [length for length in lengths if length]
         limits = _limits(held, device)
-        longest = bound(max(held, default=1))
+        longest = max(held, default=1)
         return Runs(held, held, limits, limits, None, longest, longest)
 
     @staticmethod
@@ -63,7 +93,7 @@ class Runs:
         index = torch.from_numpy(np.concatenate(keys)).to(device)
         return Runs(
             list(lengths), k_lengths, _limits(lengths, device), _limits(k_lengths, device), index,
-            bound(max(lengths)), bound(max(k_lengths)),
+            max(lengths), max(k_lengths),
         )  # fmt: skip
 
     @staticmethod
@@ -78,7 +108,7 @@ class Runs:
         of_prompts = [sum(lengths) for lengths in responses]
         shared = SharedPrompts(
             _limits(of_prompts, device, first=sum(prompts)), _limits(prompts, device),
-            bound(max(of_prompts)), bound(max(prompts)),
+            max(of_prompts), max(prompts),
         )  # fmt: skip
         return dataclasses.replace(apart, shared=shared)
 
@@ -96,9 +126,10 @@ class Runs:
         return found
 
 
-def bound(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`."""
-    return 1 << max(0, number - 1).bit_length()
+def varies(tensor: Tensor, dim: int) -> Tensor:
+    """Returns `tensor`, of which torch.compile takes any length of `dim` from the start."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
 
 
 def _limits(lengths: Sequence[int], device: torch.device | str, first: int = 0) -> Tensor:

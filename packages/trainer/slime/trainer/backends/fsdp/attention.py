@@ -50,6 +50,8 @@ def packed_attention(
         what = "does not tell its layers which tokens see which" if runs is None else f"has attention with {unknown[0]}"
         reason = f"{type(module).__name__} {what}"
         raise NotAvailable.unavailable("packed rows of this model", reason).at("--hf-checkpoint")
+    # Read, so that what is compiled for any length is not taken for the one that has kernels of its own.
+    bool(runs.one_length)
     q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
     # Some models have float32 rotary embeddings beside bfloat16 weights.
     q, k = q.to(v.dtype), k.to(v.dtype)

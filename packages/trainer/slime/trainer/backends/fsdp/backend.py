@@ -246,6 +246,8 @@ class FsdpBackend(Backend):
         self._optimizer.step(lr)
         self._optimizer.clear_gradients()
         self.updates += 1
+        if self._passes.rows is not None:
+            self._passes.rows.updated()
         return float(norm)
 
     def reset_optimizer(self) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
+
+from slime.trainer.batching.runs import Runs, varies
 
 log = logging.getLogger(__name__)
 
-# Row lengths and bounds come in few sizes, each with and without a gradient; torch gives up after 8 by default.
+# Layers of a kind are compiled for one length of rows and for any, with and without a gradient; torch gives up after 8.
 _VARIANTS = 64
 
 
@@ -34,15 +36,18 @@ class Compiler:
     def layers(self, layers: list[nn.Module]) -> None:
         """Compiles them in place: modules, their parameters' names and their hooks stay as they are."""
         for layer in layers:
-            layer.forward = self.function(layer.forward)
+            layer.forward = self.function(layer.forward, _lengths_vary)
 
-    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def function(self, function: Callable[..., Any], prepare: Callable[..., None] | None = None) -> Callable[..., Any]:
+        """Returns the compiled function. prepare: called with the arguments before each call."""
         compiled = torch.compile(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.failed:
                 return function(*args, **kwargs)
+            if prepare is not None:
+                prepare(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
             except COMPILE_ERRORS as error:
@@ -59,6 +64,21 @@ class Compiler:
                 "the model is trained without torch.compile, which failed: %s: %s (--no-compile does not try)",
                 type(error).__name__, reason[0] if reason else "no reason given",
             )  # fmt: skip
+
+
+def _lengths_vary(hidden: Tensor, *args: Any, runs: Runs | None = None, **kwargs: Any) -> None:
+    """Marks the dimension of tokens in the arguments of a layer, [1, T, ...]. Megatron's layers have another order."""
+    length = hidden.shape[:2]
+    if length[0] != 1:
+        return
+    one_length = runs is not None and runs.one_length
+    for value in (hidden, *args, *kwargs.values()):
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, Tensor) and tensor.shape[:2] == length:
+                if one_length:
+                    torch._dynamo.mark_static(tensor, 1)
+                else:
+                    varies(tensor, 1)
 
 
 def _compile_errors() -> tuple[type[BaseException], ...]:

@@ -1,14 +1,17 @@
-"""Rows padded to few shapes, for layers that are compiled once a shape and passes that a CUDA graph replays.
+"""Rows padded to few shapes, whose passes CUDA graphs replay.
 
     T  tokens of a shape        J  trained ones        R  runs        P  prompts that several responses see
 
-Padding is sequences of its own that nothing is trained on. The bounds are tight: FlashAttention launches blocks for
-every run that there may be, times every block of the longest.
+Padding is sequences of its own that nothing is trained on. Compiled layers take any shape; a graph has one, with room
+for other rows. The room is tight: FlashAttention launches blocks for every run that there may be, times every block of
+the longest. Rows that find no graph run as compiled code, which costs less than many graphs; a graph is captured for
+them once they have cost as much as that takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 
@@ -17,17 +20,24 @@ from torch import Tensor, nn
 
 from slime.trainer.backends.base import LossFunction, Outputs
 from slime.trainer.batching.packing import PackedBatch
-from slime.trainer.batching.runs import Runs, SharedPrompts, bound
+from slime.trainer.batching.runs import Runs, SharedPrompts
 
 log = logging.getLogger(__name__)
 
 # A row is padded to eighths of the most tokens that a row may have.
 _PARTS = 8
 # Runs that there may be, times the longest, in rows of tokens: more begins to cost attention time.
-_ROOM = 8
 _MOST_ROOM = 16
+# Room that a shape has for longer or more runs than it was made for, as much as _MOST_ROOM allows.
+_SLACKS = (1.5, 1.25, 1.0)
 _LARGEST_WASTE = 1.25
-_MAX_GRAPHS = 8
+# Logits that nothing is trained on, as a part of the tokens.
+_TRAINED_WASTE = 4
+_MAX_SHAPES = 4
+# Shapes follow the rows that come for so many updates and rows. Later, so many rows without a graph are worth one.
+_FIRST_UPDATES = 3
+_FIRST_ROWS = 8
+_ROWS_WORTH_A_GRAPH = 64
 
 Outcome = tuple[Tensor, Tensor]
 # (model, tokens [1, T], position_ids [1, T], runs, rows [J], targets [J]) -> log-probs and entropies, [J].
@@ -48,44 +58,71 @@ class RowShape:
     most_responses: int = 0
 
     @staticmethod
-    def of(batch: PackedBatch, max_tokens: int | None) -> RowShape:
+    def of(batch: PackedBatch, max_tokens: int | None, tokens: int = 0) -> RowShape:
+        """Returns the smallest shape for a row, of at least `tokens`. max_tokens: of a row, as a rule."""
         length = batch.tokens.shape[1]
-        unit = max(1, -(-(max_tokens or max(128, bound(length))) // _PARTS))
-        tokens = -(-length // unit) * unit
+        unit = max(1, -(-(max_tokens or max(128, 1 << max(0, length - 1).bit_length())) // _PARTS))
+        tokens = max(tokens, -(-length // unit) * unit)
         part = -(-tokens // _PARTS)
         trained = min(tokens, max(1, -(-len(batch.rows) // part)) * part)
-        longest = batch.runs.max_q
-        runs = len(batch.runs.q_lengths) + -(-(tokens - length) // longest)
-        shape = RowShape(tokens, trained, bound(max(runs, _ROOM * tokens // longest, 1)), longest)
+        longest = max(batch.runs.max_q, 1)
+        shape = RowShape(tokens, trained, len(batch.runs.q_lengths) + -(-(tokens - length) // longest), longest)
         shared = batch.runs.shared
         if shared is None:
             return shape
-        # Responses are many and short beside a prompt: as many runs as there are, then, rounded up.
         return dataclasses.replace(
-            shape, runs=bound(runs), prompts=bound(len(shared.k_limits) - 1), longest_prompt=shared.max_k,
-            most_responses=shared.max_q,
-        )  # fmt: skip
+            shape, prompts=len(shared.k_limits) - 1, longest_prompt=shared.max_k, most_responses=shared.max_q
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return self.tokens, self.trained, self.runs * self.longest
+
+    @property
+    def roomy(self) -> bool:
+        """True if attention spends its time on blocks that no row fills."""
+        return max(self.runs * self.longest, self.prompts * self.most_responses) > _MOST_ROOM * self.tokens
 
     def takes(self, batch: PackedBatch, wanted: RowShape) -> bool:
-        """Returns True if a row that would get `wanted` may have this shape at little cost."""
-        length = batch.tokens.shape[1]
-        runs = len(batch.runs.q_lengths) + -(-(self.tokens - length) // self.longest)
+        """Returns True if a row that needs `wanted` may have this shape at little cost."""
+        padding = self.tokens - batch.tokens.shape[1]
         return (
-            self.tokens == wanted.tokens
-            and len(batch.rows) <= self.trained <= _LARGEST_WASTE * wanted.trained
-            and batch.runs.max_q <= self.longest
-            and runs <= self.runs
-            and self.runs * self.longest <= max(_MOST_ROOM * self.tokens, wanted.runs * wanted.longest)
-            and wanted.prompts <= self.prompts <= 2 * wanted.prompts
-            and wanted.longest_prompt <= self.longest_prompt
-            and wanted.most_responses <= self.most_responses <= 2 * wanted.most_responses
+            wanted.tokens <= self.tokens <= _LARGEST_WASTE * wanted.tokens
+            and wanted.trained <= self.trained <= wanted.trained + wanted.tokens // _TRAINED_WASTE
+            and len(batch.runs.q_lengths) + -(-padding // self.longest) <= self.runs
+            and all(getattr(self, name) >= getattr(wanted, name) for name in _BOUNDS)
         )
+
+    def widened(self, wanted: RowShape) -> RowShape | None:
+        """Returns this shape with room for `wanted` too; None where rows of either would pay for it."""
+        trained = max(self.trained, wanted.trained)
+        if self.tokens != wanted.tokens or abs(self.trained - wanted.trained) > self.tokens // _TRAINED_WASTE:
+            return None
+        for slack in _SLACKS:
+            bounds = {name: (getattr(self, name), getattr(wanted, name)) for name in ("runs", *_BOUNDS)}
+            more = {
+                name: held if held >= new else _notch(int(slack * new) + (slack > 1))
+                for name, (held, new) in bounds.items()
+            }
+            shape = RowShape(self.tokens, trained, **more)
+            if not shape.roomy:
+                return shape
+        return None
+
+
+_BOUNDS = ("longest", "prompts", "longest_prompt", "most_responses")
+
+
+def _notch(number: int) -> int:
+    """Rounds up to four numbers between powers of two: 1,024, 1,280, 1,536, 1,792, 2,048."""
+    step = 1 << max(0, (number - 1).bit_length() - 3)
+    return -(-number // step) * step
 
 
 class StaticRow:
     """The inputs of rows of one shape, in memory that stays."""
 
-    def __init__(self, shape: RowShape, device: torch.device) -> None:
+    def __init__(self, shape: RowShape, device: torch.device, one_length: bool = False) -> None:
         self.shape = shape
         self.tokens = torch.zeros((1, shape.tokens), dtype=torch.int64, device=device)
         self.position_ids = torch.zeros_like(self.tokens)
@@ -97,7 +134,7 @@ class StaticRow:
             q_limits = torch.zeros(shape.prompts + 1, dtype=torch.int32, device=device)
             k_limits = torch.zeros_like(q_limits)
             self.shared = SharedPrompts(q_limits, k_limits, shape.most_responses, shape.longest_prompt)
-        self.runs = Runs([], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared)
+        self.runs = Runs([], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared, one_length)
         self._steps = torch.arange(1, shape.runs + 1, dtype=torch.int32, device=device) * shape.longest
         # Different ones: gradients of many equal rows would be added up one after the other.
         self._any_rows = torch.arange(shape.trained, device=device)
@@ -114,19 +151,36 @@ class StaticRow:
         self.limits[: runs + 1].copy_(batch.runs.q_limits)
         rest = self.limits[runs + 1 :]
         torch.clamp(self._steps[: len(rest)] + length, max=self.shape.tokens, out=rest)
-        if self.shared is not None and batch.runs.shared is not None:
-            _fill(self.shared.q_limits, batch.runs.shared.q_limits)
-            _fill(self.shared.k_limits, batch.runs.shared.k_limits)
+        if self.shared is not None:
+            shared = batch.runs.shared
+            _fill(self.shared.q_limits, shared.q_limits if shared is not None else None)
+            _fill(self.shared.k_limits, shared.k_limits if shared is not None else None)
         self.rows[:trained].copy_(batch.rows)
         self.rows[trained:].copy_(self._any_rows[trained:])
         self.targets[:trained].copy_(batch.targets)
         self.targets[trained:].zero_()
 
 
-def _fill(limits: Tensor, values: Tensor) -> None:
-    """Writes `values`, and repeats the last one for the prompts and responses that have no token."""
+def _fill(limits: Tensor, values: Tensor | None) -> None:
+    """Writes `values`, and repeats the last one for the prompts and responses that have no token; None: all of them."""
+    if values is None:
+        limits.zero_()
+        return
     limits[: len(values)].copy_(values)
     limits[len(values) :].copy_(values[-1].expand(len(limits) - len(values)))
+
+
+class _Slot:
+    """A shape that rows get, and the graphs that were captured for it, by whether they have gradients of entropies."""
+
+    def __init__(self, row: StaticRow) -> None:
+        self.row = row
+        self.graphs: dict[bool, _Captured] = {}
+        self.used = 0
+
+    def widen(self, row: StaticRow) -> None:
+        self.row = row
+        self.graphs.clear()
 
 
 class StaticRows:
@@ -137,17 +191,31 @@ class StaticRows:
         self._device = device
         self._max_tokens = max_tokens
         self._graphs = False
-        self._rows: dict[RowShape, StaticRow] = {}
-        self._captured: dict[tuple[RowShape, bool], _Captured] = {}
-        self._met: set[tuple[RowShape, bool]] = set()
+        self._slots: list[_Slot] = []
+        self._updates = self._met = 0
+        # Tokens of the first row, for which layers are compiled, and once more for other lengths; and of the shortest.
+        # torch may guard the latter by a least length, as what it fuses depends on sizes.
+        self._first_tokens = self._fewest_tokens = 0
+        # Rows that found no shape of theirs since the last change.
+        self._without = 0
+        # The passes that ran without a graph in this update, with gradients of entropies or without.
+        self._ran: dict[bool, nn.Module] = {}
         self._pool: tuple[int, int] | None = None
+        self.captured = 0
 
     def use_graphs(self, wanted: bool) -> None:
-        """Captures a shape that comes again in CUDA graphs, and replays them; or drops the ones it has."""
+        """Captures shapes that come again in CUDA graphs, and replays them; or drops the ones it has."""
         self._graphs = wanted
         if not wanted:
-            self._captured.clear()
+            self._slots.clear()
             self._pool = None
+
+    def updated(self) -> None:
+        """Ends an update, whose shapes are captured now: what is not compiled yet, a capture cannot compile."""
+        self._updates += 1
+        for with_entropy, model in self._ran.items() if self._graphs else ():
+            self._capture(model, with_entropy)
+        self._ran.clear()
 
     @staticmethod
     def takes(batch: PackedBatch) -> bool:
@@ -155,38 +223,89 @@ class StaticRows:
         return batch.runs.keys is None and not batch.images
 
     @property
-    def shapes(self) -> int:
-        return len(self._rows)
+    def shapes(self) -> list[RowShape]:
+        return [slot.row.shape for slot in self._slots]
 
     @property
     def num_graphs(self) -> int:
-        return len(self._captured)
+        return sum(len(slot.graphs) for slot in self._slots)
 
-    def _fill(self, batch: PackedBatch) -> StaticRow:
+    @property
+    def _settled(self) -> bool:
+        return self._updates >= _FIRST_UPDATES and self._met >= _FIRST_ROWS
+
+    def _wanted(self, batch: PackedBatch, trains: bool) -> RowShape:
+        """Returns the shape of a row; a longer one that has come, where a short row would be compiled for so late."""
         wanted = RowShape.of(batch, self._max_tokens)
-        fitting = [row for shape, row in self._rows.items() if shape.takes(batch, wanted)]
-        if fitting:
-            row = min(fitting, key=lambda row: (row.shape.trained, row.shape.runs * row.shape.longest))
+        self._first_tokens = self._first_tokens or wanted.tokens
+        if self._settled and wanted.tokens < self._fewest_tokens:
+            self._without += trains
+            if self._without < _ROWS_WORTH_A_GRAPH:
+                return RowShape.of(batch, self._max_tokens, self._fewest_tokens)
+        self._fewest_tokens = min(self._fewest_tokens or wanted.tokens, wanted.tokens)
+        return wanted
+
+    def _static(self, shape: RowShape) -> StaticRow:
+        return StaticRow(shape, self._device, shape.tokens == self._first_tokens)
+
+    def _slot(self, batch: PackedBatch, wanted: RowShape) -> _Slot | None:
+        """Returns the slot of a row; None for a row that goes without a graph."""
+        fitting = [slot for slot in self._slots if slot.row.shape.takes(batch, wanted)]
+        slot = min(fitting, key=lambda slot: slot.row.shape.cost, default=None)
+        own = wanted == RowShape.of(batch, self._max_tokens)
+        if own and (slot is None or (slot.row.shape.tokens > wanted.tokens and len(self._slots) < _MAX_SHAPES)):
+            slot = self._changed(wanted) or slot
+        if slot is not None:
+            slot.used += 1
+        return slot
+
+    def _changed(self, wanted: RowShape) -> _Slot | None:
+        """Returns a slot that was made or widened for a row, once that is worth it."""
+        if self._settled:
+            self._without += 1
+            if self._without < _ROWS_WORTH_A_GRAPH:
+                return None
+        for slot in self._slots:
+            if (wider := slot.row.shape.widened(wanted)) is not None:
+                slot.widen(self._static(wider))
+                break
         else:
-            row = self._rows[wanted] = StaticRow(wanted, self._device)
-        row.fill(batch)
-        return row
+            if len(self._slots) >= _MAX_SHAPES:
+                least = min(self._slots, key=lambda slot: slot.used)
+                if not self._settled or least.used >= _ROWS_WORTH_A_GRAPH:
+                    return None
+                self._slots.remove(least)
+            shape = RowShape(wanted.tokens, wanted.trained, 0, 0).widened(wanted) or wanted
+            slot = _Slot(self._static(shape))
+            self._slots.append(slot)
+        self._without = 0
+        for other in self._slots:
+            other.used = 0
+        return slot
 
     def scores(self, model: nn.Module, batch: PackedBatch) -> Outcome:
         """Returns log-probs and entropies, [J] of the batch, without gradient."""
-        row, trained = self._fill(batch), len(batch.rows)
+        row, trained = self._static(self._wanted(batch, trains=False)), len(batch.rows)
+        row.fill(batch)
         log_probs, entropy = row.run(self._forward, model)
         return log_probs[:trained], entropy[:trained]
 
     def forward_backward(
         self, model: nn.Module, number: int, batch: PackedBatch, loss: LossFunction, entropy: str, scale: float
     ) -> None:
-        row = self._fill(batch)
-        captured = self._capture(model, row, entropy == "gradient")
+        wanted, with_entropy = self._wanted(batch, trains=True), entropy == "gradient"
+        slot = None
+        if self._graphs:
+            slot = self._slot(batch, wanted)
+            self._met += 1
+        row = slot.row if slot is not None else self._static(wanted)
+        row.fill(batch)
+        captured = slot.graphs.get(with_entropy) if slot is not None else None
         if captured is None:
             outcome = row.run(self._forward, model)
             gradients = gradients_of(number, batch, loss, entropy, outcome, scale)
             self._backward(lambda: row.run(self._forward, model), outcome, gradients)
+            self._ran[with_entropy] = model
             return
         captured.forward.replay()
         outcome = captured.log_probs, captured.entropies
@@ -196,25 +315,22 @@ class StaticRows:
             captured.of_entropies.copy_(of_entropy)
         captured.backward.replay()
 
-    def _capture(self, model: nn.Module, row: StaticRow, with_entropy: bool) -> _Captured | None:
-        key = row.shape, with_entropy
-        if key in self._captured:
-            return self._captured[key]
-        if key not in self._met or not self._graphs or len(self._captured) >= _MAX_GRAPHS:
-            # The first of a shape compiles what is not compiled yet, which a capture cannot.
-            self._met.add(key)
-            return None
-        try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._captured[key] = _Captured(
-                lambda: row.run(self._forward, model), self._backward, row, with_entropy, self._pool
-            )
-        except RuntimeError as error:
-            self._graphs = False
-            reason = str(error).strip().splitlines()
-            log.warning("rows are not replayed as CUDA graphs: %s", reason[0] if reason else type(error).__name__)
-            return None
-        return self._captured[key]
+    def _capture(self, model: nn.Module, with_entropy: bool) -> None:
+        for slot in self._slots:
+            if with_entropy in slot.graphs:
+                continue
+            run = functools.partial(slot.row.run, self._forward, model)
+            # A pool ends with the last of its graphs.
+            self._pool = self._pool if self._pool and self.num_graphs else torch.cuda.graph_pool_handle()
+            try:
+                with torch.enable_grad():
+                    slot.graphs[with_entropy] = _Captured(run, self._backward, slot.row, with_entropy, self._pool)
+            except RuntimeError as error:
+                self._graphs = False
+                reason = str(error).strip().splitlines()
+                log.warning("rows are not replayed as CUDA graphs: %s", reason[0] if reason else type(error).__name__)
+                return
+            self.captured += 1
 
 
 class _Captured:
