@@ -12,9 +12,11 @@ eager        AutoModelForCausalLM with sdpa, rows of equal length without paddin
 compiled     the same under torch.compile
 
 Every step has other samples. Lengths are equal, or ragged: log-uniform from 16 tokens to `--length`, as many samples as
-fill 98.5 % of the same number of rows; only their own tokens are counted. Groups are of 8 samples with one prompt of
+fill 98.5 % of the same number of rows; or log-normal with a mean of `--length`, four times that at most, in groups of 8
+with a prompt of 64 tokens. Only samples' own tokens are counted. Groups are of 8 samples with one prompt of
 `--prompt` tokens and `--response` tokens each, `--samples` in all; "apart" are the same samples with every prompt laid
-out anew. full: tokens of rows that are samples'; shapes: of rows, and what was compiled in the steps that are measured.
+out anew. full: tokens of rows that are samples'; shapes: of rows; later: what was compiled and what was
+captured in the steps that are measured.
 reserved: GiB that the process had of the GPU; above: of them, more than between steps. missed: compiled graphs that the
 cache of an earlier process did not have, all steps included.
 
@@ -27,6 +29,7 @@ embedding) x tokens plus causal attention, over the rate of a large bf16 matrix 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -55,6 +58,7 @@ from slime.types.clients import SampleSummary
 from workload import SHAPES, make_samples, regrouped, release, write_model
 
 WARM_UP = 3
+LENGTHS = ("equal", "ragged", "log-normal", "groups", "apart")
 
 
 def main() -> int:
@@ -100,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "0.6b"])
     parser.add_argument("--backends", nargs="*", choices=("fsdp", "megatron"), default=["fsdp", "megatron"])
     parser.add_argument("--peers", nargs="*", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--lengths", nargs="+", choices=("equal", "ragged", "groups", "apart"), default=["equal"])
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["equal"])
     parser.add_argument("--no-compile", action="store_true", help="Give --no-compile to the trainer, for fsdp")
     parser.add_argument("--samples", type=int, default=32, help="Samples per step and rank, where they are equal")
     parser.add_argument("--lots", type=int, default=1, help="Multiply --samples, as that many ranks have together")
@@ -184,6 +188,7 @@ class MeasuredSteps:
         self._plans = [Planner(settings).plan(0, [SampleSummary.of(s) for s in samples]) for samples in steps]
         self._settings = settings
         self._done = 0
+        self._captured_warm: int | None = None
         self.first: dict[str, float] = {}
 
     def __call__(self) -> None:
@@ -192,14 +197,22 @@ class MeasuredSteps:
         samples = self._steps[number]
         self.metrics = self._step.run(self._plans[number], lambda positions: (samples[p] for p in positions))
         self.first = self.first or self.metrics
+        if self._done == WARM_UP:
+            self._captured_warm = getattr(self._static_rows, "captured", None)
+
+    @property
+    def _static_rows(self) -> Any:
+        return getattr(getattr(self.backend, "_passes", None), "rows", None)
 
     def seen(self) -> dict[str, Any]:
         limit = self._settings.max_tokens_per_gpu or 1
-        of_rows = getattr(self.backend, "_rows", None)
+        rows = self._static_rows
         return {
             "full": self.metrics["perf/row_tokens"] / self.metrics["train/micro_batches"] / limit,
             "rows": self.metrics["train/micro_batches"],
-            "row_shapes": getattr(of_rows, "shapes", None), "graphs": getattr(of_rows, "num_graphs", None),
+            "row_shapes": rows and len(rows.shapes), "graphs": rows and rows.num_graphs,
+            "shapes": rows and [dataclasses.asdict(shape) for shape in rows.shapes],
+            "captured_in_measured_steps": rows and rows.captured - (self._captured_warm or 0),
             "first_step": {name: self.first[f"train/{name}"] for name in ("loss", "grad_norm", "entropy_loss")},
             "metrics": {name: value for name, value in self.metrics.items() if "time" in name or "norm" in name},
         }  # fmt: skip
@@ -326,13 +339,14 @@ def table(result: dict[str, Any]) -> str:
         shown = [f"{median / peer:.2f}" if peer else "-" for peer in ratios]
         full = f"{row['full']:.1%}" if row.get("full") else "-"
         counts = ["-" if row.get(name) is None else str(row[name]) for name in ("row_shapes", "graphs")]
+        later = f"{row['compiled_in_measured_steps']}, {row.get('captured_in_measured_steps') or 0}"
         first = row.get("first_step")
         numbers = f"{first['loss']:>10.6f} {first['grad_norm']:>10.6f}" if first else f"{'-':>10} {'-':>10}"
         lines.append(
             f"{row['shape'] + ' ' + row['name']:32} {min(rates):>11,.0f} {median:>11,.0f} {max(rates):>11,.0f} "
             f"{row['mfu']:>6.1%} {row['peak_gib']:>6.1f} {row['reserved_gib']:>8.1f} "
             f"{row['reserved_gib'] - row['resident_gib']:>6.1f} {shown[0]:>9} {shown[1]:>9} "
-            f"{full:>6} {counts[0]:>6} {counts[1]:>6} {row['compiled_in_measured_steps']:>14} "
+            f"{full:>6} {counts[0]:>6} {counts[1]:>6} {later:>14} "
             f"{row['cache_misses']:>6} {row['first_seconds']:>8.0f} {numbers}"
         )
     return "\n".join(lines)

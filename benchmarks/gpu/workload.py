@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def make_samples(options: argparse.Namespace, vocabulary: int, kind: str = "equa
     """Groups of 8, with a prompt of its own for every sample but where they are to share one."""
     random = np.random.default_rng(seed)
     if kind in ("groups", "apart"):
-        return make_groups(options, vocabulary, random)
+        return make_groups(vocabulary, random, options.prompt, [options.response] * options.samples)
+    if kind == "log-normal":
+        drawn = random.lognormal(np.log(options.length) - 0.5, 1.0, options.samples)
+        return make_groups(vocabulary, random, 64, [int(min(max(2, n), 4 * options.length)) for n in drawn])
     lengths = [options.length] * options.samples
     if kind == "ragged":
         left, lengths = int(0.985 * options.samples * options.length), []
@@ -76,16 +80,15 @@ def regrouped(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
-def make_groups(options: argparse.Namespace, vocabulary: int, random: np.random.Generator) -> list[Sample]:
-    prompts = random.integers(3, vocabulary, (-(-options.samples // 8), options.prompt))
-    size = options.response
+def make_groups(vocabulary: int, random: np.random.Generator, prompt: int, responses: Sequence[int]) -> list[Sample]:
+    prompts = random.integers(3, vocabulary, (-(-len(responses) // 8), prompt))
     return [
         Sample(
             index=i, group_index=i // 8, response_length=size, loss_mask=np.ones(size, np.uint8), reward=float(i % 2),
             tokens=np.concatenate([prompts[i // 8], random.integers(3, vocabulary, size)]).astype(np.int32),
             rollout_log_probs=np.full(size, -3.0, np.float32),
         )
-        for i in range(options.samples)
+        for i, size in enumerate(responses)
     ]  # fmt: skip
 
 
