@@ -5,8 +5,10 @@
         --groups 2 --samples 2 --mean 4 --longest 16        # no GPU: does it run
 
 Responses have log-normal lengths, the same in every run, with the end of sequence ignored: each is generated for as
-many tokens as the number of its sample says. Tokens a second are those that were trained on, by the time of the steps,
-without the first ones, which compile. OUT gets a directory for each run, and summary.json with the ratios.
+many tokens as the number of its sample says. Tokens a second are those that were trained on, by the time of the steps
+behind the first `--warm-up` ones, in which layers are compiled and an asynchronous run fills its buffer; `all` is over
+every step. late: steps behind those whose training took three times the median, as one that compiles does. A run that
+outlasts `--timeout` is ended with all of its processes. OUT gets a directory for each run, and summary.json.
 
 Whether the reward suffers is another question:
 
@@ -18,8 +20,11 @@ Whether the reward suffers is another question:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from datetime import date
@@ -28,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-WARM_UP = 2
+STOP_SECONDS = 60.0
 GENERATE = """
 import json, os
 from slime.rollout.sglang_rollout import generate as generate_tokens
@@ -45,7 +50,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--synchronous-steps", type=int, help="Steps of the synchronous run (default: --steps)")
+    parser.add_argument("--warm-up", type=int, default=6, help="First steps that are not measured")
     parser.add_argument("--groups", type=int, default=16, help="Groups per step")
     parser.add_argument("--samples", type=int, default=8, help="Samples per group")
     parser.add_argument("--mean", type=float, default=512.0, help="Mean length of a response in tokens")
@@ -70,7 +77,7 @@ def write_inputs(options: argparse.Namespace) -> list[str]:
     (inputs / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags: dict[str, Any] = {
         "hf-checkpoint": options.hf_checkpoint.resolve(), "prompt-data": inputs / "prompts.jsonl",
-        "input-key": "prompt", "label-key": "label", "rm-type": "random", "num-rollout": options.steps,
+        "input-key": "prompt", "label-key": "label", "rm-type": "random",
         "custom-generate-function-path": f"{inputs / 'generate.py'}:generate", "rollout-batch-size": options.groups,
         "n-samples-per-prompt": options.samples, "rollout-max-response-len": options.longest, "lr": "1e-6",
         "max-tokens-per-gpu": 16384,
@@ -78,23 +85,53 @@ def write_inputs(options: argparse.Namespace) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use-dynamic-batch-size"]
 
 
-def measure(name: str, loop: str, flags: list[str], options: argparse.Namespace) -> dict[str, float]:
+def measure(name: str, loop: str, flags: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Runs once; exits with the code of a run that fails."""
     out = options.output_dir.resolve() / name
+    steps = options.synchronous_steps or options.steps if loop == "train" else options.steps
     command = [sys.executable, "-m", "slime.launcher.cli", loop, "--output-dir", str(out), "--overwrite", *flags]
+    command += ["--num-rollout", str(steps)]
     print(shlex.join(command), flush=True)
-    code = subprocess.run(command, timeout=options.timeout).returncode
+    code = run(command, options.timeout)
     if code:
         sys.exit(code)
     from slime.launcher.metrics.files import is_evaluation, read_metrics
 
-    rows = [row for row in read_metrics(out / "metrics.jsonl") if not is_evaluation(row)]
-    rows = rows[min(WARM_UP, len(rows) - 1) :]
+    every = [row for row in read_metrics(out / "metrics.jsonl") if not is_evaluation(row)]
+    rows = every[min(options.warm_up, len(every) - 1) :]
     keys = ("rollout/staleness", "rollout/staleness/max", "rollout/dropped_stale", "perf/rollout_wait_time",
             "perf/engine_wait_time", "perf/train_time", "perf/update_weights_time")  # fmt: skip
     means = {key: float(np.mean([row[key] for row in rows])) for key in keys if all(key in row for row in rows)}
+    train_seconds = [row["perf/train_time"] for row in rows]
+    late = sum(seconds > 3 * float(np.median(train_seconds)) for seconds in train_seconds)
+    return {
+        "tokens_per_second": rate(rows), "all": rate(every), "measured_steps": len(rows), "late": late,
+        "step_seconds": float(np.mean([row["perf/step_time"] for row in rows])),
+        "train_seconds": [round(row["perf/train_time"], 3) for row in every],
+    } | means  # fmt: skip
+
+
+def rate(rows: list[dict[str, Any]]) -> float:
+    """Trained tokens a second."""
     tokens, seconds = (sum(row[key] for row in rows) for key in ("rollout/trained_tokens", "perf/step_time"))
-    return {"tokens_per_second": tokens / seconds, "step_seconds": seconds / len(rows)} | means
+    return float(tokens / seconds)
+
+
+def run(command: list[str], timeout: float) -> int:
+    """Returns the exit code; 124 after `timeout`, when all processes of the run are ended."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        # The launcher ends Ray and the engines, which are in groups of their own.
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        return 124
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -106,9 +143,10 @@ def main() -> None:
     for staleness in options.staleness:
         flags = ["--fully-async", "--max-staleness", str(staleness), "--staleness-policy", options.policy, "--use-tis"]
         results[f"staleness_{staleness}"] = measure(f"staleness_{staleness}", "train-async", shared + flags, options)
-    base = results["synchronous"]["tokens_per_second"]
+    base = results["synchronous"]
     for result in results.values():
-        result["ratio"] = result["tokens_per_second"] / base
+        result["ratio"] = result["tokens_per_second"] / base["tokens_per_second"]
+        result["ratio_of_all"] = result["all"] / base["all"]
     summary = {"date": date.today().isoformat(), "command": shlex.join(["python", *sys.argv]), "results": results}
     (options.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(results, indent=1))
