@@ -245,16 +245,19 @@ DEEP = "[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "field"),
     [
-        buffer_pb2.Prompt(messages_json=DEEP),
-        buffer_pb2.Prompt(text="p", metadata_json=DEEP),
-        buffer_pb2.Prompt(text="p", metadata_json='{"a": ' + "9" * 5000 + "}"),
+        (buffer_pb2.Prompt(messages_json=DEEP), ""),
+        (buffer_pb2.Prompt(text="p", metadata_json=DEEP), ""),
+        (buffer_pb2.Prompt(text="p", metadata_json='{"a": ' + "9" * 5000 + "}"), ""),
+        (buffer_pb2.Prompt(text="p", metadata_json='{"a": [0, NaN]}'), r"\.metadata_json\.a\[1\]: got nan"),
+        (buffer_pb2.Prompt(text="p", metadata_json='{"a": 1e999}'), r"\.metadata_json\.a: got inf"),
+        (buffer_pb2.Prompt(messages_json='[{"role": -Infinity}]'), r"\.messages_json\[0\]\.role: got -inf"),
     ],
-    ids=["messages", "metadata", "digits"],
+    ids=["messages", "metadata", "digits", "NaN", "overflow", "Infinity"],
 )
-def test_json_that_cannot_be_read_is_named(client, stubs, prompt):
-    with pytest.raises(grpc.RpcError, match=r"prompts\[0\]") as error:
+def test_json_that_cannot_be_read_is_named(client, stubs, prompt, field):
+    with pytest.raises(grpc.RpcError, match=rf"prompts\[0\]{field}") as error:
         stubs[0].AddPrompts(iter([buffer_pb2.AddPromptsRequest(prompts=[prompt])]), timeout=60)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

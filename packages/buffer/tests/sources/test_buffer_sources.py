@@ -78,6 +78,10 @@ def test_another_slice_is_an_error(write_jsonl, rows):
         ('{"input": ["hi"]}\n', "expected chat messages: objects with a role"),
         ('{"input": "a", "metadata": [1]}\n', r"line 1: column 'metadata' holds \[1\], expected an object"),
         ('{"input": "a", "tools": "f"}\n', "column 'tools'"),
+        (
+            '{"input": "a"}\n{"input": "a", "metadata": {"k": [1, NaN]}}\n',
+            r"line 2: column 'metadata' holds .*NaN.*, expected a finite number.*, got nan at metadata\.k\[1\]",
+        ),
         ('{"input": "a"}\n{"input": ' + "[" * 100_000, "line 2: not JSON"),
         ('{"input": "a", "label": ' + "9" * 5000 + "}", "line 1: not JSON"),
         ("", "no rows"),

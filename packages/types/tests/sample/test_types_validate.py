@@ -111,6 +111,16 @@ MUTATIONS: dict[str, tuple[str, Callable[[Sample], None]]] = {
     },
     "no version": ("spans[0].weight_version", _set("spans", [TokenSpan(0, 1, "", "abc")])),
     "endless tools": ("non_generation_time", _set("non_generation_time", math.inf)),
+    "a label of NaN": ("label", _set("label", math.nan)),
+    "an infinite label": ("label.a[1]", _set("label", {"a": [1, -math.inf]})),
+    "metadata of NaN": ("metadata.turns[1].score", _set("metadata", {"turns": [1, {"score": np.float32("nan")}]})),
+    "a turn of NaN": ("prompt[0].seconds", _set("prompt", [{"role": "user", "seconds": math.inf}])),
+    "an attribute of NaN": ("judged[0]", _set("judged", [math.nan])),
+    "a negative count": ("spec_info.spec_verify_ct", _set("spec_info", Sample.SpecInfo(1, 2, -3))),
+    "a count beyond floats": (
+        "prefix_cache_info.cached_tokens",
+        _set("prefix_cache_info", Sample.PrefixCacheInfo(2**53 + 1)),
+    ),
     "tools as long as a time of day": ("non_generation_time", _set("non_generation_time", 1.7e9)),
     **{f"short {name}": (name, _cut(name)) for name in ("loss_mask", "rollout_log_probs", "rollout_routed_experts")},
 }

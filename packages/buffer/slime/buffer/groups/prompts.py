@@ -12,6 +12,7 @@ from slime.buffer.sources.media import Image, images_in_messages
 from slime.buffer.store.base import Group, State, Store
 from slime.types.codec import encode_sample
 from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.sample.validate import check_finite
 from slime.types.wire.json_fields import from_json
 from slime.v1 import buffer_pb2
 
@@ -126,6 +127,7 @@ def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
         case "messages_json":
             field = f"prompts[{position}].messages_json"
             messages = from_json(message.messages_json, field, list)
+            check_finite(field, messages)
             if not messages or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
                 raise InvalidField(field, message.messages_json, "chat messages: objects with a role")
             prompt, images = images_in_messages(
@@ -136,4 +138,5 @@ def prompt_of_message(message: buffer_pb2.Prompt, position: int) -> Prompt:
     metadata = {}
     if message.metadata_json:
         metadata = from_json(message.metadata_json, f"prompts[{position}].metadata_json", dict)
+        check_finite(f"prompts[{position}].metadata_json", metadata)
     return Prompt(prompt, message.label if message.HasField("label") else None, metadata, images)

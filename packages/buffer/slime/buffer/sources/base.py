@@ -10,8 +10,9 @@ from typing import Any
 
 from slime.buffer.sources.media import Image, with_images
 from slime.types import Sample
-from slime.types.errors import InvalidFile
+from slime.types.errors import InvalidField, InvalidFile
 from slime.types.models.vision import IMAGE
+from slime.types.sample.validate import check_finite
 from slime.types.wire.json_fields import SHALLOW, too_deep
 
 
@@ -105,6 +106,10 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
     for name, value in ((columns.input, prompt), (columns.label, label), (columns.metadata, metadata)):
         if not isinstance(value, str) and too_deep(value):
             raise invalid(str(name), value, f"a tree of {SHALLOW}")
+        try:
+            check_finite(str(name), value)
+        except InvalidField as error:
+            raise invalid(str(name), value, f"{error.expected}, got {error.value} at {error.field}") from None
     for name, value in ((columns.input, prompt), (columns.label, label)):
         if not _is_utf8(value):
             raise invalid(str(name), value, "text that UTF-8 can hold, without halves of surrogate pairs")

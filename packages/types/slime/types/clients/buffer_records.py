@@ -15,6 +15,7 @@ from slime.types.errors import InvalidField
 from slime.types.sample import Sample, SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER
 from slime.types.sample.summary import SampleSummary
+from slime.types.sample.validate import check_finite
 from slime.types.wire.json_fields import to_json
 from slime.v1 import buffer_pb2, sample_pb2
 
@@ -122,6 +123,7 @@ def prompt_to_proto(prompt: str | Mapping[str, Any], position: int) -> buffer_pb
         raise InvalidField(f"{field}.prompt", text, "a text or a list of chat messages")
     if row.get("label") is not None:
         label = row["label"]
+        check_finite(f"{field}.label", label)
         message.label = label if isinstance(label, str) else to_json(label, f"{field}.label")
     if row.get("metadata"):
         message.metadata_json = to_json(row["metadata"], f"{field}.metadata")

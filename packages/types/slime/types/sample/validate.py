@@ -31,6 +31,10 @@ LEAST_LOG_PROB = -1e6
 MOST_SECONDS = 1e9
 # Rewards become float32 tensors.
 MAX_REWARD = float(np.finfo(np.float32).max)
+# Fields that travel as JSON, which clients in other languages cannot read if it holds NaN or Infinity.
+JSON_FIELDS = ("prompt", "label", "metadata", "train_metadata", "apply_chat_template_kwargs")
+# Larger whole numbers are no exact floats, as which other languages read them.
+MAX_COUNT = 2**53
 
 
 def validate_sample(sample: Sample) -> None:
@@ -46,6 +50,9 @@ def validate_sample(sample: Sample) -> None:
     - rollout_routed_experts: None or [len(tokens) - 1, layers, top_k]
     - spans lie in the response, in order, without overlap
     - weight versions are whole numbers, or "default"
+    - numbers in prompt, label, metadata, train_metadata, apply_chat_template_kwargs and attributes of the user's own
+      are finite
+    - counts of spec_info and prefix_cache_info lie between 0 and 2**53
     """
     if not isinstance(sample.status, SampleStatus):
         raise InvalidField("status", sample.status, "a Sample.Status")
@@ -70,6 +77,25 @@ def validate_sample(sample: Sample) -> None:
             _check_version(f"spans[{position}].weight_version", span.weight_version)
     for position, version in enumerate(sample.weight_versions):
         _check_version(f"weight_versions[{position}]", version)
+    values = vars(sample)
+    for name in (*JSON_FIELDS, *(values.keys() - sample.__dataclass_fields__.keys())):
+        check_finite(name, values[name])
+    for name in ("spec_info", "prefix_cache_info"):
+        for key, count in vars(values[name]).items():
+            if not 0 <= count <= MAX_COUNT:
+                raise InvalidField(f"{name}.{key}", count, f"a count, from 0 to {MAX_COUNT}")
+
+
+def check_finite(field: str, value: Any) -> None:
+    """Raises InvalidField with the path ("metadata.turns[3]") of the first NaN or infinity in a tree of JSON values."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_finite(f"{field}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            check_finite(f"{field}[{position}]", item)
+    elif isinstance(value, (float, np.floating)) and not np.isfinite(value):
+        raise InvalidField(field, float(value), "a finite number: JSON has no NaN and no Infinity")
 
 
 def validate_finished(sample: Sample, *, reward_required: bool = True) -> None:
