@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -201,6 +202,21 @@ def test_an_index_beyond_64_bits_is_named(tmp_path, capsys):
     fill({"buffer_dir": str(tmp_path / "state")}).stop()
     words = ("groups", "show", 2**63, "--buffer-dir", tmp_path / "state")
     assert f"INDEX must be an integer of 64 bits, got {2**63}" in command(capsys, *words, expect=2)
+
+
+def test_a_disk_that_fills_under_a_backup_is_named_with_its_place(tmp_path, capsys):
+    fill({"buffer_dir": str(tmp_path / "state")}).stop()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "state" / "state.sqlite").stat().st_size
+    # SQLite maps 32 KiB to read the original.
+    assert size > 36 << 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 4096, limits[1]))
+    try:
+        found = command(capsys, "backup", tmp_path / "state", tmp_path / "copy", expect=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"DEST: no space left while writing {tmp_path}/copy" in found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
 
 
 def test_a_damaged_database_is_not_copied(tmp_path, capsys):

@@ -19,8 +19,9 @@ from slime.buffer.store.base import Payloads, State
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
+from slime.buffer.store.sqlite import FULL
 from slime.types.directories import path_errors, write_error
-from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
+from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile, OutOfSpace
 
 # A running server may delete a payload between the copy of the database and that of the payload.
 ATTEMPTS = 5
@@ -96,6 +97,12 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
         partial.rename(target)
     except BaseException as error:
         shutil.rmtree(partial)
+        if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in FULL:
+            # Only the copy is written to.
+            raise OutOfSpace(
+                f"DEST: no space left while writing {target} ({error})", field="DEST", value=str(target),
+                expected="free space",
+            ) from error  # fmt: skip
         if isinstance(error, sqlite3.DatabaseError):
             raise InvalidFile(
                 f"{directory / DATABASE}: {error}: see slime-buffer check", field="DIR", value=str(directory),
