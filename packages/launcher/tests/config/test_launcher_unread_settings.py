@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         "--check-weight-update-equal",
     ),
     "rollout_num_engines": ("--rollout-num-engines 2", "", "--rollout-external-engine-addrs h:1"),
+    "rollout_engine": ("--rollout-engine sglang", "", "--rollout-external-engine-addrs h:1"),
     "rollout_num_gpus": ("--rollout-num-gpus 2", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine_dtype": ("--rollout-engine-dtype float16", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine_device": ("--rollout-engine-device cpu", "", "--rollout-external-engine-addrs h:1"),

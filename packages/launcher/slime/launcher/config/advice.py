@@ -120,7 +120,7 @@ EFFECTS = (
     ),
     Effect(
         # Scripts of the original set the first for every run.
-        ("rollout_num_gpus", "rollout_engine_max_restarts", "rollout_engine_restart_window"),
+        ("rollout_engine", "rollout_num_gpus", "rollout_engine_max_restarts", "rollout_engine_restart_window"),
         "engines that the run starts, without --rollout-external-engine-addrs", _STARTS_ENGINES,
     ),
     Effect(("memory_recorder",), "--record-memory-history", _on("record_memory_history"), refused=True),
