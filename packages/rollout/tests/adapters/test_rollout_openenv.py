@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rollout_openenv_servers import BrokenServer, PackageServer, RecordedServer, Server, observation
 
 from slime.rollout.adapters import openenv
@@ -263,3 +265,29 @@ def test_a_server_that_accepts_and_says_nothing_is_named_in_time() -> None:
                     await env.reset()
 
         asyncio.run(main())
+
+
+def test_headers_are_not_sent_to_another_host() -> None:
+    async def main() -> list[str]:
+        seen: list[str] = []
+
+        async def other(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("X-API-Key", ""))
+            return web.Response()
+
+        async def redirect(request: web.Request) -> web.Response:
+            raise web.HTTPFound(f"http://127.0.0.1:{elsewhere.port}/ws")
+
+        apps = [web.Application(), web.Application()]
+        for app, handler in zip(apps, (other, redirect), strict=True):
+            app.router.add_get("/ws", handler)
+        async with TestServer(apps[0]) as elsewhere, TestServer(apps[1]) as named:
+            url = f"http://127.0.0.1:{named.port}"
+            env = OpenEnv(url, action="text", observation="digit", headers={"X-API-Key": "s3cret"})
+            with pytest.raises(
+                Unavailable, match=f"{url}/ws: it redirects to http://127.0.0.1:{elsewhere.port}/ws, which"
+            ):
+                await env.reset()
+        return seen
+
+    assert asyncio.run(main()) == []

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
@@ -118,8 +119,17 @@ class OpenEnv:
             if session is not None:
                 await session.close()
 
+    async def _refuse_redirect(self, _: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
+        asked = str(params.response.url)
+        to = urljoin(asked, params.response.headers.get("Location", ""))
+        if self._headers and urlsplit(to)[:2] != urlsplit(asked)[:2]:
+            raise aiohttp.ClientError(f"it redirects to {to}, which is not sent the headers: name it, if you trust it")
+
     async def _connect(self) -> None:
-        self._session = aiohttp.ClientSession(headers=self._headers)
+        # Another host than the user named would get the headers, which may hold a key.
+        refuse = aiohttp.TraceConfig()
+        refuse.on_request_redirect.append(self._refuse_redirect)
+        self._session = aiohttp.ClientSession(headers=self._headers, trace_configs=[refuse])
         try:
             async with asyncio.timeout(self._step_seconds):
                 self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES)
