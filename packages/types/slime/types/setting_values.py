@@ -107,6 +107,9 @@ def _check_bounds(name: str, meta: Mapping[str, Any], value: Any) -> None:
     ):
         if bound is not None and wrong(value, bound):
             raise InvalidSetting.must_be(name, f"{words} {bound}", got=value)
+    if isinstance(value, (str, Path)) and "\0" in str(value):
+        # No path, address or argument of a process can hold one.
+        raise InvalidSetting.must_be(name, "text without a NUL character", got=str(value))
     if isinstance(value, int) and value.bit_length() > 63:
         raise InvalidSetting.must_be(name, "an integer of 64 bits", got=value)
     if isinstance(value, float) and not math.isfinite(value):

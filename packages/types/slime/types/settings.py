@@ -151,6 +151,11 @@ class Parser(argparse.ArgumentParser):
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         self.spelled = {}
         namespace, unknown = self.parse_known_args(argv)
+        for action in self._actions:
+            # No command line holds one, but a program in Python that calls the main of a command may.
+            if "\0" in str(value := getattr(namespace, action.dest, "")):
+                name = (action.option_strings or [str(action.metavar or action.dest)])[0]
+                raise InvalidSetting.must_be(name, "text without a NUL character", got=str(value))
         for word in unknown:
             # A single dash, or the long ones that word processors make of two.
             if word.startswith(("-", "–", "—")) and not self._negative_number_matcher.match(word):
