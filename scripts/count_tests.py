@@ -5,8 +5,10 @@ Prints `N passed, M failed, K skipped`, after the names of what failed. Exits 1 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -24,8 +26,10 @@ def count(directory: Path) -> tuple[int, list[str], int]:
     return passed, failed, skipped
 
 
-def main(directory: Path) -> int:
-    passed, failed, skipped = count(directory)
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="Directory below which the reports lie")
+    passed, failed, skipped = count(parser.parse_args(arguments).directory)
     for name in failed:
         print(f"failed: {name}")
     print(f"{passed} passed, {len(failed)} failed, {skipped} skipped")
@@ -33,4 +37,4 @@ def main(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

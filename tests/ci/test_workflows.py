@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import check_release
+import count_tests
 import declared_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,12 @@ def test_a_workflow_has_the_form_that_github_reads(name: str) -> None:
             assert step.keys() <= {"name", "id", "if", "env", "run", "uses", "with"}
             # Text of a pull request is no part of a shell command.
             assert "github." not in str(step.get("run", "")) and "test_file" not in str(step.get("run", ""))
+
+
+def test_the_counter_of_tests_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        count_tests.main(["--help"])
+    assert "DIRECTORY" in capsys.readouterr().out
 
 
 def test_each_label_has_its_job_and_a_manual_run_has_all() -> None:
