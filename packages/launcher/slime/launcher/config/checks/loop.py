@@ -25,9 +25,9 @@ OF_ONE_ITERATION = {
 
 
 def imply_debugging(values: dict[str, Any]) -> None:
-    """Sets in `values`, settings by name, the flags that --load-debug-rollout-data and --dump-details stand for.
+    """Sets the settings in `values`, by name, that --load-debug-rollout-data and --dump-details stand for.
 
-    A dump with a path of its own keeps it.
+    A dump whose path was given keeps it.
     """
     if values.get("load_debug_rollout_data"):
         values["debug_train_only"] = True
@@ -114,7 +114,7 @@ def _check_replay(args: Mapping[str, Any]) -> None:
 
 
 def check_recordings(args: Mapping[str, Any]) -> None:
-    """Raises MissingFile where the first recorded rollout does not exist, if it is known which one that is."""
+    """Raises MissingFile if the number of the first recorded rollout is known and its file does not exist."""
     template, first = args["load_debug_rollout_data"], args["start_rollout_id"]
     if template is None or (first is None and args["load"] is not None):
         return
@@ -124,7 +124,7 @@ def check_recordings(args: Mapping[str, Any]) -> None:
 
 
 def check_asynchronous(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting for settings with which generation and training must take turns."""
+    """Raises InvalidSetting for settings that require generation and training to take turns."""
     turns = "engines and trainer work at the same time"
     for name in ("colocate", "offload_rollout", "offload_train"):
         if args.get(name):
@@ -164,7 +164,7 @@ def _check_fully_async(args: Mapping[str, Any]) -> None:
         )  # fmt: skip
     for name, reason in OF_ONE_ITERATION.items():
         if args[name]:
-            # Recordings may be asked for by the name of all dumps.
+            # --dump-details sets this, too, so the error names the flag that was given.
             named = "dump_details" if name == "save_debug_rollout_data" and args["dump_details"] else name
             raise _conflict(args, named, "fully_async", reason)
     for name in ("debug_rollout_only", "debug_train_only"):

@@ -65,7 +65,7 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
 
 
 def _check_loss(trainer: TrainerSettings, values: Mapping[str, Any]) -> None:
-    """Raises NotAvailable for a loss function that takes logits of which every rank has a part."""
+    """Raises NotAvailable for a loss function that takes logits, if they are split over ranks."""
     flag = "--custom-loss-function-path"
     function = load_setting(trainer, "custom_loss_function_path")
     if function is None or "logits" not in CONTRACTS[flag].alternative(function):
@@ -82,7 +82,7 @@ def _check_loss(trainer: TrainerSettings, values: Mapping[str, Any]) -> None:
 def _check_checkpoint(
     flag: str, directory: str | None, config: Mapping[str, Any], source: str, model_name: str | None
 ) -> None:
-    """Holds the config that a torch_dist checkpoint carries against `config`; one that carries none passes."""
+    """Compares the config stored in a torch_dist checkpoint with `config`; a checkpoint without a config passes."""
     from slime.converters.families import find_family
     from slime.converters.megatron.args import check_model_args, read_model_config
     from slime.converters.torch_dist.directory import HF_DIR, is_torch_dist, iteration_directory
@@ -93,7 +93,7 @@ def _check_checkpoint(
     if (hf_dir / "config.json").is_file():
         carried = read_model_config(hf_dir, model_name)
         described = find_family(carried).arguments(carried)
-        # A checkpoint may leave out layers for multi-token prediction, and a length changes no weight.
+        # A checkpoint may lack the layers for multi-token prediction, and the maximum length affects no weight.
         for name in ("mtp_num_layers", "max_position_embeddings"):
             described.pop(name, None)
         check_model_args(described, config, source=f"{source}, by the checkpoint of {flag} {directory}")

@@ -1,4 +1,4 @@
-"""Plug-ins that a run names: that they load, and take what they are given."""
+"""Checks that the plug-ins of a run load, and take the arguments that they will be called with."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from slime.types.setting_values import flag_name
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
-# A larger number is a typing error, and planning it rank by rank would take for ever.
+# A larger number is a typing error, and planning rank by rank would take forever.
 MOST_GPUS = 1_000_000
 
 
@@ -148,7 +148,7 @@ def _check_teacher(args: Mapping[str, Any]) -> None:
 
 
 def _check_nuclei(args: Mapping[str, Any]) -> None:
-    """Refuses to train with engines that do not tell their nuclei; those that are chosen later, the plan refuses."""
+    """Refuses to train with engines that do not report their nuclei; for an engine chosen later, the plan does."""
     if args["num_rollout"] == 0 or args["debug_rollout_only"] or args["debug_train_only"]:
         return
     kind = KINDS.get(args["rollout_engine"])
@@ -159,7 +159,7 @@ def _check_nuclei(args: Mapping[str, Any]) -> None:
 
 
 def refuse_nuclei(top_p: float, top_k: int, engine: str) -> None:
-    """Raises NotAvailable where `engine` would sample from a part of the vocabulary and not tell which."""
+    """Raises NotAvailable if `engine` would sample from a part of the vocabulary without reporting which."""
     for name, value, off in (("rollout_top_p", top_p, 1), ("rollout_top_k", top_k, -1)):
         if value != off:
             raise NotAvailable.unavailable(
@@ -172,14 +172,14 @@ def refuse_nuclei(top_p: float, top_k: int, engine: str) -> None:
 
 
 def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:
-    """Raises InvalidSetting for a run that trains and could not learn anything."""
+    """Raises InvalidSetting for a run that trains but cannot learn anything."""
     if args["num_rollout"] != 0 and not args["debug_rollout_only"]:
         refuse_groups_of_one(trainer)
         refuse_nuclei_without_gradient(trainer)
 
 
 def check_tensor_parallel(rollout: RolloutSettings) -> None:
-    """Raises InvalidSetting where --sglang-tp-size stands for --rollout-num-gpus-per-engine and the two differ."""
+    """Raises InvalidSetting if --sglang-tp-size, taken for --rollout-num-gpus-per-engine, means something else."""
     gpus = rollout.rollout_num_gpus_per_engine
     each = tensor_parallel_size(gpus, rollout.sglang_args)
     if each != gpus:
@@ -218,7 +218,7 @@ def _requires(args: Mapping[str, Any], name: str, needed: str, reason: str = "")
 
 
 def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
-    """Refuses weight updates from GPU to GPU for engines with pipeline stages: each stage has a group of its own."""
+    """Refuses GPU-to-GPU weight updates for engines with pipeline stages, since each stage has its own group."""
     stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
     if stages > 1 and transport != "disk":
         raise InvalidSetting.requires(
@@ -229,7 +229,7 @@ def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
 
 
 def _check_deltas(args: Mapping[str, Any]) -> None:
-    """Refuses deltas that the engines cannot take; for engines that are chosen later the trainer does."""
+    """Refuses weight deltas that the engines cannot take; for engines that are chosen later, the trainer does."""
     if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
         raise InvalidSetting.conflict(
             "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
@@ -270,7 +270,7 @@ def check_files(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> 
 
 
 def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) -> None:
-    """Checks that models, prompts and --load are there."""
+    """Checks that models, prompts and the directory of --load exist."""
     for name in ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"):
         # The others may be Megatron checkpoints; only the initial weights need a tokenizer beside them.
         may_be_megatron = name != "hf_checkpoint" and args["train_backend"] == "megatron"
@@ -285,7 +285,7 @@ def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) ->
 
 
 def check_other_files(args: Mapping[str, Any]) -> None:
-    """Checks what the model has to be for other flags, recordings, and the places to write to; the model is there."""
+    """Checks that the model suits the other flags, and checks recordings and output paths. The model must exist."""
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if args[name]:
             _check_experts(flag_name(name), args["hf_checkpoint"])
@@ -330,7 +330,7 @@ def _check_prompts(flag: str, path: str) -> None:
 
 
 def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = False) -> None:
-    """Raises MissingFile or InvalidFile naming the flag. weights: these must be there, too."""
+    """Raises MissingFile or InvalidFile naming the flag. weights: whether the weights must exist, too."""
     value = str(directory)
     if not directory.is_dir():
         raise no_directory(directory, flag)
