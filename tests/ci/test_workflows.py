@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 import check_release
 import count_tests
 import declared_gpus
+import property_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -88,6 +90,17 @@ def test_the_counter_of_tests_explains_itself(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="^0$"):
         count_tests.main(["--help"])
     assert "DIRECTORY" in capsys.readouterr().out
+
+
+def test_property_tests_run_each_night_with_random_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    nightly = workflow("properties.yml")
+    assert nightly[True]["schedule"]
+    assert nightly["jobs"]["random-examples"]["steps"][-1]["run"] == "python scripts/property_tests.py"
+    called: list[str] = []
+    monkeypatch.setattr(pytest, "main", lambda arguments: called.extend(arguments) or 0)
+    assert property_tests.main(["FILE"]) == 0
+    assert called == ["-m", "hypothesis", f"--hypothesis-profile={property_tests.PROFILE}", "FILE"]
+    assert not settings.get_profile(property_tests.PROFILE).derandomize
 
 
 def test_each_label_has_its_job_and_a_manual_run_has_all() -> None:
