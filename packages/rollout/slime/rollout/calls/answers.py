@@ -15,9 +15,10 @@ EVALUATION = 'RolloutFnEvalOutput(data={name: {"rewards": [...], "truncated": [.
 
 
 def train_output(answer: Any, path: str) -> tuple[list[list[Sample]], dict[str, Any]]:
-    """Returns the groups, flat, and the metrics of a RolloutFnTrainOutput, or of a plain list of groups.
+    """Returns the groups, each flattened to a list of samples, and the metrics.
 
-    Raises PluginError for anything else, InvalidField for segments of one sample that share no rollout_id.
+    answer: a RolloutFnTrainOutput, or a plain list of groups. path: the function's, for errors. Raises PluginError for
+    anything else, InvalidField for segments of one sample that do not share one rollout_id.
     """
     output = answer if isinstance(answer, RolloutFnTrainOutput) else RolloutFnTrainOutput(samples=answer)
     groups = output.samples
@@ -36,7 +37,7 @@ def train_output(answer: Any, path: str) -> tuple[list[list[Sample]], dict[str, 
 
 
 def evaluation_output(answer: Any, path: str) -> RolloutFnEvalOutput:
-    """Returns a RolloutFnEvalOutput, or the dict that is its `data`. Raises PluginError for anything else."""
+    """Returns the answer as a RolloutFnEvalOutput; a dict becomes its `data`. Raises PluginError for anything else."""
     output = answer if isinstance(answer, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=answer)
     if not isinstance(output.data, dict):
         raise _wrong("--eval-function-path", path, output.data, EVALUATION)
@@ -49,7 +50,7 @@ def evaluation_output(answer: Any, path: str) -> RolloutFnEvalOutput:
 
 
 def _check_set(name: Any, result: dict[str, Any], path: str) -> None:
-    """Raises PluginError if its lists are not lists of one length, or its reward is not a finite number."""
+    """Raises PluginError unless the lists have one length, the rewards are finite numbers and the samples Samples."""
     lengths = {}
     for key in ("rewards", "truncated", "samples"):
         values = result.get(key)
@@ -60,7 +61,7 @@ def _check_set(name: Any, result: dict[str, Any], path: str) -> None:
         if not isinstance(values, (list, tuple)):
             raise _unfit(path, f"{key} of {name}", type(values).__name__, "a list")
         lengths[key] = len(values)
-    # A set without samples in its answer has no list.
+    # `truncated` and `samples` may be left out or empty.
     if len({length for key, length in lengths.items() if length or key == "rewards"}) > 1:
         raise _unfit(path, f"{name}", ", ".join(f"{n} {key}" for key, n in lengths.items()), "lists of one length")
     for reward in result["rewards"]:

@@ -1,6 +1,6 @@
 """One call of Generate or Evaluate: its progress, its open requests, its cancellation.
 
-It travels in a context variable, because the contracts of plug-ins have no place for it.
+A context variable carries it, because the signatures of plug-ins have no parameter for it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RolloutCall:
         self.evaluation = evaluation
         self.done = 0
         self.cancelled = threading.Event()
-        # Requests at engines, by request id: aborted once the iteration has enough groups.
+        # Ids of the requests in flight: aborted once the call has enough groups.
         self.open_requests: set[str] = set()
         self.started = time.monotonic()
         self.reward_seconds = 0.0
-        # Sums since the call began, of one that goes on until it is cancelled.
+        # Sums since the call began, for a call that runs until it is cancelled.
         self.metrics: dict[str, float] = {}
         self._on_progress = on_progress or (lambda done, total: None)
         self._futures: set[concurrent.futures.Future[Any]] = set()

@@ -23,7 +23,11 @@ class LoopThread:
         self.loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Runs a coroutine from another thread, and waits. It is cancelled with the rollout call that it belongs to."""
+        """Runs a coroutine on the loop and waits for its result; for other threads than the loop's.
+
+        timeout: in seconds. The coroutine is cancelled with the rollout call that it belongs to. Raises RuntimeError on
+        the loop's own thread, which would wait for itself.
+        """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("a rollout function was called on the rollout loop; await its async form instead")
@@ -38,7 +42,7 @@ class LoopThread:
             raise
 
     async def bridge(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Awaits on this loop from any loop: plug-ins may run one of their own."""
+        """Runs a coroutine on this loop and awaits it on the caller's, because plug-ins may run a loop of their own."""
         if asyncio.get_running_loop() is self.loop:
             return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Generate and Evaluate calls at once. Each holds a thread for as long as it runs, and others must still be answered.
+# The most Generate and Evaluate calls at once: each occupies a thread of the server, which other calls need too.
 MOST_CALLS = 16
 
 
@@ -37,8 +37,11 @@ class Result(Generic[T]):
 
 
 class RolloutJob(Generic[T]):
-    """`events()` yields Progress, then one Result. Raises what the function raised, and EngineError as soon as an
-    engine dies, whatever the function is doing then."""
+    """Runs a rollout function in a thread.
+
+    `events()` yields Progress, then one Result. It raises the error of the function, or EngineError as soon as the
+    fleet fails, even while the function still runs.
+    """
 
     def __init__(
         self, fleet: Fleet, rollout_id: int, total: int, function: Callable[[], T], *, evaluation: bool = False
@@ -74,7 +77,7 @@ class RolloutJob(Generic[T]):
         finally:
             stop_listening()
             self.call.cancel()
-            # The default rollout ends here; a function of the user that does not listen is left to itself.
+            # The default rollout ends when cancelled; a plug-in that ignores cancellation is left running.
             self._thread.join(timeout=5)
 
     def _work(self) -> None:
@@ -99,12 +102,12 @@ class RunningJobs:
         self.count = 0
 
     def run(self, job: RolloutJob[T], context: grpc.ServicerContext) -> Iterator[Progress | Result[T]]:
-        """Yields the events of a job, which ends with its call. Raises Busy where as many run already."""
+        """Yields the events of a job, which ends with its call. Raises Busy where the most jobs run already."""
         with self._lock:
             if self.count >= self._most:
                 raise Busy(
                     f"{counted(self.count, 'rollout is', 'rollouts are')} running already: call again later",
-                    field="rollout_id", value=job.call.rollout_id, expected=f"fewer than {self._most} calls that run",
+                    field="rollout_id", value=job.call.rollout_id, expected=f"fewer than {self._most} running calls",
                 )  # fmt: skip
             self.count += 1
         try:

@@ -11,8 +11,10 @@ from slime.types import Sample
 
 @dataclass
 class RolloutFnTrainOutput:
-    """The answer of a rollout function. samples: one list a group; an element may be a list (the segments that one
-    sample fanned out into)."""
+    """The answer of a rollout function.
+
+    samples: one list per group; an element may itself be a list, of the segments that one trajectory fanned out into.
+    """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
@@ -20,8 +22,10 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """The answer of an evaluation function. data: by name of the set, {"rewards": [...], "truncated": [...], "samples":
-    [...]}, in sample order."""
+    """The answer of an evaluation function.
+
+    data: for the name of each set, {"rewards": [...], "truncated": [...], "samples": [...]}, in sample order.
+    """
 
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
@@ -30,7 +34,7 @@ class RolloutFnEvalOutput:
 def call_rollout_fn(
     fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Calls a rollout function; a plain list of groups, or dictionary of results, becomes its output."""
+    """Calls a rollout function; wraps a plain list of groups, or a dict of evaluation results, in its output class."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
@@ -38,7 +42,7 @@ def call_rollout_fn(
 
 
 def flatten(group: Sequence[Any]) -> list[Sample]:
-    """Returns the samples of a group, of any depth of lists, in order."""
+    """Returns the samples of a group in order, whatever the depth of nested lists."""
     flat: list[Sample] = []
     for item in group:
         flat.extend(flatten(item) if isinstance(item, (list, tuple)) else [item])
