@@ -1,6 +1,6 @@
 """The environment of processes that the rollout service starts, without credentials.
 
-A variable that is not listed here is handed on where SLIME_ENGINE_ENV names it (`SLIME_ENGINE_ENV=NAME,OTHER`).
+A variable that is not listed here is passed on if SLIME_ENGINE_ENV names it (`SLIME_ENGINE_ENV=NAME,OTHER`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ NEVER = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"})
 def child_environment(
     overrides: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the variables of `environ` (default: this process's) for a child, with `overrides` over them."""
+    """Returns the environment of a child: the variables of `environ` (default: this process's) that may be passed on,
+    with `overrides` on top."""
     environ = os.environ if environ is None else environ
     requested = {name.strip() for name in environ.get("SLIME_ENGINE_ENV", "").split(",")}
 
-    def goes_on(name: str) -> bool:
+    def passed_on(name: str) -> bool:
         listed = name.upper() in NAMES or name.startswith(PREFIXES)
         return name in requested or (listed and name not in NEVER)
 
-    return {name: value for name, value in environ.items() if goes_on(name)} | dict(overrides or {})
+    return {name: value for name, value in environ.items() if passed_on(name)} | dict(overrides or {})
 
 
 def search_path() -> str:

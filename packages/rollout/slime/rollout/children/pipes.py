@@ -10,12 +10,13 @@ from typing import Any
 
 
 def read_json_line(descriptor: int, deadline: float) -> dict[str, Any] | None:
-    """Returns the object of the next line, {} if the pipe was closed without one, None at the deadline.
+    """Returns the JSON object of the next line, {} if the pipe was closed before its end, None at the deadline.
 
-    deadline: of time.monotonic. The child writes one line and waits for an answer, or no more at all.
+    descriptor: the pipe's end to read from. deadline: of time.monotonic. The child must write nothing after this line
+    before it is answered, if at all: what follows in the same read would be taken as part of the line.
     """
     received = b""
-    # Not select.select, which refuses descriptors from 1,024 on, as a service with many connections has them.
+    # Not select.select: it refuses descriptors of 1,024 and above, which a service with many connections has.
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while not received.endswith(b"\n"):

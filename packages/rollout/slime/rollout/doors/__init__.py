@@ -1,9 +1,9 @@
-"""Guards of the HTTP servers here, the embedded engine and the agents' gateway.
+"""Protection of the HTTP servers of this package: the embedded engine and the agents' gateway.
 
 access.py        host, origin, key and content type of a request
-bodies.py        bodies within limits of size and time; JSON
-connections.py   heads within a deadline, so many connections at most
-workers.py       work that takes its time, off the event loop, within a deadline
+bodies.py        reads bodies within limits of size and time; JSON
+connections.py   limits the number of connections, and the time in which each must send a head
+workers.py       runs slow work off the event loop, within a deadline
 """
 
 from slime.rollout.doors.access import Access, Refused, check_exposure

@@ -1,8 +1,8 @@
 """Checks of a request before its handler runs: host, origin, key, content type.
 
-A web page that a user of this machine looks at can send requests to loopback, too: it cannot hide its `Origin`, cannot
-send JSON without being asked about it first, and names a host of its own (DNS rebinding). Other users of the machine
-have no key.
+A web page open in a browser on this machine can send requests to loopback. But it cannot hide its `Origin`, cannot send
+JSON without a preflight request, and with DNS rebinding its `Host` names the page's own domain. Other users of the
+machine do not have the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_PICKLES = (
 
 
 class Refused(InvalidField):
-    """A request that its handler does not get to see; `http_status` is the answer."""
+    """A request that is refused before its handler runs; it is answered with `http_status`."""
 
     http_status = 403
 
@@ -37,11 +37,11 @@ class Refused(InvalidField):
 
 
 class Access:
-    """Checks who may call. host: the address that the server listens on. names: other host names that callers may use
-    for it.
+    """Checks who may call a server.
 
-    api_key: what every call carries as `Authorization: Bearer`, or as `x-api-key` from Anthropic's clients, save those
-    of open_paths. content_types: of the bodies of paths that do not take JSON.
+    host: the address that the server listens on. names: other host names that callers may use for it. api_key: the key
+    that every call must carry as `Authorization: Bearer`, or as `x-api-key` (Anthropic's clients), except calls of
+    `open_paths`. content_types: the content type of each path that does not take JSON.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Access:
 
     @property
     def middleware(self) -> Any:
-        """A middleware of aiohttp that checks each request before its handler runs."""
+        """An aiohttp middleware that checks each request before its handler runs."""
 
         @web.middleware
         async def check(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -70,7 +70,7 @@ class Access:
         return check
 
     def check(self, request: web.Request) -> None:
-        """Raises Refused, or Unauthenticated."""
+        """Raises Refused for a wrong host, origin or content type, Unauthenticated for a missing or wrong key."""
         self._check_host(request)
         self._check_origin(request)
         if self._api_key is not None and request.path not in self._open_paths:
@@ -113,6 +113,6 @@ class Access:
 
 
 def check_exposure(host: str, api_key: str | None, flag: str, key_flag: str) -> None:
-    """Raises InvalidSetting for a server that others could reach without a key."""
+    """Raises InvalidSetting for a server that other machines could reach without a key. flag: that of the address."""
     if api_key is None and not is_loopback(host):
         raise InvalidSetting.requires(f"{flag} {host}", key_flag, "other machines can connect to this address")

@@ -1,4 +1,4 @@
-"""Bodies of requests, read within limits of size and time."""
+"""Reads the bodies of requests within limits of size and time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from slime.types.errors import InvalidField
 MAX_BYTES = 64 * 2**20
 MAX_BYTES_TOGETHER = 2**30
 BODY_SECONDS = 60.0
-# A body that comes at least as fast is not cut off, however large it is.
+# A body that arrives at least this fast is not cut off, however large it is.
 LEAST_BYTES_PER_SECOND = 64 * 2**10
-# Waiting is counted in such parts: while this process itself gets no CPU, at most one of them passes.
+# Waiting is counted in ticks, so that a time in which this process gets no CPU counts as one tick at most.
 TICK_SECONDS = 1.0
 
 
 class Bodies:
-    """Reads bodies within limits. max_bytes: of one body. together: bytes of all that are being read. seconds: that a
-    body may keep its reader waiting, and one more for each LEAST_BYTES_PER_SECOND of it."""
+    """Reads bodies within limits.
+
+    max_bytes: bytes of one body. together: bytes of all bodies that are being read. seconds: the longest wait for a
+    body, plus one second for each LEAST_BYTES_PER_SECOND of it that have arrived.
+    """
 
     def __init__(
         self, *, max_bytes: int = MAX_BYTES, seconds: float = BODY_SECONDS, together: int = MAX_BYTES_TOGETHER
@@ -33,7 +36,7 @@ class Bodies:
         self._left = together
 
     async def read(self, request: web.Request) -> bytes:
-        """Raises Refused for a body that is too large, does not come in time, or for which there is no room now."""
+        """Returns the body. Raises Refused for one that is too large, is late, or exceeds the limit of all together."""
         if (request.content_length or 0) > self.max_bytes:
             raise self._too_large(request.content_length)
         parts: list[bytes] = []
@@ -65,7 +68,7 @@ class Bodies:
         return b"".join(parts)
 
     async def json(self, request: web.Request) -> Any:
-        """Reads a body as JSON; None for an empty one. Raises Refused, or InvalidField for anything but JSON."""
+        """Returns the body as JSON, None for an empty one. Raises Refused as `read` does, InvalidField if it is no JSON."""
         raw = await self.read(request)
         return parse_json(raw) if raw else None
 
@@ -74,7 +77,7 @@ class Bodies:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Raises InvalidField."""
+    """Returns the parsed JSON. Raises InvalidField for anything else, or for too deep a nesting."""
     try:
         return json.loads(raw)
     except ValueError as error:
@@ -84,5 +87,5 @@ def parse_json(raw: bytes) -> Any:
 
 
 def too_deep() -> InvalidField:
-    """Returns the error for a body that nests too deeply: no handler recurses by itself."""
-    return InvalidField("body", "arrays or objects in one another", "JSON that is nested less deeply")
+    """Returns the error for a body that is nested too deeply, the only cause of a RecursionError in a handler."""
+    return InvalidField("body", "deeply nested arrays or objects", "JSON that is nested less deeply")

@@ -1,4 +1,4 @@
-"""Limits the connections of a server in number, and the time in which each must send the head of a request."""
+"""Limits the number of a server's connections, and the time in which each must send the head of a request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, cast
 from aiohttp import web
 
 MOST = 4096
-# Open files of the process that are not connections.
+# Open files that the process needs besides its connections.
 OTHER_FILES = 128
 HEAD_SECONDS = 10.0
-# The deadline of a head passes in so many ticks. A loop that is held up counts few of them, and between two it reads
-# what has come: time in which nothing could be read is not the client's.
+# The deadline of a head is counted in so many ticks. An event loop that is held up counts few of them, and reads what
+# has arrived between two: time in which the server read nothing is not held against the client.
 TICKS = 10
 # Seconds for which aiohttp keeps idle connections, and unread bodies.
 KEEP_ALIVE_SECONDS = 60.0
@@ -24,8 +24,11 @@ LINGERING_SECONDS = 2.0
 
 
 class Connections:
-    """The connections of a server. Used on one event loop. most: connections at once; above that, the one that has
-    waited longest for its head is dropped, or the new one where all have requests."""
+    """The connections of a server. Used on one event loop.
+
+    most: connections at once. Above that, the connection that has waited longest for a head is dropped, or the new one
+    where all others have requests. head_seconds: the deadline of a head.
+    """
 
     def __init__(self, *, most: int = MOST, head_seconds: float = HEAD_SECONDS) -> None:
         self.most = min(most, max(16, _raise_file_limit(most + OTHER_FILES) - OTHER_FILES))
@@ -35,7 +38,7 @@ class Connections:
         self.waiting: OrderedDict[_Connection, None] = OrderedDict()
 
     def runner(self, application: web.Application) -> web.AppRunner:
-        """Makes the runner of an application. The request of a client that disconnects is cancelled."""
+        """Returns the runner of an application. When a client disconnects, its request is cancelled."""
         application.middlewares.insert(0, self._middleware())
         return web.AppRunner(
             application, access_log=None, handler_cancellation=True, auto_decompress=False,
@@ -62,7 +65,7 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """Between a transport and aiohttp's protocol, which knows no deadline for a head."""
+    """Stands between a transport and aiohttp's protocol, which has no deadline for a head."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
@@ -74,7 +77,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._inner is not None
         owner = self._connections
-        # Ray takes uvloop where it is installed, whose transports are of no class of asyncio.
+        # Ray uses uvloop where it is installed; its transports are not instances of asyncio's classes.
         self._transport = transport = cast(asyncio.Transport, transport)
         if len(owner.open) >= owner.most:
             if not owner.waiting:
@@ -87,7 +90,7 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def drop(self) -> None:
-        # Removed at once: the loop closes it only in its next iteration.
+        # Removed at once, because the event loop closes the transport only on its next turn.
         self._forget()
         if self._transport is not None:
             self._transport.abort()
@@ -168,7 +171,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        # Connections of a server that has just ended do not keep its port from the next one.
+        # Lets a server listen on the port of one that has just ended, whose connections still linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)

@@ -16,14 +16,14 @@ SECONDS = 30.0
 
 
 class Workers:
-    """A few threads, so that requests that wait in them do not hold up others. seconds: longest wait of a request."""
+    """A few threads, so that slow requests do not hold up others. seconds: the longest time that a request waits."""
 
     def __init__(self, name: str, *, threads: int = THREADS, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, what: str, work: Callable[[], T]) -> T:
-        """Calls a function in a thread. Raises DeadlineExceeded naming `what`."""
+        """Returns the result of `work`, called in a thread. Raises DeadlineExceeded naming `what` after `seconds`."""
         try:
             async with asyncio.timeout(self.seconds):
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
