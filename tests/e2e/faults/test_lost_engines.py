@@ -48,7 +48,7 @@ def test_a_run_whose_engine_is_killed_in_the_middle_of_generation(tmp_path: Path
 
     log = (out / "logs" / "rollout.log").read_text()
     (in_flight,) = re.findall(
-        r"engine embedded-1 is out and is started again; what it had in flight \((\d+) samples?\)", log
+        r"engine embedded-1 is lost and is being started again; its requests in flight \((\d+) samples?\)", log
     )
     assert int(in_flight) > 0, log
     # --tiny sets --deterministic: what the engine had in flight waited for its successor, which had the same weights.

@@ -1,6 +1,6 @@
-"""Hosts the engines of one node, in runs that have engines on several; the rollout service calls them from its own.
+"""Hosts the engines of one node where a run has engines on several nodes; the rollout service calls them over HTTP.
 
-Of an engine that is on several nodes each host has a part, and the first one serves.
+Where one engine spans several nodes, each host runs a part of it, and the part on the first node serves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ POLL_SECONDS = 0.1
 
 
 class EngineHost:
-    """Started engines, until `stop`. address: of their node; nobody calls the host itself. serving: False for a part of
-    an engine that another node serves.
+    """Holds started engines until `stop`.
 
-    engines: how the rollout service reaches them, in order.
+    address: the address of this node, under which others reach its engines. serving: False for a part of an engine that
+    another node serves. engines: handles by which the rollout service reaches the engines, in order.
     """
 
     def __init__(self, started: Sequence[RunningEngine], address: str, *, serving: bool = True) -> None:
@@ -38,7 +38,7 @@ class EngineHost:
         self._stopping = threading.Event()
 
     def watch(self) -> None:
-        """Returns once they are stopped. Raises EngineError, with its last lines, as soon as one has died."""
+        """Returns once the engines are stopped. Raises EngineError with an engine's last lines as soon as it dies."""
         while not self._stopping.wait(POLL_SECONDS):
             for engine in self._started:
                 try:
@@ -50,18 +50,18 @@ class EngineHost:
                     ) from error  # fmt: skip
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Ends all of them at the same time, each within what its kind needs. Safe to call twice.
+        """Stops all engines at the same time, each within the time that its kind needs. Safe to call twice.
 
-        grace_seconds: for calls that run, of which there are none.
+        grace_seconds: ignored, because a host serves no calls that could still be running.
         """
         self._stopping.set()
         stop_all(self._started)
 
 
 def reached_at(url: str, host: str) -> str:
-    """Returns the `url` of an engine here, for callers on other nodes. host: the address of this node.
+    """Returns the URL by which other nodes reach the engine at `url`. host: the address of this node.
 
-    An engine that listens on all addresses says that it is on the loopback.
+    The URL of an engine that listens on all addresses names the loopback; `host` replaces it.
     """
     parts = urlsplit(url)
     if parts.hostname not in ANY_ADDRESS.values():
@@ -79,7 +79,7 @@ def serve(
     """Starts the engines of this node, and returns when they are ready.
 
     settings: with this node's share of GPUs and engines. first, node: see `start_engines`.
-    Raises what `start_engines` does; then none is left running.
+    Raises the errors of `start_engines`; then no engine is left running.
     """
     check_directory(settings.hf_checkpoint)
     return EngineHost(start_engines(settings, first, node), rpc.host, serving=node is None or node.rank == 0)

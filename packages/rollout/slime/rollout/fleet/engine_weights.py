@@ -4,7 +4,7 @@
                               └──────abort(v)──────> not serving, until a later begin and commit
 
 An engine that does not hold the committed version does not serve. The engine's own update call drops its caches.
-Engines that were started again are sent weights while the others serve: `begin_joining`, then commit or abort.
+Restarted engines are sent weights while the others serve: `begin_joining`, then commit or abort.
 
 Where trainer and engines share GPUs, the engines' memory is released while the trainer works:
 
@@ -38,19 +38,19 @@ class EngineWeights:
         # The reason why the engines do not serve outside of an update; None where they serve.
         self.stopped: str | None = None
         self._weights_lost = False
-        # The engines of the update that is open, as they were when it began.
+        # Members of the open update, each with its engine at the time the update began.
         self._taking_part: list[tuple[Member, RunningEngine]] = []
-        # The version of the open update of engines that were started again.
+        # The version of the open update of restarted engines; None where there is none.
         self._joining: int | None = None
         self._lock = asyncio.Lock()
 
     async def begin(self, version: int, *, supersede: bool = False, interrupt: bool = False) -> list[Member]:
-        """Stops admitting requests, waits for those that run, holds the engines. Returns the members of the update.
+        """Stops admitting requests, waits for running ones, and holds the engines. Returns the members of the update.
 
-        interrupt: ends those that run in place of waiting for them; they go on after the commit.
-        Beginning the same version again is allowed. Raises WrongState while another one is open, unless `supersede`,
-        or while the memory of weights is released; DeadlineExceeded where running requests do not end in time (then
-        the engines go on serving), InvalidField for a negative version.
+        interrupt: ends running requests instead of waiting for them; they continue after the commit.
+        Beginning the same version again is allowed. Raises WrongState while another update is open, unless `supersede`,
+        or while the memory of the weights is released; DeadlineExceeded where running requests do not end in time (then
+        the engines go on serving); InvalidField for a negative version.
         """
         if version < 0:
             raise InvalidField("weight_version", version, "at least 0")
@@ -71,11 +71,11 @@ class EngineWeights:
             return self._take_part(self.fleet.alive)
 
     async def begin_joining(self, version: int) -> list[Member]:
-        """Holds the engines that were started again and wait for weights, while the others serve; returns them.
+        """Holds the restarted engines that wait for weights, while the others serve; returns their members.
 
-        Returns no engine where `version` is another one than that of the engines that serve: a later update has all of
-        them. Requests that wait for one of these engines alone are sent elsewhere then. Raises WrongState while an
-        update is open.
+        Returns no members where `version` differs from the version of the engines that serve: the next update includes
+        the restarted engines. Requests that wait for one of them in particular are then sent to other engines. Raises
+        WrongState while an update is open.
         """
         async with self._lock:
             if self.fleet.error is not None:
@@ -100,19 +100,20 @@ class EngineWeights:
         self._taking_part = [(member, member.engine) for member in members if not member.out]
         return [member for member, _ in self._taking_part]
 
-    def _still_there(self) -> list[Member]:
+    def _remaining(self) -> list[Member]:
         """Returns the members of the open update without those that were lost since it began."""
         return [member for member, engine in self._taking_part if member.engine is engine and not member.out]
 
     async def commit(self, version: int) -> None:
-        """Raises InvalidField naming an engine that holds another version; then nothing serves. Raises WrongState while
-        memory is released.
+        """Lets the engines of the open update serve. Idempotent.
 
-        Idempotent."""
+        Raises InvalidField naming an engine that holds another version (then no engine of the update serves);
+        WrongState while memory is released, or where update `version` is not open.
+        """
         async with self._lock:
             if self._joining == version:
                 await self._check_versions(version)
-                await self.fleet.each(self._let_serve, self._still_there())
+                await self.fleet.each(self._let_serve, self._remaining())
                 self.version, self._joining = version, None
                 return
             if self.pending is None and self.version == version and self.stopped is None:
@@ -122,7 +123,7 @@ class EngineWeights:
                 self._check_memory(part, "before the commit")
             await self._check_versions(version)
             self._weights_lost = False
-            await self._serve(self._still_there())
+            await self._serve(self._remaining())
             self.version, self.pending = version, None
 
     async def _check_versions(self, version: int) -> None:
@@ -136,7 +137,7 @@ class EngineWeights:
                 )  # fmt: skip
             member.weight_version = held
 
-        await self.fleet.each(check, self._still_there())
+        await self.fleet.each(check, self._remaining())
 
     async def _let_serve(self, member: Member) -> None:
         await member.serve()
@@ -149,12 +150,15 @@ class EngineWeights:
         if self.pending != version:
             raise WrongState(
                 f"weight update {version} is not open",
-                field="weight_version", value=version, expected=f"the one begun: {self.pending}",
+                field="weight_version", value=version, expected=f"the open update: {self.pending}",
             )  # fmt: skip
 
     async def abort(self, version: int, reason: str) -> None:
-        """Leaves the engines held. Requests that wait, and later ones, fail until an update is committed; where an
-        engine was lost and is started again they go on waiting, for then the update is repeated."""
+        """Closes the update and leaves its engines held.
+
+        Waiting and later requests fail until an update is committed. Where an engine was lost during the update and is
+        being restarted, they keep waiting instead, because the update is then repeated.
+        """
         async with self._lock:
             if self._joining == version:
                 self._joining = None
@@ -164,21 +168,21 @@ class EngineWeights:
             self._check_open(version)
             self.pending = None
             if self.fleet.restarts is not None:
-                # A transfer fails before the death behind it is known here.
+                # When a transfer fails because an engine died, the fleet may not have noticed the death yet.
                 with contextlib.suppress(SlimeError):
-                    await self.fleet.each(self._ask, self._still_there())
-            lost = len(self._still_there()) < len(self._taking_part)
+                    await self.fleet.each(self._check_answers, self._remaining())
+            lost = len(self._remaining()) < len(self._taking_part)
             await self._stop(f"weight update {version} was aborted: {reason or 'no reason given'}", refuse=not lost)
 
-    async def _ask(self, member: Member) -> None:
+    async def _check_answers(self, member: Member) -> None:
         await member.client.model_info(self.fleet.options.health_timeout)
 
     async def offload(self, parts: Collection[str]) -> None:
-        """Stops serving and releases these parts of the engines' GPU memory (all where none is named).
+        """Stops serving and releases these parts of the engines' GPU memory; all of them where `parts` is empty.
         Idempotent.
 
         Raises WrongState while a weight update is open, or where an engine was started without its memory saver;
-        DeadlineExceeded as `begin`.
+        DeadlineExceeded where running requests do not end in time.
         """
         wanted = _parts(parts)
         async with self._lock:
@@ -206,8 +210,11 @@ class EngineWeights:
             await self.fleet.each(lambda member: member.release(wanted))
 
     async def onload(self, parts: Collection[str]) -> None:
-        """Takes these parts back (none named: all). With all of them there, engines that still have their weights serve
-        again, unless an update is open; the others need one."""
+        """Allocates these parts of the engines' memory again; all of them where `parts` is empty.
+
+        Once every part is back and no update is open, engines that kept their weights serve again; engines that lost
+        them need an update.
+        """
         wanted = _parts(parts)
         async with self._lock:
             if self.fleet.error is not None:
@@ -222,7 +229,7 @@ class EngineWeights:
                 await self._serve()
 
     def check_serving(self) -> None:
-        """Raises WrongState where engines wait for weights or memory: a call of Generate would wait for ever."""
+        """Raises WrongState where engines wait for weights or memory: a Generate call would otherwise wait forever."""
         if self.stopped is not None:
             raise WrongState(
                 f"the engines do not serve: {self.stopped}",
@@ -232,7 +239,7 @@ class EngineWeights:
             )
 
     async def _hold(self, reason: str, *, interrupt: bool = False) -> None:
-        """Shuts the gate, waits for what runs or interrupts it, holds all engines."""
+        """Shuts the router, waits for running requests or interrupts them, and holds all engines."""
         was_serving = self.pending is None and self.stopped is None
         await self.fleet.router.shut(reason)
         try:

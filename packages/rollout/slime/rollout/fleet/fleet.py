@@ -1,7 +1,7 @@
-"""The engines of a rollout service as one: sends them requests, and ends requests early.
+"""The engines of a rollout service as a whole: sends them requests, and ends requests early.
 
-What an engine that is lost had in flight is sent again, to the others or to its successor (see `watched.py`).
-Methods with `async` run on the fleet's loop; `generate` and `abort` may be awaited from any.
+Requests in flight at an engine that is lost are sent again, to other engines or to its successor (see `watched.py`).
+Coroutines run on the fleet's event loop, but `generate` and `abort` may be awaited on any loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.types.errors import DeadlineExceeded, EngineError, counted
 
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
-# The finish reason of a request that a weight update ended: it goes on afterwards, with the tokens that it has.
+# The finish reason of a request that a weight update ended: it continues afterwards from the tokens that it has.
 INTERRUPTED = "interrupted"
 INTERRUPT_AGAIN_SECONDS = 1.0
 
@@ -30,7 +30,7 @@ INTERRUPT_AGAIN_SECONDS = 1.0
 class Fleet(WatchedEngines):
     def __init__(self, engines: Sequence[RunningEngine], loop: LoopThread, options: FleetOptions | None = None) -> None:
         super().__init__(engines, loop, options)
-        # The engine of each request that was sent.
+        # The engine of each request in flight, by request id.
         self._sent: dict[str, Member] = {}
         self._interrupting = False
 
@@ -47,8 +47,9 @@ class Fleet(WatchedEngines):
     ) -> list[dict[str, Any]]:
         """Sends one request of several sequences to one engine; returns answers in SGLang's format, in order.
 
-        images: data URIs, in each sequence a placeholder token for each of its own. on_output: called on the fleet's
-        loop with the answer to a single sequence while it grows.
+        images: data URIs of each sequence, which holds one placeholder token per image. session_id: requests of one
+        session go to the same engine. member: the engine to use, in place of the router's choice. on_output: called on
+        the fleet's loop with each partial answer; the request must then be of a single sequence.
 
         Raises EngineError when the engine dies, fails, or answers with another number of sequences; InvalidField when
         it refuses the request.
@@ -112,10 +113,10 @@ class Fleet(WatchedEngines):
                             outputs = [output]
                         answered = True
                     except EngineError as error:
-                        # An engine that is lost gave nothing back: the whole request is sent again.
+                        # Returns only where the engine is lost: the whole request is then sent again.
                         await self.explain(chosen, engine, error)
                         if begun:
-                            # The caller has passed on tokens that another try need not repeat.
+                            # The caller has already passed on tokens, and another attempt may sample different ones.
                             raise
                     finally:
                         for key in keys:
@@ -134,7 +135,7 @@ class Fleet(WatchedEngines):
         return outputs
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
-        """Ends requests early: those of `rids`, or all. Their answers come with finish reason "abort"."""
+        """Ends the requests with these ids early, or all requests. Their answers have the finish reason "abort"."""
         await self.loop.bridge(self._abort(rids))
 
     async def _abort(self, rids: Sequence[str] | None) -> None:
@@ -146,9 +147,10 @@ class Fleet(WatchedEngines):
         await asyncio.gather(*(self.call(member, partial(_abort_request, rid)) for member, rid in sent))
 
     async def interrupt(self, timeout: float) -> None:
-        """Ends what is in flight; its answers have what was generated so far, and the finish reason `INTERRUPTED`.
+        """Ends all requests in flight; their answers hold the tokens so far and the finish reason `INTERRUPTED`.
 
-        To be called while the router admits nothing. Raises DeadlineExceeded where requests still run after `timeout`.
+        Call it while the router admits nothing. Raises DeadlineExceeded where requests still run after `timeout`
+        seconds.
         """
         deadline = time.monotonic() + timeout
         self._interrupting = True
@@ -171,7 +173,7 @@ async def _abort_request(rid: str, member: Member) -> None:
 
 
 def _never_sent(rid: str) -> dict[str, Any]:
-    """Returns the answer to a request that was aborted before an engine had it."""
+    """Returns the answer to a request that was aborted before it was sent to an engine."""
     reason = {"type": "abort", "message": "aborted before an engine had it"}
     return {
         "text": "",
@@ -184,6 +186,6 @@ def _mark_interrupted(outputs: Any) -> None:
     for output in outputs if isinstance(outputs, list) else ():
         meta = output.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") == "abort":
-            # An engine need not say this of a request that it had not begun.
+            # Engines may leave this out for a request that they had not begun.
             meta.setdefault("output_token_logprobs", [])
             meta["finish_reason"] = {"type": INTERRUPTED}

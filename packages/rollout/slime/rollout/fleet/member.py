@@ -11,17 +11,17 @@ from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import engine_kind, kind_of
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
 
-# SGLang's names for what it can give back; the weights come back empty unless it keeps a copy on the CPU.
+# SGLang's names for the memory that it can release; weights come back empty unless the engine keeps a copy on the CPU.
 MEMORY_PARTS = ("weights", "kv_cache", "cuda_graph")
 
 
 class Member:
-    """One engine of a fleet. weight_version: the last one read from the engine. released: parts of its GPU memory that
-    it gave back.
+    """One engine of a fleet.
 
-    held: its generation is paused, and it is not asked to prove its health by generating.
-    out: its process has died or hangs, and another one is being started. awaits_weights: it was started again, and gets
-    no requests before it has been sent the weights that serve.
+    weight_version: the last version read from the engine. released: the parts of its GPU memory that are released.
+    held: its generation is paused, so health probes do not ask it to generate. out: its process has died or hangs, and
+    another one is being started. awaits_weights: it was restarted, and gets no requests before it has received the
+    weights that the other engines serve.
     """
 
     def __init__(self, engine: RunningEngine, client: EngineClient) -> None:
@@ -44,24 +44,24 @@ class Member:
         return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
 
     def replace(self, engine: RunningEngine, client: EngineClient) -> None:
-        """Replaces a process that has ended by one that has just started."""
+        """Replaces a process that has ended with its successor, which has just started."""
         self.engine, self.client, self.url = engine, client, engine.url
         self.held = False
         self.released = set()
 
     async def learn(self) -> None:
-        """Reads the weight version and what the engine can do. Raises EngineError where it is gone."""
+        """Reads the engine's weight version and its abilities. Raises EngineError where the engine is gone."""
         self.weight_version = await self.read_version()
         try:
             info = await self.client.server_info()
         except InvalidField:
-            # Routers in front of engines need not know this call.
+            # A router in front of engines may not offer this call.
             info = {}
         self.kind = kind_of(info, self.kind)
         self.abilities = self.kind.abilities(info)
 
     async def read_version(self) -> int:
-        """Returns the weight version that the engine says it holds. Raises EngineError if that is not a number."""
+        """Returns the weight version that the engine reports. Raises EngineError if it is not a number."""
         try:
             text = await self.client.weight_version()
         except DeadlineExceeded as error:
@@ -73,13 +73,13 @@ class Member:
             return int(text)
         except ValueError:
             raise EngineError(
-                f"engine {self.name} names its weight version {text!r}, expected an integer",
+                f"engine {self.name} reports weight version {text!r}, expected an integer",
                 field=self.name,
                 value=text,
             ) from None
 
     async def probe(self, timeout_seconds: float) -> None:
-        """Has it make a token; where it is held, only answer. Raises SlimeError."""
+        """Asks the engine to generate a token, or only to answer where it is held. Raises SlimeError if it fails."""
         if self.held:
             await self.client.model_info(timeout_seconds)
             return
@@ -94,7 +94,7 @@ class Member:
             self._probe = None
 
     async def hold(self) -> None:
-        """Pauses it, with nothing left running and no cached prefixes. Harmless when it is held already."""
+        """Pauses the engine, ends its running requests and drops its cached prefixes. Does nothing if already held."""
         if self.held:
             return
         self.held = True
@@ -107,15 +107,15 @@ class Member:
         self.held = False
 
     async def release(self, parts: set[str]) -> None:
-        """Gives back those of `parts` that it still has. Must be held."""
-        wanted = [part for part in MEMORY_PARTS if part in parts - self.released]
-        if wanted:
-            await self.client.release_memory(wanted)
-            self.released |= set(wanted)
+        """Releases those of `parts` that the engine still has. The engine must be held."""
+        allocated = [part for part in MEMORY_PARTS if part in parts - self.released]
+        if allocated:
+            await self.client.release_memory(allocated)
+            self.released |= set(allocated)
 
     async def resume(self, parts: set[str]) -> None:
-        """Takes back those of `parts` that it gave back."""
-        wanted = [part for part in MEMORY_PARTS if part in parts & self.released]
-        if wanted:
-            await self.client.resume_memory(wanted)
-            self.released -= set(wanted)
+        """Allocates those of `parts` again that were released."""
+        missing = [part for part in MEMORY_PARTS if part in parts & self.released]
+        if missing:
+            await self.client.resume_memory(missing)
+            self.released -= set(missing)

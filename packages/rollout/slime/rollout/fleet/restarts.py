@@ -1,4 +1,4 @@
-"""Starts engines again that died or hang, each a bounded number of times within a time."""
+"""Restarts engines that died or hang, each at most so many times within a window of time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.types.errors import EngineError, counted
 
-# Engines that are started again at the same time; more wait.
+# The most engines that are restarted at the same time; others wait.
 MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """Limits of restarts. most: restarts of one engine within `window_seconds`, or for one loss; each may take
-    `start_seconds`."""
+    """Limits of restarts.
+
+    most: restarts of one engine within `window_seconds`, and attempts after one loss. start_seconds: the time within
+    which a restarted engine must be ready.
+    """
 
     most: int = 5
     window_seconds: float = 600.0
@@ -26,9 +29,10 @@ class RestartLimits:
 
 
 class Restarts:
-    """Starts lost engines again. Thread-safe. count: engines that were lost, each as often as it was.
+    """Restarts lost engines. Thread-safe.
 
-    threads: for `start`, which takes minutes: in the event loop's own, many restarts would hold up all other work.
+    count: losses of engines so far. threads: run `start`, which takes minutes; in the event loop's default executor
+    many restarts would hold up all other work.
     """
 
     def __init__(self, limits: RestartLimits) -> None:
@@ -37,16 +41,16 @@ class Restarts:
         self._began: defaultdict[str, deque[float]] = defaultdict(deque)
         self.threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="restart")
         self._starting: set[EngineProcess] = set()
-        # Started engines that serve, until their member has them.
+        # Restarted engines that are ready, but not yet taken over by their member.
         self._ready: set[EngineProcess] = set()
         self._stopped = False
         self._lock = threading.Lock()
 
     def check(self, name: str, reason: str, since: float) -> None:
-        """Counts one more restart of the engine `name`, which was lost at `since`. Raises EngineError where that is too
-        many."""
+        """Counts one more restart of the engine `name`, lost at `since` (of time.monotonic). Raises EngineError where
+        that exceeds the limits."""
         now, began, limits = time.monotonic(), self._began[name], self.limits
-        # Tries since then stay: each may take longer than the window.
+        # Attempts after the loss are always counted, because each may take longer than the window.
         while began and since - began[0] > limits.window_seconds:
             began.popleft()
         if len(began) >= limits.most:
@@ -59,10 +63,11 @@ class Restarts:
         began.append(now)
 
     def start(self, engine: EngineProcess) -> EngineProcess:
-        """Ends what is left of `engine` and returns its successor once that serves. `taken` must follow, or `stop`
-        ends it.
+        """Ends what is left of `engine`, and returns its successor once that is ready. Until the caller reports it with
+        `taken`, `stop` ends the successor.
 
-        Raises what the engine refuses to start with, EngineError, DeadlineExceeded; then nothing is left running.
+        Raises the error with which the engine refuses to start, EngineError or DeadlineExceeded; then nothing is left
+        running.
         """
         engine.stop(0)
         with self._lock:
@@ -87,7 +92,7 @@ class Restarts:
             raise EngineError(f"engine {engine.name} is not started again: the fleet has ended", field=engine.name)
 
     def taken(self, engine: EngineProcess) -> None:
-        """Notes that the fleet has a started engine, and will end it."""
+        """Notes that the fleet has taken over a restarted engine, and will end it."""
         with self._lock:
             self._ready.discard(engine)
 
@@ -98,6 +103,6 @@ class Restarts:
             starting, ready = list(self._starting), list(self._ready)
             self._ready.clear()
         for engine in starting:
-            # The waiting thread cleans up.
+            # The thread that waits in `start` cleans up.
             engine.kill()
         stop_all(ready, 0)

@@ -1,7 +1,7 @@
 """Chooses the engine of a request: the one with the fewest samples in flight, or the one that has the session's cache.
 
-Also the gate of weight updates: while it is shut, no request is admitted. Requests that wait are admitted in the order
-in which they came. Used on one asyncio loop only.
+Weight updates shut the router, so that no request is admitted meanwhile. Waiting requests are admitted in the order of
+their arrival. Not thread-safe: used on one asyncio loop only.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class _Waiter(Generic[E]):
 
 
 class Router(Generic[E]):
-    """Gives requests a place at an engine. concurrency: samples in flight an engine. A request of more than that waits
-    until its engine is idle."""
+    """Admits requests to engines. concurrency: samples in flight per engine; a larger request waits until its engine is
+    idle."""
 
     def __init__(self, engines: Sequence[E], concurrency: int) -> None:
         self.engines = list(engines)
         self.concurrency = concurrency
         self._in_flight = {engine.name: 0 for engine in self.engines}
         self._sessions: OrderedDict[str, E] = OrderedDict()
-        # Engines that get no request, by name; True where requests that ask for one of them wait for it.
+        # Names of the engines that get no requests; True where requests that ask for this engine wait for its return.
         self._out: dict[str, bool] = {}
         self._shut: str | None = None
         self._refusing = False
@@ -65,12 +65,12 @@ class Router(Generic[E]):
         return [engine for engine in self.engines if engine.name not in self._out]
 
     def load_of(self, engine: E) -> int:
-        """Counts the samples in flight at this engine."""
+        """Returns the number of samples in flight at this engine."""
         return self._in_flight[engine.name]
 
     def take_out(self, engine: E, *, awaited: bool) -> None:
-        """Sends nothing more to it. Requests that ask for it wait until it is put back where `awaited`; all others, and
-        the sessions that it served, go to other engines."""
+        """Sends no more requests to this engine. Where `awaited`, requests that ask for it wait until it is put back;
+        all other requests, and the sessions that it served, go to other engines."""
         self._out[engine.name] = awaited
         self._place_waiters()
 
@@ -86,10 +86,10 @@ class Router(Generic[E]):
         engine: E | None = None,
         keys: Collection[str] = (),
     ) -> AsyncIterator[E]:
-        """Holds an engine for a request of so many samples until the block ends.
+        """Yields the engine of a request of `samples` samples, which count as in flight there until the block ends.
 
-        keys: what `withdraw` knows the request by. Raises the error given to `fail` as soon as it is known, Withdrawn,
-        and WrongState where the gate refuses.
+        keys: ids by which `withdraw` finds the request. Raises the error given to `fail`, Withdrawn after `withdraw`,
+        and WrongState while the router is shut with `refuse`.
         """
         chosen = await self._wait_for_place(samples, session_id, engine, keys)
         try:
@@ -122,7 +122,7 @@ class Router(Generic[E]):
             self._tell_idle()
 
     def _place_waiters(self) -> None:
-        """Gives places from the front on, until one that may go anywhere finds none."""
+        """Admits waiting requests in order, up to the first one that may go to any engine and finds no free one."""
         if self._shut is not None:
             return
         left: list[_Waiter[E]] = []
@@ -165,13 +165,13 @@ class Router(Generic[E]):
         return chosen
 
     def withdraw(self, keys: Collection[str] | None = None) -> None:
-        """Has requests that wait for a place raise Withdrawn: all of them, or those whose keys are all among `keys`."""
+        """Makes waiting requests raise Withdrawn: all of them, or those whose keys are all among `keys`."""
         wanted = None if keys is None else frozenset(keys)
         gone = [w for w in self._waiters if wanted is None or (w.keys and w.keys <= wanted)]
         self._dismiss(gone, Withdrawn())
 
     async def shut(self, reason: str, *, refuse: bool = False) -> None:
-        """Admits nothing more: requests wait, or raise WrongState where `refuse`."""
+        """Admits no more requests: they wait, or raise WrongState where `refuse`."""
         self._shut, self._refusing = reason, refuse
         refusal = self._refusal()
         if refusal is not None:
@@ -182,7 +182,7 @@ class Router(Generic[E]):
         self._place_waiters()
 
     async def drain(self, timeout: float) -> None:
-        """Returns when nothing is in flight. Raises DeadlineExceeded naming how much still is."""
+        """Returns when nothing is in flight. Raises DeadlineExceeded with the number of samples that still are."""
         if self.in_flight and self._error is None:
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(idle)

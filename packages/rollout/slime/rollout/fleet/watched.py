@@ -1,9 +1,9 @@
-"""Watches the engines of a rollout service, and starts them again when they die or hang.
+"""Watches the engines of a rollout service, and restarts them when they die or hang.
 
-    in rotation --dies, or misses two probes--> out --started again--> awaits weights --sent them--> in rotation
+    in rotation --dies, or misses two probes--> out --restarted--> awaits weights --weights sent--> in rotation
 
-Without restarts, or after too many of them, the engines fail as one: every call raises EngineError with the engine's
-name and its last lines.
+Without restarts, or after too many of them, the whole fleet fails: every call raises EngineError with the name and the
+last lines of the engine that was lost.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ DEATH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Options of a fleet. concurrency: samples in flight an engine; times in seconds. routed_experts: whether answers
-    tell the experts. nuclei: whether those of engines that can tell what top-p and top-k left to sample from do.
-    restarts: None: the fleet fails with an engine."""
+    """Options of a fleet; times in seconds.
+
+    concurrency: samples in flight per engine. routed_experts: whether answers hold the experts chosen for each token.
+    nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine can return
+    them. restarts: None makes the whole fleet fail with its first lost engine.
+    """
 
     concurrency: int = 512
     request_timeout: float = 14400.0
@@ -52,14 +55,14 @@ class FleetOptions:
 
 
 class WatchedEngines:
-    """Members in rotation or out of it, and the failure that ends them all."""
+    """The members of a fleet, in rotation or out of it, and the error that ends the fleet."""
 
     def __init__(self, engines: Sequence[RunningEngine], loop: LoopThread, options: FleetOptions | None = None) -> None:
         self.loop = loop
         self.options = options or FleetOptions()
         self.members = [Member(engine, self._client(engine)) for engine in engines]
         for engine in engines:
-            # Functions of the user may call the engines by themselves.
+            # Plug-ins may call the engines directly, and then need their keys.
             remember(engine.url, engine.api_key)
         self.router: Router[Member] = Router(self.members, self.options.concurrency)
         self.error: EngineError | None = None
@@ -69,7 +72,7 @@ class WatchedEngines:
         self._watchers: list[asyncio.Task[None]] = []
         self.restarts = None if self.options.restarts is None else Restarts(self.options.restarts)
         self._returning: set[asyncio.Task[None]] = set()
-        # False once weights were sent: an engine that starts again has those of its checkpoint.
+        # False once weights were sent: a restarted engine then holds older ones, those of its checkpoint.
         self.weights_as_started = True
 
     def _client(self, engine: RunningEngine) -> EngineClient:
@@ -83,7 +86,7 @@ class WatchedEngines:
 
     @property
     def num_restarts(self) -> int:
-        """Counts the engines that were lost and started again, each as often as it was."""
+        """The number of engine losses that led to a restart."""
         return 0 if self.restarts is None else self.restarts.count
 
     @property
@@ -92,12 +95,12 @@ class WatchedEngines:
         return all(member.abilities.seeded for member in self.members)
 
     def start(self) -> None:
-        """Raises EngineError where an engine does not answer."""
+        """Reads the abilities of all engines and begins to watch them. Raises EngineError if one does not answer."""
         self.loop.run(self._start(), timeout=self.options.health_timeout + 60)
 
     async def _start(self) -> None:
         self._failed = asyncio.get_running_loop().create_future()
-        # Read here, so that a failure that no call waits for is not reported as forgotten.
+        # Read here, so that asyncio does not warn about an exception that was never retrieved.
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
         for member in self.members:
             await member.learn()
@@ -106,7 +109,7 @@ class WatchedEngines:
                 self._watchers.append(asyncio.create_task(self._watch_process(member)))
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Ends the engines that are ours, all at the same time."""
+        """Stops watching, and stops the engines that this service started, all at the same time."""
         if self.restarts is not None:
             self.restarts.stop()
         self.loop.run(self._close(), timeout=30)
@@ -124,22 +127,22 @@ class WatchedEngines:
             remember(member.url, None)
 
     async def _last_call(self, member: Member) -> None:
-        """Aborts the requests of an engine of ours that ends only once they have, and waits for their answers."""
-        ours = isinstance(member.engine, EngineProcess | HostedEngine) and not member.exited
-        if not (ours and member.kind.aborts_before_stop):
+        """Aborts the requests of an engine of this run that ends only after its requests; waits for their answers."""
+        running = isinstance(member.engine, EngineProcess | HostedEngine) and not member.exited
+        if not (running and member.kind.aborts_before_stop):
             return
         try:
             await asyncio.wait_for(member.client.abort(), LAST_CALL_SECONDS)
             await self.router.drain(LAST_CALL_SECONDS)
         except (SlimeError, TimeoutError) as error:
-            log.info("engine %s is stopped while it still works: %s", member.name, error)
+            log.info("stopping engine %s while requests still run: %s", member.name, error)
 
     def on_new_address(self, listener: Callable[[], None]) -> None:
-        """Has `listener` called on the loop's thread when an engine that was started again has another URL."""
+        """Calls `listener` on the loop's thread after an engine was restarted, which may change its URL."""
         self._on_new_address.append(listener)
 
     def on_failure(self, listener: Callable[[EngineError], None]) -> Callable[[], None]:
-        """Has `listener` called once, on the loop's thread, when an engine fails. Returns how to stop listening."""
+        """Calls `listener` once, on the loop's thread, when the fleet fails. Returns a function that removes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -155,7 +158,7 @@ class WatchedEngines:
         while self.error is None:
             await asyncio.sleep(self.options.health_interval)
             if member.out or member.engine is not engine:
-                # Misses of an engine that is gone are not its successor's, which may be back within one interval.
+                # The successor of a lost engine may be back within one interval: it starts without missed probes.
                 misses, engine = 0, member.engine
             if member.out:
                 continue
@@ -174,8 +177,8 @@ class WatchedEngines:
                     )
 
     async def _lose(self, member: Member, error: EngineError | None) -> None:
-        """Takes a member out whose process has died or, with `error`, does not answer, and has it started again. Where
-        that cannot be, the fleet fails."""
+        """Takes a member out of rotation whose process has died or, with `error`, does not answer, and restarts it.
+        Where restarts are off or the engine is not a process of this service, the fleet fails."""
         member.healthy = False
         if self.restarts is None or not isinstance(member.engine, EngineProcess):
             await self._fail(member, error)
@@ -188,8 +191,8 @@ class WatchedEngines:
         self.router.take_out(member, awaited=True)
         reason = await asyncio.to_thread(_death, member, error)
         log.error(
-            "engine %s is out and is started again; what it had in flight (%s) is sent again. In rotation: %s. The "
-            "reason: %s",
+            "engine %s is lost and is being started again; its requests in flight (%s) are sent again. In rotation: "
+            "%s. Reason: %s",
             member.name, counted(in_flight, "sample"),
             ", ".join(other.name for other in self.router.in_rotation) or "none", reason.message,
         )  # fmt: skip
@@ -214,7 +217,7 @@ class WatchedEngines:
                 log.error("engine %s did not start again: %s", member.name, error.message)
                 reason = error
             except Exception as error:
-                # An error of the system: what waits for this engine would wait for ever.
+                # An unexpected error of the system: end the fleet, or requests for this engine would wait forever.
                 log.exception("engine %s cannot be started again", member.name)
                 await self._end(
                     EngineError(f"engine {member.name} cannot be started again: {error}", field=member.name)
@@ -226,8 +229,8 @@ class WatchedEngines:
         )  # fmt: skip
 
     async def _take_back(self, member: Member, engine: EngineProcess) -> None:
-        """Raises SlimeError where the engine that has just started is gone again; then it is stopped."""
-        former, remaining = member.client, member.url
+        """Gives a member its restarted engine. Raises SlimeError where that does not answer; then it is stopped."""
+        old_client, old_url = member.client, member.url
         member.replace(engine, self._client(engine))
         if self.restarts is not None:
             self.restarts.taken(engine)
@@ -237,8 +240,8 @@ class WatchedEngines:
             await asyncio.to_thread(engine.stop, 0)
             raise
         finally:
-            await former.close()
-        remember(remaining, None)
+            await old_client.close()
+        remember(old_url, None)
         remember(engine.url, engine.api_key)
         for listener in self._on_new_address:
             listener()
@@ -249,7 +252,7 @@ class WatchedEngines:
             member.awaits_weights = True
 
     async def _fail(self, member: Member, error: EngineError | None) -> EngineError:
-        """Makes the fleet fail with `error`, or with what is known of the death of the member's process."""
+        """Makes the fleet fail with the error of the member's death where its process has died, else with `error`."""
         member.healthy = False
         return await self._end(await asyncio.to_thread(_death, member, error))
 
@@ -265,7 +268,7 @@ class WatchedEngines:
         return found
 
     async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it, but ends at once with EngineError when an engine fails."""
+        """Awaits `coroutine`, but cancels it and raises EngineError at once when the fleet fails."""
         assert self._failed is not None, "the fleet was not started"
         task = asyncio.ensure_future(coroutine)
         try:
@@ -280,10 +283,13 @@ class WatchedEngines:
                 await asyncio.wait({task}, timeout=10)
 
     async def explain(self, member: Member, engine: RunningEngine, error: SlimeError) -> None:
-        """Returns where a call failed because `engine`, which was the member's, is lost and is being replaced. Raises
-        the fleet's error where its loss ends the fleet, and `error` where it is not lost."""
+        """Decides how to go on after a call of `engine`, the member's engine at the time, failed with `error`.
+
+        Returns if the engine is lost and is being replaced: the caller may try again. Raises the fleet's error if the
+        loss ends the fleet, and `error` itself if the engine is not lost.
+        """
         if isinstance(engine, EngineProcess) and member.engine is engine and not member.out:
-            # A dying process breaks its connections, or fails its requests, before it can be waited for.
+            # A dying process breaks its connections, or fails its requests, before its exit status can be read.
             may_die = "is gone" in error.message or (self.restarts is not None and _is_failure(error))
             deadline = time.monotonic() + DEATH_SECONDS
             while may_die and not member.exited and time.monotonic() < deadline:
@@ -300,8 +306,8 @@ class WatchedEngines:
     async def each(
         self, action: Callable[[Member], Coroutine[Any, Any, Any]], members: Collection[Member] | None = None
     ) -> None:
-        """Runs `action` on these members, or all, at once; those that are out or lost meanwhile are left alone. Raises
-        the fleet's error where a death ends the fleet."""
+        """Runs `action` on these members, or on all, at the same time, except members that are out or get lost. Raises
+        the fleet's error where a loss ends the fleet."""
         await asyncio.gather(*(self.call(member, action) for member in (self.members if members is None else members)))
 
     async def call(self, member: Member, action: Callable[[Member], Coroutine[Any, Any, Any]]) -> None:
@@ -316,7 +322,7 @@ class WatchedEngines:
 
 
 def _is_failure(error: SlimeError) -> bool:
-    """Tells whether an engine answered that it failed (5xx)."""
+    """Returns whether an engine answered with a server error (5xx)."""
     return isinstance(error, EngineError) and error.value.isdigit() and int(error.value) >= 500
 
 
