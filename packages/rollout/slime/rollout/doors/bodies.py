@@ -68,7 +68,7 @@ class Bodies:
         return b"".join(parts)
 
     async def json(self, request: web.Request) -> Any:
-        """Returns the body as JSON, None for an empty one. Raises Refused as `read` does, InvalidField if it is no JSON."""
+        """Returns the body as JSON, None for an empty one. Raises Refused as `read` does, or InvalidField."""
         raw = await self.read(request)
         return parse_json(raw) if raw else None
 
