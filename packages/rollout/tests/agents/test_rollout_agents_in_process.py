@@ -203,7 +203,7 @@ def test_agents_that_nothing_interrupts_end_the_run_before_they_are_too_many(mon
                 await playing
         while len(in_process._hanging) < 2:
             await asyncio.sleep(0.01)
-        with pytest.raises(InvalidSetting, match="--custom-agent-path: 2 episodes have ended"):
+        with pytest.raises(InvalidSetting, match="--custom-agent-path: 2 episodes were ended"):
             await agent.play("", Sample(index=1), {})
         over.set()
         for thread in agent_threads():

@@ -16,7 +16,7 @@ from slime.types.errors import ConfigError, RemoteError, SlimeError
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
-# The next episode would get the same answer.
+# Errors that end the run, because every further episode would get the same one.
 REFUSALS = (
     "AccessDeniedException", "InvalidClientTokenId", "InvalidSignatureException", "ResourceNotFoundException",
     "UnrecognizedClientException",
@@ -24,9 +24,10 @@ REFUSALS = (
 
 
 class AgentCore:
-    """Invokes the runtime of an ARN, waits for results in S3, and ends the session afterwards, whatever became of it.
+    """Invokes the runtime of an ARN, waits for results in S3, and ends the session afterwards in any case.
 
-    Raises NotAvailable where boto3 is not installed, ConfigError where AWS knows no such runtime or no such caller.
+    Raises NotAvailable where boto3 is not installed, ConfigError where the runtime does not exist or AWS refuses the
+    credentials.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -55,8 +56,8 @@ class AgentCore:
             await self._stop(session_id)
 
     def _refuse_when_over(self, request: Any, **kwargs: Any) -> None:
-        """Refuses the calls of a session that is over. boto3 tries again by itself, in a thread that outlives the
-        episode's deadline: such a call would start the agent once more, for nobody."""
+        """Raises RemoteError for calls of a session that is over. boto3 retries calls in a thread that outlives the
+        episode's deadline: such a retry would start the agent again with nobody waiting for its result."""
         session = request.headers.get(SESSION_HEADER)
         session_id = session.decode() if isinstance(session, bytes) else session
         if session_id not in self._running:
@@ -84,7 +85,7 @@ class AgentCore:
         return parse_result(body, f"agent {arn}")
 
     async def _stop(self, session_id: str) -> None:
-        """Ends the session, and fails nothing where it cannot: one that stays costs money until AWS ends it."""
+        """Ends the session. Where that fails, only warns: the session then costs money until AWS ends it."""
         loop = asyncio.get_running_loop()
         try:
             await asyncio.wait_for(
@@ -114,9 +115,9 @@ def _failure(arn: str | None, error: Exception) -> SlimeError:
     answer = getattr(error, "response", {})
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return ConfigError(
-            f"agent {arn}: {error}: AWS takes no call without; expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
-            "profile, or a role",
-            field="agent_runtime_arn", value=arn, expected="credentials of AWS",
+            f"agent {arn}: {error}; expected AWS credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, "
+            "or a role",
+            field="agent_runtime_arn", value=arn, expected="AWS credentials",
         )  # fmt: skip
     if answer.get("Error", {}).get("Code") in REFUSALS:
         return ConfigError(

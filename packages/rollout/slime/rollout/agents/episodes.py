@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class Episodes:
-    """Runs episodes of one service. Opened by `start`, closed by `stop`, both on the loop of `state`.
+    """Runs the episodes of one rollout service. Opened by `start`, closed by `stop`, both on the loop of `state`.
 
-    agent: a function of the user that plays them in this process; None for the remote agent of the settings.
+    agent: the user's function, which plays episodes in this process; None for the remote agent of the settings.
 
-    Raises ConfigError and its kin for settings that cannot work.
+    Raises ConfigError or a subclass for settings that cannot work.
     """
 
     def __init__(self, state: RolloutState, settings: AgentSettings, agent: InProcessAgent | None = None) -> None:
@@ -64,8 +64,9 @@ class Episodes:
     async def run(self, origin: Sample, sampling_params: JSON, evaluation: bool = False) -> list[Sample]:
         """Runs an episode of `origin`. Returns its samples with their reward, or one FAILED sample.
 
-        An episode fails where the agent fails, does not answer in `acr_timeout` seconds, asks the model nothing or
-        gives no reward, which only an agent in this process may leave to the run. Raises ConfigError.
+        An episode fails if the agent fails, does not answer within `acr_timeout` seconds, makes no request to the
+        model, or returns no reward; only an agent in this process may leave the reward to the run. Returns `origin` itself,
+        with status ABORTED, if the episode of an agent in this process was aborted. Raises ConfigError.
         """
         async with self._places:
             session_id = str(uuid.uuid4())
@@ -113,7 +114,7 @@ class Episodes:
         finally:
             await self.gateway.close_session(session_id)
         if session.ends_aborted and session.aborted:
-            # It starts over, like any sample that was aborted without a token.
+            # The episode starts over, like any sample that was aborted before its first token.
             origin.status = Sample.Status.ABORTED
             return [origin]
         seconds = time.monotonic() - started
@@ -162,7 +163,7 @@ class Episodes:
 
 @dataclass
 class _SharedEpisodes:
-    """Episodes that several calls use at once: opened with the first of them, closed with the last."""
+    """Episodes that several calls use at once: opened by the first call, closed after the last."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     episodes: Episodes | None = None
@@ -176,7 +177,7 @@ _SHARED: WeakKeyDictionary[RolloutState, _SharedEpisodes] = WeakKeyDictionary()
 async def shared_episodes(
     state: RolloutState, settings: AgentSettings, agent: InProcessAgent | None = None
 ) -> AsyncIterator[Episodes]:
-    """Yields the episodes of a state, with the settings of the first of the calls that share them."""
+    """Yields the episodes of a state. Calls that overlap share them, with the settings of the first call."""
     shared = _SHARED.setdefault(state, _SharedEpisodes())
     async with shared.lock:
         if shared.episodes is None:
@@ -187,7 +188,7 @@ async def shared_episodes(
     try:
         yield shared.episodes
     finally:
-        # Counted before the lock is waited for: a call that is cancelled there has left all the same.
+        # Before waiting for the lock: a call that is cancelled there no longer uses the episodes either.
         shared.users -= 1
         async with shared.lock:
             if not shared.users and shared.episodes is not None:
@@ -196,9 +197,8 @@ async def shared_episodes(
 
 
 async def play(state: RolloutState, sample: Sample, sampling_params: JSON, evaluation: bool) -> list[Sample]:
-    """Plays an episode of `sample` with the function of `--custom-agent-path`. Returns its samples, or `sample`
-    itself where it was aborted."""
-
+    """Plays an episode of `sample` with the function of `--custom-agent-path`. Returns its samples, or `sample` itself
+    if the episode was aborted."""
     function = state.plugins.agent
     assert function is not None, "the run has an agent"
 

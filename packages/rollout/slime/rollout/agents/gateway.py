@@ -1,9 +1,9 @@
-"""The endpoint that agents call: one URL per session, with tokens in and tokens out behind it.
+"""The endpoint that agents call: one URL per session; behind it, engines are called with tokens and return tokens.
 
     POST /sessions/ID/v1/chat/completions and the other paths of `Front`    GET /sessions/ID/v1/models, /health
 
-A session's id is the key to it: random, unknown to others, and void once the session is closed. Beyond the loopback
-interface every request must carry the gateway's API key as well.
+A session's id serves as its key: it is random, unknown to others, and invalid once the session is closed. If the
+gateway listens beyond the loopback interface, every request must carry the gateway's API key as well.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ CLOSE_SECONDS = 10.0
 
 
 class Gateway:
-    """The HTTP server that agents call. Used on the loop of `state` only. api_key: the key that agents must send; None
-    requires no key.
+    """The HTTP server that agents call. Used on the loop of `state` only.
 
-    Raises InvalidSetting where the renderer does not fit the tokenizer, or where others could reach the gateway without
-    a key.
+    api_key: the key that agents must send; None where no key is required. Raises InvalidSetting if the renderer does
+    not fit the tokenizer, or if other machines could reach the gateway without a key.
     """
 
     def __init__(self, state: RolloutState, settings: AgentSettings) -> None:
@@ -57,13 +56,13 @@ class Gateway:
         self._access = Access(settings.gateway_host, api_key=self.api_key, names=[tunnel] if tunnel else [])
         self._bodies = Bodies()
         self._workers = Workers("gateway")
-        # The address that it listens on, and the URL that agents use.
+        # The URL of the address that the gateway listens on, and the one that agents use.
         self.local_url = self.url = ""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Raises PortInUse."""
+        """Starts to listen. Raises PortInUse if the port is taken."""
         self.settings.set_log_level()
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._health)
@@ -99,16 +98,16 @@ class Gateway:
         self._workers.close()
 
     def open_session(self, session: Session) -> str:
-        """Opens a session; returns the base URL for OpenAI's clients."""
+        """Opens a session; returns its base URL for OpenAI clients."""
         self._sessions[session.id] = session
         return f"{self.url}/sessions/{session.id}/v1"
 
     async def close_session(self, session_id: str) -> None:
-        """Closes a session and ends its requests, also at the engines. Does nothing if it is closed already."""
+        """Closes a session and ends its requests, at the engines too. Does nothing if it is closed already."""
         session = self._sessions.pop(session_id, None)
         if session is None or not session.running:
             return
-        # Tell the engines before the tasks end: afterwards nobody knows which engine has their requests.
+        # The engines are told before the tasks end: afterwards nobody knows which engine has their requests.
         try:
             await asyncio.wait_for(self.state.fleet.abort(sorted(session.open_requests)), CLOSE_SECONDS)
         except (SlimeError, TimeoutError) as error:
@@ -147,7 +146,7 @@ class Gateway:
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise NotFound("no such session, or it is closed", field="session", expected="a session that is open")
+            raise NotFound("no such session, or it is closed", field="session", expected="an open session")
         return session
 
 

@@ -1,4 +1,4 @@
-"""Agents that are called over HTTP: `http://host:port/invocations`."""
+"""Calls agents over HTTP, at `http://host:port/invocations`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ PING_SECONDS = 5.0
 
 
 class HTTPAgent:
-    """The agent answers with its result, or with {"status": "processing", "s3_bucket", "result_key"} and leaves it in
-    S3. While it is waited for there, the agent's `/ping` shows that its process lives."""
+    """Transport for an agent that is called directly.
+
+    The agent answers with its result, or with {"status": "processing", "s3_bucket": ..., "result_key": ...} and writes
+    the result to S3 later. While waiting for it, requests to the agent's `/ping` check that the agent still runs.
+    """
 
     def __init__(self, settings: AgentSettings) -> None:
         self.settings = settings
@@ -54,7 +57,7 @@ class HTTPAgent:
             async with self._session.get(urljoin(self.url, "/ping"), timeout=timeout):
                 return
         except TimeoutError:
-            # A busy engine is not a dead one.
+            # A busy agent may be slow to answer, but it is not gone.
             return
         except aiohttp.ClientError as error:
             raise self._gone(error) from error

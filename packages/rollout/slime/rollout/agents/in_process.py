@@ -19,9 +19,9 @@ from slime.types.plugin_contracts import accepted
 
 log = logging.getLogger(__name__)
 
-# Seconds that a cancelled agent has to end. After that its thread is interrupted, at this interval.
+# Seconds that a cancelled agent has to end. After that its thread is interrupted, again and again at this interval.
 END_SECONDS = 5.0
-# Most threads left hanging in system calls without a timeout, which nothing can interrupt.
+# The most threads that may hang in system calls without a timeout, which nothing can interrupt.
 MOST_HANGING = 64
 _hanging: set[threading.Thread] = set()
 
@@ -31,23 +31,23 @@ class AgentInterrupted(BaseException):
 
 
 class InProcessAgent:
-    """An agent in this process. Each episode runs in a thread, an async function with its own event loop, so that a
-    blocking call delays nobody else, least of all the gateway that it waits for."""
+    """An agent in this process. Each episode runs in a thread with its own event loop, so that a blocking call delays
+    nothing else, in particular not the gateway whose answer it waits for."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     async def play(self, base_url: str, sample: Sample, keywords: Mapping[str, Any]) -> Any:
-        """Plays an episode; returns its reward, or None if the agent leaves that to the run.
+        """Plays an episode; returns its reward, or None if the agent leaves the reward to the run.
 
-        Raises RemoteError if the agent raises, InvalidField for something that is not a reward, InvalidSetting if the
-        threads of too many earlier episodes hang.
+        keywords: optional arguments; the function gets those that it accepts. Raises RemoteError if the agent raises,
+        InvalidField if the answer is not a reward, InvalidSetting if the threads of too many earlier episodes hang.
         """
         _hanging.intersection_update(threading.enumerate())
         if len(_hanging) >= MOST_HANGING:
             raise InvalidSetting(
-                f"--custom-agent-path: {MOST_HANGING} episodes have ended, by their time or with their call, and the "
-                "agent hangs in them where nothing can interrupt it; give its calls a timeout",
+                f"--custom-agent-path: {MOST_HANGING} episodes were ended, and the agent still hangs in system calls "
+                "that nothing can interrupt; give its calls a timeout",
                 field="--custom-agent-path", value=MOST_HANGING,
             )  # fmt: skip
         taken = accepted(self._function, dict(keywords))
@@ -65,7 +65,7 @@ class InProcessAgent:
 
 
 class _Episode:
-    """One call in its own thread, which learns of a cancellation."""
+    """One call of the agent in a thread of its own, which is cancelled with the episode."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -110,16 +110,16 @@ class _Episode:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _interrupt(self, waiting: asyncio.AbstractEventLoop) -> None:
-        """Raises AgentInterrupted in the thread, at the next line of Python that it comes to."""
+        """Raises AgentInterrupted in the thread as soon as that executes Python code again."""
         thread = self._thread
         if thread is None or not thread.is_alive():
             return
         if thread not in _hanging:
             _hanging.add(thread)
-            log.warning("the agent goes on %g s after its episode was ended, and is interrupted", END_SECONDS)
-        # Also wakes a waiting event loop.
+            log.warning("the agent still runs %g s after its episode was ended, and is interrupted", END_SECONDS)
+        # This also wakes an event loop that waits.
         self._cancel()
-        # Checked again: after a thread ends, another may get its identity.
+        # Checked again, because another thread may get the identifier of one that has ended.
         if thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(AgentInterrupted)
@@ -140,7 +140,7 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
 
 
 def reward_of(answer: Any) -> Any:
-    """Raises InvalidField."""
+    """Returns an agent's answer if it is a reward: a finite number, a dict, or None. Raises InvalidField otherwise."""
     if answer is None or isinstance(answer, dict):
         return answer
     if isinstance(answer, numbers.Real) and math.isfinite(answer):

@@ -1,10 +1,10 @@
 """Merges the turns of an episode into samples.
 
-The turns of an episode are a tree: a turn is the child of the one whose tokens its prompt begins with, of several the
-longest. A sample is a line of turns, each the child of the one before: the tokens between them, of the user or of
-tools, have loss mask 0 and log-prob 0, completions have mask 1 and the engine's log-probs. The first child of a turn
-continues its sample; a further one starts a sample whose prompt is all that came before. So each completion is trained
-once.
+The turns of an episode form a tree: the parent of a turn is the longest earlier turn with whose tokens the prompt of
+the turn begins. A sample is a path of turns, each the child of the one before. Tokens between completions, from the
+user or from tools, have loss mask 0 and log-prob 0; completions have mask 1 and the engine's log-probs. The first child
+of a turn continues its sample; each further child starts a new sample, whose prompt holds all tokens before it. So each
+completion is trained on once.
 """
 
 from __future__ import annotations
@@ -26,58 +26,62 @@ if TYPE_CHECKING:
 def merge_turns(
     turns: Sequence[Turn], origin: Sample, decode: Callable[[list[int]], str], args: RolloutArgs | None = None
 ) -> list[Sample]:
-    """Returns an episode's samples in order, without rewards. decode: token ids to text, for what lies between answers.
+    """Returns an episode's samples in order, without rewards.
 
-    They share a `rollout_id`: that of `origin`, the sample that the episode is of, or its index. One is TRUNCATED
-    exactly where its last turn ended by length. Raises InvalidField where the engine's answers do not fit together.
+    origin: the sample that the episode was started for; the samples share its `rollout_id`, or its index where that is
+    None. decode: returns the text of token ids, for the tokens between completions. A sample is TRUNCATED if its last
+    turn ended by length, else COMPLETED. Raises InvalidField where the engines' answers contradict each other.
     """
     parents = parents_of(turns)
     drifted = drifted_turns(turns, parents)
-    # The sample that ends with a turn, by the turn's place.
+    # The path that ends with a turn, by the position of that turn.
     ends: dict[int, list[int]] = {}
-    lines: list[list[int]] = []
-    for place, parent in enumerate(parents):
-        line = ends.pop(parent, None) if parent is not None else None
-        if line is None:
-            line = []
-            lines.append(line)
-        line.append(place)
-        ends[place] = line
+    paths: list[list[int]] = []
+    for position, parent in enumerate(parents):
+        path = ends.pop(parent, None) if parent is not None else None
+        if path is None:
+            path = []
+            paths.append(path)
+        path.append(position)
+        ends[position] = path
     samples = []
-    for position, line in enumerate(lines):
-        sample = _segment(position, [turns[place] for place in line], origin, decode, args)
+    for index, path in enumerate(paths):
+        sample = _segment(index, [turns[position] for position in path], origin, decode, args)
         sample.metadata |= {
-            "branch": parents[line[0]] is not None,
-            "drifted_turns": sum(place in drifted for place in line),
+            "branch": parents[path[0]] is not None,
+            "drifted_turns": sum(position in drifted for position in path),
         }
         samples.append(sample)
     return samples
 
 
 def parents_of(turns: Sequence[Turn]) -> list[int | None]:
-    """Returns the place of each turn's parent, the longest of the earlier turns whose tokens its prompt begins with."""
-    # Comparing bytes takes a small part of the time of comparing lists.
+    """Returns the position of each turn's parent, None for a turn without one.
+
+    The parent is the longest earlier turn with whose tokens the turn's prompt begins.
+    """
+    # Comparing bytes is much faster than comparing lists.
     tokens = [np.asarray(turn.all_ids, np.int32).tobytes() for turn in turns]
     prompts = [np.asarray(turn.prompt_ids, np.int32).tobytes() for turn in turns]
     parents: list[int | None] = []
-    for place, prompt in enumerate(prompts):
-        before = [i for i in range(place) if prompt.startswith(tokens[i])]
-        parents.append(max(before, key=lambda i: (len(tokens[i]), -i), default=None))
+    for position, prompt in enumerate(prompts):
+        candidates = [i for i in range(position) if prompt.startswith(tokens[i])]
+        parents.append(max(candidates, key=lambda i: (len(tokens[i]), -i), default=None))
     return parents
 
 
 def drifted_turns(turns: Sequence[Turn], parents: Sequence[int | None]) -> set[int]:
-    """Finds the turns that continue an earlier one by their messages, and not by their tokens: the text of the
-    answer was encoded again, and gave other tokens."""
+    """Returns the positions of turns that continue an earlier turn by their messages, but not by their tokens: the text
+    of the earlier answer was tokenized again, and gave other tokens."""
     drifted = set()
-    for place, turn in enumerate(turns):
+    for position, turn in enumerate(turns):
         # The last message is the answer of the turn itself.
-        asked, parent = turn.messages[:-1], parents[place]
+        request, parent = turn.messages[:-1], parents[position]
         least = 0 if parent is None else len(turns[parent].messages)
-        # Only what is longer than the parent: comparing with all of a conversation's turns takes seconds.
-        longer = (turns[i].messages for i in range(place) if len(turns[i].messages) > least)
-        if any(_continues(asked, known) for known in longer):
-            drifted.add(place)
+        # Only turns with more messages than the parent: comparing all turns of a conversation would take seconds.
+        longer = (turns[i].messages for i in range(position) if len(turns[i].messages) > least)
+        if any(_continues(request, known) for known in longer):
+            drifted.add(position)
     return drifted
 
 
@@ -86,17 +90,17 @@ def _continues(messages: Sequence[JSON], known: Sequence[JSON]) -> bool:
 
 
 def _segment(
-    position: int, turns: list[Turn], origin: Sample, decode: Callable[[list[int]], str], args: RolloutArgs | None
+    index: int, turns: list[Turn], origin: Sample, decode: Callable[[list[int]], str], args: RolloutArgs | None
 ) -> Sample:
     sample = new_sample(origin)
-    sample.metadata |= {"segment_index": position, "num_turns": len(turns)}
+    sample.metadata |= {"segment_index": index, "num_turns": len(turns)}
     sample.tokens = np.asarray(turns[0].prompt_ids, np.int32)
     for turn in turns:
         between = turn.prompt_ids[len(sample.array("tokens")) :]
         if between:
             sample.append_response_tokens(args, tokens=between, trainable=False, text=decode(between))
         for part, meta in turn.parts:
-            # The text of all parts: a character may be split between two.
+            # The last part gets the text of all: a character may be split between two parts.
             text = turn.text if meta is turn.meta else ""
             ids, log_probs = turn.completion_ids[part], turn.log_probs[part]
             sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=meta, text=text)
@@ -107,7 +111,7 @@ def _segment(
 
 
 def new_sample(origin: Sample) -> Sample:
-    """Returns a sample of the episode of `origin`, with nothing generated."""
+    """Returns a sample of the episode of `origin`, without any tokens yet."""
     return Sample(
         group_index=origin.group_index,
         index=origin.index,
@@ -119,8 +123,8 @@ def new_sample(origin: Sample) -> Sample:
 
 
 def failed_sample(origin: Sample, error: str) -> Sample:
-    """Stands for an episode that failed: it has no reward, so that its group's statistics are of the others alone, and
-    no token to train."""
+    """Returns the sample of a failed episode: without a reward, so that it does not enter its group's statistics, and
+    without a token to train on."""
     sample = new_sample(origin)
     sample.metadata |= {"segment_index": 0, "num_turns": 0, "episode_error": error}
     sample.tokens, sample.response_length = [0, 0], 1

@@ -1,4 +1,4 @@
-"""Renders messages to token ids with the chat template of the model."""
+"""Renders messages to token ids with the model's chat template."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from slime.rollout.agents.sessions import JSON, Turn
 from slime.rollout.chat.template import encode, render
 from slime.types.errors import InvalidSetting
 
-# Stands for an assistant's message where the text that follows one is looked for; no template changes letters.
+# A placeholder for an assistant's message, to find the text that follows one; no template alters plain letters.
 MARK = "zqxanswerzqx"
-# New messages and arguments of the template -> the text behind an answer; None where the template shows none.
+# From new messages and template arguments to the text that follows an answer; None where the template leaves it out.
 Following: TypeAlias = Callable[[list[JSON], Mapping[str, Any]], str | None]
 
 
 class Renderer:
-    """Renders conversations to token ids. cumulative: a prompt that continues an earlier turn is that turn's tokens,
-    and its new messages rendered.
+    """Renders conversations to token ids.
 
-    family: how new messages are rendered: "auto" takes what the template puts behind an assistant's message, "qwen"
-    writes ChatML. Raises InvalidSetting for a tokenizer that does not fit it.
+    cumulative: a prompt that continues an earlier turn consists of that turn's tokens and the rendered new messages.
+    family: how new messages are rendered: "auto" takes the text that the template writes after an assistant's message,
+    "qwen" writes ChatML. Raises InvalidSetting for a tokenizer that does not fit the family.
     """
 
     def __init__(
@@ -34,19 +34,20 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.cumulative = cumulative
-        self._following: Following = _chatml if family == "qwen" else self._behind_an_answer
+        self._following: Following = _chatml if family == "qwen" else self._text_after_answer
         if cumulative and family == "qwen" and len(self._encode("<|im_start|>")) != 1:
             raise InvalidSetting.requires(
                 "renderer_family qwen", "a tokenizer with the token <|im_start|>", "use auto for this model"
             )
 
     def prompt(self, messages: list[JSON], tools: Any, turns: Sequence[Turn], extra: Mapping[str, Any]) -> list[int]:
-        """Returns token ids of a conversation with the start of an answer behind it. extra: arguments of the template.
+        """Returns the token ids of a conversation, followed by the start of an answer.
 
-        messages: as `clean` gives them. Raises InvalidField where the template does not take them.
+        messages: as returned by `clean`. turns: earlier turns of the session. extra: arguments of the template. Raises
+        InvalidField if the template refuses the messages.
         """
         if self.cumulative:
-            # The longest that it continues, of several the latest.
+            # The longest turn first, and the latest of equally long ones.
             for turn in sorted(reversed(turns), key=lambda turn: -len(turn.messages)):
                 known = len(turn.messages)
                 # Other tools, or other arguments, change the beginning of the prompt.
@@ -62,14 +63,14 @@ class Renderer:
         if text is None:
             return None
         if turn.completion_ids and turn.finish_reason == "stop":
-            # An answer that ended by itself includes its end token.
+            # An answer that ended by itself already includes its end token.
             end = self.tokenizer.decode([turn.completion_ids[-1]], skip_special_tokens=False)
             text = text.removeprefix(end)
         return [*turn.all_ids, *self._encode(text)]
 
-    def _behind_an_answer(self, new: list[JSON], extra: Mapping[str, Any]) -> str | None:
-        """Returns the text that the template writes behind an answer; None where it does not show one with messages
-        behind it."""
+    def _text_after_answer(self, new: list[JSON], extra: Mapping[str, Any]) -> str | None:
+        """Returns the text that the template writes after an answer; None if it leaves out answers that other messages
+        follow."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *new]
         _, mark, following = self._render(messages, None, extra).rpartition(MARK)
         return following if mark else None
@@ -82,7 +83,7 @@ class Renderer:
 
 
 def same_messages(known: Sequence[JSON], messages: Sequence[JSON]) -> bool:
-    """Compares two conversations that went through `clean`; reasoning counts only where both have it."""
+    """Returns whether two conversations, as returned by `clean`, are equal; compares reasoning only if both have it."""
     return len(known) == len(messages) and all(_same(a, b) for a, b in zip(known, messages, strict=True))
 
 
@@ -103,7 +104,7 @@ def _chatml(new: list[JSON], extra: Mapping[str, Any]) -> str:
         if in_responses and not is_response:
             text += "<|im_end|>\n"
         if is_response:
-            # Responses to calls that were made together are one turn of the user.
+            # Responses to calls of one answer are written as one message of the user.
             text += (
                 "" if in_responses else "<|im_start|>user"
             ) + f"\n<tool_response>\n{message['content']}\n</tool_response>"

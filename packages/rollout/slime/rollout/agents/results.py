@@ -1,4 +1,4 @@
-"""Results that agents leave in S3."""
+"""Reads the results that agents leave in S3."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ATTEMPTS = 5
 
 
 def aws_client(service: str, settings: AgentSettings, *, read_seconds: float = READ_SECONDS) -> Any:
-    """Returns a client of boto3, which finds credentials, and other endpoints than Amazon's, in the environment.
+    """Returns a boto3 client, which reads credentials, and endpoints other than Amazon's, from the environment.
 
-    Raises NotAvailable where boto3 is not installed, InvalidSetting where AWS cannot be reached as things are set up.
+    Raises NotAvailable if boto3 is not installed, InvalidSetting if boto3 refuses its configuration.
     """
     try:
         import boto3
@@ -46,7 +46,7 @@ def aws_client(service: str, settings: AgentSettings, *, read_seconds: float = R
 
 
 class S3Results:
-    """Waits for objects of a bucket. Blocking calls run in threads of its own."""
+    """Waits for results in S3. Blocking calls run in a thread pool of its own."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self.settings = settings
@@ -54,10 +54,10 @@ class S3Results:
         self._threads: Executor = ThreadPoolExecutor(settings.max_pool_connections, "agent-results")
 
     async def wait(self, bucket: str, key: str, check: Callable[[], Awaitable[None]] | None = None) -> JSON:
-        """Waits for the result: looks at once, after 0.5 s, then after 1.5 times as long each time, up to 30 s.
+        """Waits for a result. Polls at once, after 0.5 s, then after 1.5 times as long each time, up to 30 s.
 
-        check: awaited whenever it is not there yet; may raise. Raises Unavailable where it cannot be read: the bucket
-        is missing, or access is denied.
+        check: awaited whenever the result is not there yet; may raise. Raises Unavailable if the result cannot be read,
+        because the bucket is missing or access is denied.
         """
         wait = FIRST_WAIT_SECONDS
         loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class S3Results:
     def _read(self, bucket: str, key: str) -> bytes | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
-        # Not HEAD: its answer does not tell a missing bucket from a missing key.
+        # Not HEAD: its answer does not distinguish a missing bucket from a missing key.
         try:
             return bytes(self._client.get_object(Bucket=bucket, Key=key)["Body"].read())
         except ClientError as error:

@@ -19,10 +19,11 @@ EPSILON = 1e-6
 def normalize_episode_rewards(args: RolloutArgs, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Returns (raw rewards, training rewards), one of each per sample.
 
-    An episode is the samples of one group and one session; its reward is that of its first sample, and all of its
-    samples get it. `args.reward_postprocessing` is "identity", or "grpo": less the mean over the group's episodes, and,
-    with `args.grpo_std_normalization`, divided by the standard deviation (population) + 1e-6, or zero where that
-    deviation is at most 1e-6. Failed episodes count for nothing and get zeros.
+    An episode consists of the samples of one group and one session; all of them get the reward of its first sample.
+    `args.reward_postprocessing` is "identity", or "grpo": the mean over the group's episodes is subtracted and, with
+    `args.grpo_std_normalization`, the result divided by the population standard deviation + 1e-6, or set to zero where
+    that deviation is at most 1e-6. Failed episodes are left out of these statistics and get zeros. Raises
+    InvalidSetting for another value.
     """
     strategy = given(args, "reward_postprocessing") or "grpo"
     if strategy not in STRATEGIES:
@@ -30,7 +31,7 @@ def normalize_episode_rewards(args: RolloutArgs, samples: Sequence[Sample]) -> t
     episodes: dict[Any, dict[Any, float]] = {}
     keys: list[tuple[Any, Any] | None] = []
     for position, sample in enumerate(samples):
-        # Padding, which some rollout functions add, has group -1.
+        # Padding samples, which some rollout functions add, have group -1.
         if sample.status is Sample.Status.FAILED or sample.group_index == -1:
             keys.append(None)
             continue

@@ -1,5 +1,7 @@
-"""The rollout function for remote agents:
-`--rollout-function-path slime.rollout.agents.rollout.generate_rollout`."""
+"""The rollout function for remote agents.
+
+Used with `--rollout-function-path slime.rollout.agents.rollout.generate_rollout`.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ log = logging.getLogger(__name__)
 def generate_rollout(
     args: RolloutArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Generates `args.rollout_batch_size` groups of episodes of `data_source`, or the results of evaluation sets.
+    """Generates `args.rollout_batch_size` groups of episodes for prompts of `data_source`, or runs evaluation sets.
 
-    The contract is that of `--rollout-function-path`. Settings: see `AgentSettings`. Blocks.
+    A function for `--rollout-function-path`; its settings are those of `AgentSettings`. Blocks until done.
 
-    Raises ConfigError and its kin for settings that cannot work, EngineError where an engine dies; an episode that
-    fails becomes a FAILED sample.
+    Raises ConfigError or a subclass for settings that cannot work, EngineError if an engine dies. An episode that fails
+    becomes a FAILED sample.
     """
     settings = AgentSettings.from_args(args)
     state = state_of(args)
@@ -49,7 +51,7 @@ async def _train(state: RolloutState, args: RolloutArgs, settings: AgentSettings
     dropped: dict[str, int] = {}
     params = rollout_sampling_params(args)
 
-    async def one(episodes: Episodes, group: list[Sample]) -> None:
+    async def play_group(episodes: Episodes, group: list[Sample]) -> None:
         done = await _all([episodes.run(sample, params) for sample in group])
         samples = flatten(done)
         await run_hooks(state, samples, False)
@@ -65,7 +67,7 @@ async def _train(state: RolloutState, args: RolloutArgs, settings: AgentSettings
     async with shared_episodes(state, settings) as episodes:
         while len(accepted) < target:
             leased = await asyncio.to_thread(source.get_samples, target - len(accepted))
-            await _all([one(episodes, group) for group in leased])
+            await _all([play_group(episodes, group) for group in leased])
     accepted.sort(key=lambda group: group[0][0].group_index or 0)
     if state.plugins.sample_filter is not None:
         await asyncio.to_thread(state.plugins.sample_filter, args, accepted)
@@ -75,7 +77,7 @@ async def _train(state: RolloutState, args: RolloutArgs, settings: AgentSettings
 
 
 async def _all(work: Sequence[Any]) -> list[Any]:
-    """Returns the results in order; where one raises, the others are ended before it is passed on."""
+    """Returns the results in order; if one raises, cancels the others, waits for them, and passes the error on."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -87,7 +89,7 @@ async def _all(work: Sequence[Any]) -> list[Any]:
 
 
 def _verdict(state: RolloutState, args: RolloutArgs, group: list[list[Sample]]) -> str | None:
-    """Returns why the dynamic filter drops a group; it sees the episodes that did not fail."""
+    """Returns why the dynamic filter drops a group, or None; the filter sees only episodes that did not fail."""
     judge = state.plugins.dynamic_filter
     scored = [episode for episode in group if not _failed(episode)]
     if judge is None or not scored:
@@ -97,8 +99,8 @@ def _verdict(state: RolloutState, args: RolloutArgs, group: list[list[Sample]]) 
 
 
 async def _complete(state: RolloutState, source: Any, done: list[list[Sample]], group: list[Sample]) -> None:
-    # A filter of whole rollouts sees a group before it is handed in; then, and where the source cannot take single
-    # groups, the service hands them in.
+    # --rollout-sample-filter-path must see the groups before they are handed in. With it, and where the source does not
+    # take single groups, the service hands them in after the call.
     if state.plugins.sample_filter is not None or not hasattr(source, "complete"):
         return
     await asyncio.to_thread(source.complete, flatten(done), group)
@@ -149,7 +151,7 @@ async def _counted(episodes: Episodes, sample: Sample, params: dict[str, Any]) -
 
 
 def _names(args: RolloutArgs, source: Any) -> list[str]:
-    """Returns the sets of `source`; where `args.eval_datasets` names some, those. Raises InvalidField."""
+    """Returns the names of `args.eval_datasets`, or of all sets of `source`. Raises InvalidField if one is unknown."""
     known = list(getattr(source, "names", ()))
     wanted = [str(getattr(each, "name", each)) for each in getattr(args, "eval_datasets", None) or known]
     for name in wanted:
@@ -159,7 +161,7 @@ def _names(args: RolloutArgs, source: Any) -> list[str]:
 
 
 def _reward(args: RolloutArgs, episode: list[Sample]) -> float:
-    """Returns the reward of an episode, 0 for one that failed: it has solved nothing."""
+    """Returns the reward of an episode, 0 for one that failed, because it has solved nothing."""
     return 0.0 if _failed(episode) else float(episode[-1].get_reward_value(args))
 
 

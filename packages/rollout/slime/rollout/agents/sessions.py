@@ -1,4 +1,4 @@
-"""The sessions of agents: the turns of each, as the engines generated them."""
+"""Sessions of agents and their turns, as the engines generated them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ JSON = dict[str, Any]
 class Turn:
     """One request and its answer.
 
-    prompt_ids, completion_ids, log_probs (of the completion): those that the engine got and gave. meta: its
-    `meta_info`. text: the completion, decoded. messages: the conversation with the answer as last message; empty for a
-    turn of plain text. tools, arguments: of the chat template. earlier: of an answer that weight updates interrupted,
-    the number of tokens and the meta of each part before the last.
+    prompt_ids: token ids sent to the engine. completion_ids, log_probs: one token id and one log-prob for each token
+    that it generated. meta: the engine's `meta_info`. text: the decoded completion. messages: the conversation, with
+    the answer as its last message; empty for a turn of plain text. tools, arguments: of the chat template.
+    earlier: for an answer that weight updates interrupted, the number of tokens and the meta of each part but the last.
     """
 
     prompt_ids: list[int]
@@ -41,7 +41,7 @@ class Turn:
 
     @property
     def parts(self) -> Iterator[tuple[slice, Mapping[str, Any]]]:
-        """The part of the completion that each version of the weights made, and the meta of it."""
+        """The parts of the completion, in order, that each version of the weights generated, with their meta."""
         start = 0
         for count, meta in self.earlier:
             yield slice(start, start + count), meta
@@ -55,10 +55,13 @@ class Turn:
 
 @dataclass
 class Session:
-    """The session of an episode. sampling_params: SGLang's, which hold for all requests of it. sample_index: keys the
-    seeds of its requests, None where they carry none. aborted: an engine was told to end a request of it; ends_aborted:
-    there are none after that. open_requests: those at the engines; open_of_call: where the rollout call that it is of
-    keeps its own."""
+    """The session of an episode.
+
+    sampling_params: of all its requests, in SGLang's names. sample_index: the requests' sampling seeds are derived from
+    it; None where requests carry no seed. ends_aborted: whether the session refuses requests after one was aborted.
+    aborted: whether an engine aborted one. requests: the number of requests so far. open_requests: ids of requests in
+    flight. open_of_call: the set in which the rollout call of this episode keeps such ids. running: tasks of requests.
+    """
 
     id: str
     sampling_params: JSON

@@ -1,4 +1,4 @@
-"""Settings of agents: keys of the file of `--custom-config-path`, or variables of the environment."""
+"""Settings of agents, read from the file of `--custom-config-path` or from environment variables."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class AgentSettings:
     """Settings of agents.
 
-    agent_runtime_arn: of AgentCore, or `http://host:port/invocations` of an agent that is called directly.
-    custom_agent_path: an agent in the rollout service instead.
-    s3_bucket: where agents leave results; needed with an ARN.
-    exp_id: first part of the keys of results. model_id: what the model is called before agents.
-    acr_timeout: seconds an episode may take. acr_tps_limit: calls of agents a second. max_concurrent: episodes at once.
-    cumulative_token_mode: the next prompt of a session is what was generated so far, and its new messages rendered.
-    gateway_port: 0 lets the system choose. gateway_host: the address to listen on; gateway_url: how agents reach it,
-    where that is not http://gateway_host:port; gateway_api_key_file: the key that agents send, required where
-    gateway_host is not the loopback.
+    agent_runtime_arn: the ARN of an AgentCore runtime, or the URL `http://host:port/invocations` of an agent that is
+    called directly.
+    custom_agent_path: an agent that runs in the rollout service instead.
+    s3_bucket: the bucket in which agents leave results; required with an ARN.
+    exp_id: the first part of the keys of results. model_id: the name of the model that agents are told.
+    acr_timeout: the most seconds that an episode may take. acr_tps_limit: the most calls of agents per second.
+    max_concurrent: the most episodes at once. max_pool_connections: the most connections to each AWS service.
+    reward_postprocessing: see `normalize_episode_rewards`.
+    cumulative_token_mode, renderer_family: see `Renderer`.
+    gateway_host: the address to listen on. gateway_port: 0 lets the system choose. gateway_url: the URL for agents,
+    where that is not http://gateway_host:gateway_port. gateway_api_key_file: a file with the key that agents must send;
+    required where gateway_host is not the loopback. gateway_log_level: the log level of this folder.
+    sglang_tool_call_parser, sglang_reasoning_parser: SGLang's names of the syntaxes of the model's answers.
     """
 
     agent_runtime_arn: str = ""
@@ -74,8 +78,11 @@ class AgentSettings:
 
     @classmethod
     def from_args(cls, args: object) -> AgentSettings:
-        """Takes each from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN, ACR_S3_BUCKET, the
-        others by their names in capitals), else its default. Raises InvalidSetting."""
+        """Reads each setting from the attribute of `args`, else from the environment (ACR_AGENT_RUNTIME_ARN,
+        ACR_S3_BUCKET, the others by their names in capitals), else takes its default.
+
+        An agent in the rollout service has cumulative_token_mode as its default. Raises InvalidSetting.
+        """
         values = {}
         for field in dataclasses.fields(cls):
             value = given(args, field.name)
@@ -111,13 +118,13 @@ class AgentSettings:
                 raise InvalidSetting.must_be(name, "at least 1", got=getattr(self, name))
         if not 0 <= self.gateway_port <= 65535:
             raise InvalidSetting.must_be(
-                "gateway_port", "a port, or 0 for one that the system chooses", got=self.gateway_port
+                "gateway_port", "a port, or 0 to let the system choose one", got=self.gateway_port
             )
         if self.gateway_host in ("0.0.0.0", "::") and not self.gateway_url:
             raise InvalidSetting.requires(
                 f"gateway_host {self.gateway_host}", "gateway_url URL", "agents reach the gateway there"
             )
-        # Reading flags imports this module, and must not wait for gRPC.
+        # Imported late: reading flags imports this module, and should not wait for gRPC to load.
         from slime.types.rpc.token_files import is_loopback
 
         if self.gateway_api_key_file is None and not is_loopback(self.gateway_host):
@@ -134,7 +141,7 @@ class AgentSettings:
 
 
 def given(args: object, name: str, environ: Mapping[str, str] | None = None) -> Any:
-    """Returns the attribute of `args`, else the variable of the environment; None where there is neither."""
+    """Returns the attribute `name` of `args`, else its environment variable, else None."""
     value = getattr(args, name, None)
     if value is not None:
         return value

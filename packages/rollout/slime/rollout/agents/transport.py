@@ -14,23 +14,23 @@ from slime.types.errors import InvalidField, RemoteError
 
 JSON = dict[str, Any]
 
-# AgentCore tells agents their session by this header; those that run elsewhere read it too.
+# The header in which AgentCore names the session; agents that run elsewhere get it too.
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 
 
 class Transport(Protocol):
     async def run(self, session_id: str, payload: JSON) -> JSON:
-        """Calls the agent and waits for its result, however long it takes: the caller keeps the deadline.
+        """Calls the agent and waits for its result, without a deadline: the caller sets one.
 
-        Raises Unavailable for an agent that is gone, RemoteError for one that refuses, ConfigError and its kin for what
-        no other call can heal.
+        Raises Unavailable if the agent is gone, RemoteError if it refuses, ConfigError or a subclass for a problem that
+        every other call would meet too.
         """
 
     async def close(self) -> None: ...
 
 
 class Pace:
-    """At most `per_second` calls a second, evenly, for all that share it."""
+    """Spaces calls evenly, so that all tasks that share it make at most `per_second` calls per second."""
 
     def __init__(self, per_second: float) -> None:
         self._gap = 1.0 / per_second
@@ -45,14 +45,17 @@ class Pace:
 
 
 def result_key(payload: Mapping[str, Any], session_id: str) -> str:
-    """Returns the S3 key of an agent's result, unless the agent names one."""
+    """Returns the default S3 key of an agent's result."""
     rollout_fields = payload["_rollout"]
     return f"{rollout_fields['exp_id']}/{rollout_fields['input_id']}/{session_id}.json"
 
 
 def result_place(answer: JSON, bucket: str | None, payload: Mapping[str, Any], session_id: str) -> tuple[str, str]:
-    """Returns bucket and key of a result that an agent leaves in S3. It is read with the credentials of the run, so an
-    agent says no more than which key of its own experiment. Raises InvalidField for another bucket or key."""
+    """Returns the bucket and key of a result that an agent leaves in S3.
+
+    The result is read with the credentials of the run, so an agent may only choose a key within its own experiment.
+    Raises InvalidField for another bucket or key.
+    """
     named = answer.get("s3_bucket") or bucket
     if bucket is None or named != bucket:
         raise InvalidField("s3_bucket", named, f"the bucket of the settings ({bucket or 'none is set'})")
@@ -64,7 +67,7 @@ def result_place(answer: JSON, bucket: str | None, payload: Mapping[str, Any], s
 
 
 def parse_result(body: bytes, where: str) -> JSON:
-    """Raises RemoteError for anything but a JSON object."""
+    """Returns a parsed result. Raises RemoteError, with `where` it came from, for anything but a JSON object."""
     try:
         result = json.loads(body)
     except (ValueError, RecursionError):
@@ -76,14 +79,14 @@ def parse_result(body: bytes, where: str) -> JSON:
 
 
 def is_pending(result: Mapping[str, Any]) -> bool:
-    """Returns True for an answer that says only that the agent has started and will leave its result in S3."""
+    """Returns whether an answer only says that the agent has started and will leave its result in S3."""
     return result.get("status") == "processing"
 
 
 def extract_reward(result: Mapping[str, Any]) -> float:
-    """Reads `rewards` of a result: a number, or the last of a list.
+    """Returns the reward of a result: its `rewards`, a number or a list of which the last counts.
 
-    Raises RemoteError where the agent says that it failed (status_code of 400 or more), InvalidField where it gives no
+    Raises RemoteError if the agent reports a failure (a status_code of 400 or more), InvalidField if there is no
     reward.
     """
     status = result.get("status_code", 200)
