@@ -65,8 +65,8 @@ class Episodes:
         """Runs an episode of `origin`. Returns its samples with their reward, or one FAILED sample.
 
         An episode fails if the agent fails, does not answer within `acr_timeout` seconds, makes no request to the
-        model, or returns no reward; only an agent in this process may leave the reward to the run. Returns `origin` itself,
-        with status ABORTED, if the episode of an agent in this process was aborted. Raises ConfigError.
+        model, or returns no reward; only an agent in this process may leave the reward to the run. Returns `origin`
+        itself, with status ABORTED, if the episode of an agent in this process was aborted. Raises ConfigError.
         """
         async with self._places:
             session_id = str(uuid.uuid4())
