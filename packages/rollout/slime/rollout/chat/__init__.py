@@ -1,1 +1,1 @@
-"""OpenAI's chat protocol: messages, templates and answers."""
+"""The chat protocols of OpenAI and Anthropic: requests, messages, templates and answers."""

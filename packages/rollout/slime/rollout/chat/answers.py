@@ -1,4 +1,4 @@
-"""Reads the tokens of an answer as they arrive: its text, and in that reasoning, content and tool calls."""
+"""Reads the tokens of an answer as they arrive, and splits their text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from slime.rollout.chat.request import Answer, Generated, ModelRequest
 from slime.rollout.chat.syntaxes.registry import AnswerSyntax
 from slime.rollout.chat.text import TextStream
 
-# Tokens of a prompt's end that may open the reasoning.
+# The number of tokens at the end of a prompt in which a mark may open the reasoning.
 PROMPT_END = 12
 
 
 class AnswerReader:
-    """Reads an answer as it grows. stops: texts that end the answer, those of the request among them. end_ids: tokens
-    that may end it.
+    """Reads an answer as it grows.
 
-    The sum of the pieces is the same, however the tokens arrive.
+    prompt: token ids. stops: texts that end the answer, including those of the request. end_ids: tokens that may end
+    it. However the tokens are split into calls of `read`, the pieces together have the same texts and calls.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class AnswerReader:
                 skip, self._hidden = False, getattr(tokenizer, "all_special_tokens", ())
         end_ids = {*end_ids, *getattr(tokenizer, "all_special_ids", ())}
         self._text = TextStream(tokenizer, skip_special_tokens=skip, stops=stops, end_ids=end_ids)
-        self._read = self._told = 0
+        self._read = self._log_probs_read = 0
         self._pieces: list[Piece] = []
 
     def read(self, generated: Generated) -> list[Piece]:
-        """Returns the pieces that are new. generated: all tokens so far."""
+        """Returns the new pieces. generated: all tokens so far."""
         text = self._text.feed(generated.ids[self._read :])
         self._read = len(generated.ids)
         reason = generated.finish_reason
@@ -59,18 +59,18 @@ class AnswerReader:
             pieces = self._parser.feed(text)
             if reason is not None:
                 pieces = [*pieces, *self._parser.finish()]
-        pieces = [self._shown(piece) for piece in pieces]
+        pieces = [self._without_hidden(piece) for piece in pieces]
         self._pieces += pieces
         return pieces
 
     def log_probs(self, generated: Generated) -> list[tuple[str, float]]:
-        """Returns texts and log-probs of the tokens that are new since the last call."""
-        first, self._told = self._told, len(generated.log_probs)
-        pairs = zip(generated.ids[first : self._told], generated.log_probs[first:], strict=True)
+        """Returns (text, log-prob) of each token that is new since the last call."""
+        first, self._log_probs_read = self._log_probs_read, len(generated.log_probs)
+        pairs = zip(generated.ids[first : self._log_probs_read], generated.log_probs[first:], strict=True)
         return [(str(self._tokenizer.decode([token])), float(value)) for token, value in pairs]
 
     def answer(self, generated: Generated, log_probs: list[tuple[str, float]] | None = None) -> Answer:
-        """Returns the whole answer. generated: the last."""
+        """Returns the whole answer. generated: the one that was read last, with all tokens."""
         reason = generated.finish_reason or {}
         message = message_of(self._pieces)
         kind = str(reason.get("type") or "stop")
@@ -86,7 +86,7 @@ class AnswerReader:
             log_probs=log_probs,
         )
 
-    def _shown(self, piece: Piece) -> Piece:
+    def _without_hidden(self, piece: Piece) -> Piece:
         if self._hidden and isinstance(piece, Content):
             text = piece.text
             for token in self._hidden:

@@ -1,7 +1,7 @@
-"""Fields of a request, read and checked alike in every protocol.
+"""Reads and checks fields of requests in the same way for every protocol.
 
-What would change the answer and is not supported is refused; a value that asks for nothing is taken, since clients send
-such on their own.
+An unsupported field that would change the answer is refused. It is accepted with a value that asks for nothing, because
+clients send such values by default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Neutral = dict[str, tuple[Any, ...]]
 
 
 def check_body(body: Any) -> dict[str, Any]:
-    """Raises InvalidField."""
+    """Returns `body`. Raises InvalidField if it is not a JSON object."""
     if not isinstance(body, dict):
         raise InvalidField("body", type(body).__name__, "a JSON object")
     return body
@@ -25,16 +25,16 @@ def check_body(body: Any) -> dict[str, Any]:
 def check_names(
     body: Mapping[str, Any], known: Collection[str], without_effect: Collection[str], neutral: Neutral
 ) -> None:
-    """Raises InvalidField for a name that is not `known`, unless its value asks for nothing.
+    """Raises InvalidField for a field that is neither `known` nor `without_effect`, unless its value asks for nothing.
 
-    neutral: by name, the values that ask for nothing.
+    neutral: the values that ask for nothing, by the name of the field.
     """
     for name, value in body.items():
         if name in known or name in without_effect:
             continue
         if name in neutral:
             if not is_neutral(value, neutral[name]):
-                raise InvalidField(name, value, f"{neutral[name][-1]!r}: anything else is not offered here")
+                raise InvalidField(name, value, f"{neutral[name][-1]!r}: other values are not supported")
         else:
             near = difflib.get_close_matches(name[:100], sorted({*known, *neutral}), n=1)
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted(known))}"
@@ -42,12 +42,12 @@ def check_names(
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # False equals 0 and True equals 1, which are other values.
+    # In Python False == 0 and True == 1, but in JSON they are different values.
     return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in neutral)
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:
-    """Returns the value of a limit; None where there is none. Raises InvalidField."""
+    """Returns a positive integer field, None where it is missing. Raises InvalidField for another value."""
     value = body.get(name)
     if value is None:
         return None
@@ -57,7 +57,7 @@ def whole_number(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def stop_texts(body: Mapping[str, Any], name: str) -> list[str]:
-    """Raises InvalidField."""
+    """Returns the texts that end an answer. Raises InvalidField unless they are texts, none of them empty."""
     stop = body.get(name)
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
@@ -66,7 +66,7 @@ def stop_texts(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """Raises InvalidField."""
+    """Returns a boolean field, False where it is missing. Raises InvalidField for another value."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise InvalidField(name, value, "true or false")
@@ -74,9 +74,10 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def common_fields(body: dict[str, Any], sampling: Mapping[str, str], limit: str) -> dict[str, Any]:
-    """Returns arguments of a `ModelRequest` that all protocols read alike. Raises InvalidField.
+    """Returns the arguments of a `ModelRequest` that all protocols read in the same way. Raises InvalidField.
 
-    sampling: protocol's name -> SGLang's. limit: the field that bounds the tokens of an answer.
+    sampling: SGLang's name of each sampling parameter, by the protocol's. limit: the field that bounds the tokens of an
+    answer.
     """
     return {
         "template_arguments": body.get("chat_template_kwargs"),
@@ -89,7 +90,7 @@ def common_fields(body: dict[str, Any], sampling: Mapping[str, str], limit: str)
 
 
 def text_of(content: Any, field: str, kinds: Collection[str] = ("text",)) -> str:
-    """Returns the text of a content: a text, or a list of parts of these kinds. Raises InvalidField."""
+    """Returns the text of a message's content: a text, or a list of parts of these kinds. Raises InvalidField."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]

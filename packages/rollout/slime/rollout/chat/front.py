@@ -1,8 +1,8 @@
-"""The front of a model for agents: the requests of every protocol, answered whole or token by token.
+"""The HTTP API of a model for agents: requests of every protocol, answered whole or as a stream.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
 
-The embedded engine and the agents' gateway serve it alike; what differs between them is their `AgentBackend`.
+The embedded engine and the agents' gateway both serve it, each with an `AgentBackend` of its own.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ HTTP_STATUS = {
 
 
 class AgentBackend(Protocol):
-    """Answers one request. tokenizer: of the model. workers: threads for rendering and tokenizing. model: its
-    name, where the request gives none."""
+    """Answers one request.
+
+    tokenizer: the model's. workers: threads for rendering and tokenizing. model: the name of the model in answers to
+    requests that give none.
+    """
 
     tokenizer: Any
     workers: Workers
@@ -47,7 +50,7 @@ class AgentBackend(Protocol):
         """Raises InvalidField for a request that this backend does not serve."""
 
     def render(self, request: ModelRequest) -> list[int]:
-        """Returns token ids of the request's messages with the start of an answer behind them. Runs in a thread.
+        """Returns the token ids of the request's messages, followed by the start of an answer. Runs in a thread.
 
         Raises InvalidField.
         """
@@ -58,14 +61,14 @@ class AgentBackend(Protocol):
         """Generates `request.count` answers."""
 
     def stream(self, request: ModelRequest, prompt: list[int]) -> AsyncGenerator[Generated, None]:
-        """Yields one answer as it grows, and once more when it is whole."""
+        """Yields one answer as it grows, each time with all tokens so far, and once more when it is complete."""
 
     def record(self, request: ModelRequest, answer: Answer) -> None:
-        """Called with each whole answer before the client has it."""
+        """Called with each complete answer before it is sent to the client."""
 
 
 class Front:
-    """Answers requests of agents. read_json: the body of a request, within limits. open: the backend of a request."""
+    """Answers requests of agents. read_json: reads a body within limits. open: returns the backend of a request."""
 
     def __init__(
         self, read_json: Callable[[web.Request], Awaitable[Any]], open: Callable[[web.Request], AgentBackend]
@@ -104,7 +107,7 @@ class Front:
 
 
 async def _encode(backend: AgentBackend, request: ModelRequest) -> list[int]:
-    """Raises InvalidField."""
+    """Returns the token ids of a request's messages or prompt. Raises InvalidField."""
     if request.messages is not None:
         check_arguments(backend.tokenizer, request.template_arguments)
         return await backend.workers.run("messages", lambda: backend.render(request))
@@ -112,14 +115,14 @@ async def _encode(backend: AgentBackend, request: ModelRequest) -> list[int]:
     if isinstance(prompt, str):
         return await backend.workers.run("prompt", lambda: encode(backend.tokenizer, prompt, "prompt"))
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-        raise InvalidField("prompt", prompt, "a text or a list of token ids, not empty; one prompt a request")
+        raise InvalidField("prompt", prompt, "a text or a list of token ids, not empty; one prompt per request")
     return prompt
 
 
 async def _stream(
     http_request: web.Request, protocol: base.Protocol, backend: AgentBackend, request: ModelRequest, prompt: list[int]
 ) -> web.StreamResponse:
-    """Sends an answer as events. An error before the first token has its HTTP status; a later one is an event."""
+    """Sends an answer as events. An error before the first token sets the HTTP status; a later one is an event."""
     reader = backend.reader(request, prompt)
     events = protocol.events(request, request.model or backend.model)
     async with contextlib.aclosing(backend.stream(request, prompt)) as parts:
@@ -137,7 +140,7 @@ async def _stream(
                 if generated.finish_reason is not None:
                     break
                 if pieces:
-                    # Log-probs of text that is held back are told with that text.
+                    # Log-probs of text that is held back are sent with that text.
                     log_probs, waiting = waiting, []
                     await _write(response, events.pieces(pieces, log_probs if request.log_probs else None))
                 generated = await anext(parts)
@@ -163,7 +166,7 @@ def status_of(error: SlimeError) -> int:
 
 
 def refusal(path: str, error: SlimeError) -> web.Response | None:
-    """Words a refusal in the form of the request's protocol; None where no protocol has this path."""
+    """Returns an error response in the form of the request's protocol; None where no protocol has this path."""
     protocol: base.Protocol | None = Messages() if path.endswith(COUNT_TOKENS) else None
     for each in PROTOCOLS:
         if path.endswith(each.path):
@@ -173,6 +176,6 @@ def refusal(path: str, error: SlimeError) -> web.Response | None:
     status = status_of(error)
     response = web.json_response(protocol.error(error, status), status=status)
     if status in (408, 413):
-        # The rest of the body is not waited for.
+        # Closes the connection instead of waiting for the rest of the body.
         response.force_close()
     return response

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's protocol as chat templates take them; the engine and the gateway read them alike."""
+"""Converts messages of OpenAI's protocol to the form that chat templates read, for the engine and the gateway."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ JSON = dict[str, Any]
 
 
 def clean(messages: Any) -> list[JSON]:
-    """Returns OpenAI's messages as templates take them: content as text, arguments of tool calls as objects.
+    """Returns OpenAI's messages in the form that chat templates read: content as text, arguments of calls as objects.
 
-    Raises InvalidField.
+    Arguments that are not JSON stay text. Raises InvalidField for messages that are not OpenAI's.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidField("messages", messages, "a list of objects with role and content")
@@ -25,8 +25,10 @@ def _clean(position: int, message: Any) -> JSON:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidField(f"messages[{position}]", message, "an object with role and content")
     if message.get("function_call"):
-        raise InvalidField(f"messages[{position}].function_call", message["function_call"], "tool_calls in its place")
-    # Templates know no developer.
+        raise InvalidField(
+            f"messages[{position}].function_call", message["function_call"], "none; use tool_calls instead"
+        )
+    # Chat templates do not know the role "developer", OpenAI's newer name for "system".
     role = "system" if message["role"] == "developer" else message["role"]
     cleaned: JSON = {"role": role, "content": text_of(message.get("content"), f"messages[{position}].content")}
     for name in ("name", "tool_call_id", "reasoning_content"):

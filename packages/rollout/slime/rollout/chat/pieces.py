@@ -22,7 +22,7 @@ class Content:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. arguments: JSON as the model wrote it, which need not fit the tool's schema."""
+    """A tool call. arguments: JSON as the model wrote it, which may not fit the tool's schema."""
 
     name: str
     arguments: str

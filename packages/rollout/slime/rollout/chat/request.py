@@ -1,4 +1,4 @@
-"""A request of an agent and its answer, in no protocol's form: what the engine and the gateway work with."""
+"""Requests of agents and their answers, independent of the protocol, as the engine and the gateway use them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from slime.rollout.chat.pieces import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A request for answers to a prompt. messages: as `clean` gives them, or None where `prompt` is given: a text or
-    token ids, neither of them checked.
+    """A request for answers to a prompt.
 
-    tools: in the form of OpenAI's chat protocol; None where the model may call none. template_arguments: not checked.
-    max_tokens: None for as many as there is room for. sampling: SGLang's names; the values are not checked. count:
-    answers to the prompt. body: all fields, of which protocols repeat fields in their answers.
+    messages: as returned by `clean`, or None where `prompt` is given: a text or token ids, not checked yet. tools: in
+    the form of OpenAI's chat protocol; None where the model may call none. template_arguments: not checked yet.
+    max_tokens: None for as many as fit. stops: texts that end an answer. sampling: by SGLang's names, values not
+    checked yet. count: the number of answers. log_probs: whether answers hold them. with_usage: whether a stream ends
+    with token counts. model: the name in the request. body: all fields; protocols repeat some in their answers.
     """
 
     messages: list[JSON] | None = None
@@ -36,9 +37,10 @@ class ModelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Tokens of an answer: so far, or all of them where `finish_reason` is set.
+    """The tokens of an answer so far; all of them if `finish_reason` is set.
 
-    finish_reason: SGLang's, {"type": "stop", "matched": ...}.
+    prompt_tokens, cached_tokens: the number of tokens of the prompt, and of those that came from the cache. log_probs:
+    one per id. finish_reason: in SGLang's form, {"type": "stop", "matched": ...}.
     """
 
     prompt_tokens: int
@@ -51,9 +53,11 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole answer. message: in the form of OpenAI's chat protocol. log_probs: (text, log-prob) of each token, where
-    they were asked for. finish_reason: stop, length or tool_calls; matched: the text among the stops that ended it, if
-    one did."""
+    """A complete answer.
+
+    message: in the form of OpenAI's chat protocol. finish_reason: "stop", "length" or "tool_calls". matched: the stop
+    text that ended the answer, None if none did. log_probs: (text, log-prob) of each token, None if not asked for.
+    """
 
     message: JSON
     finish_reason: str

@@ -1,7 +1,7 @@
-"""Arguments that a client may give to the model's chat template: those that the template itself reads.
+"""Renders chat templates, and checks the template arguments that clients may give: those that the template reads.
 
-A template is a program, and a tokenizer's own arguments (padding, max_length, ...) change what it returns: neither is a
-client's to choose.
+A template is a program, and the tokenizer's own arguments (padding, max_length, ...) change what it returns, so clients
+may choose neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 
 from slime.types.errors import InvalidField
 
-# Parameters of `apply_chat_template`, and names that transformers puts into a template itself.
+# Parameters of `apply_chat_template`, and names that transformers defines in every template.
 RESERVED = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
@@ -25,7 +25,7 @@ RESERVED = frozenset((
 
 
 class _Generation(Extension):
-    """The tag of transformers around what the assistant says."""
+    """The tag that transformers adds to templates, to mark what the assistant says."""
 
     tags = {"generation"}
 
@@ -35,7 +35,7 @@ class _Generation(Extension):
 
 
 def template_arguments(tokenizer: Any) -> frozenset[str]:
-    """Returns names that the chat templates of a tokenizer read and that are no arguments of the tokenizer."""
+    """Returns the names that a tokenizer's chat templates read, without the arguments of the tokenizer itself."""
     templates = getattr(tokenizer, "chat_template", None) or ()
     if isinstance(templates, Mapping):
         templates = tuple(templates.values())
@@ -44,7 +44,7 @@ def template_arguments(tokenizer: Any) -> frozenset[str]:
 
 
 def syntax_error(template: str) -> str | None:
-    """Returns the line of a chat template that cannot be read, and the reason; None for a template that can."""
+    """Returns the line and the reason of a chat template's syntax error; None for a template without errors."""
     try:
         _environment().parse(template)
     except TemplateSyntaxError as error:
@@ -62,15 +62,14 @@ def _arguments(template: str) -> frozenset[str]:
     try:
         found = meta.find_undeclared_variables(environment.parse(template))
     except TemplateError:
-        # The error for it comes from rendering.
+        # Rendering the template will raise the error.
         return frozenset()
     # Special tokens (bos_token, ...) are the tokenizer's.
     return frozenset(n for n in found - RESERVED - environment.globals.keys() if not n.endswith(("_token", "_tokens")))
 
 
 def check_arguments(tokenizer: Any, arguments: Any, field: str = "chat_template_kwargs") -> dict[str, Any]:
-    """Returns `arguments` as a dict, empty for None. Raises InvalidField naming the argument that is not a client's to
-    give."""
+    """Returns `arguments` as a dict, empty for None. Raises InvalidField for arguments that clients may not give."""
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
@@ -87,9 +86,10 @@ def check_arguments(tokenizer: Any, arguments: Any, field: str = "chat_template_
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
-    """Renders a conversation with the start of an answer behind it. messages: as `chat_messages.clean` gives them.
+    """Returns the text of a conversation, followed by the start of an answer.
 
-    arguments: of the template, trusted. Raises InvalidField where the template does not take them.
+    messages: as returned by `messages.clean`. arguments: the template's, already checked. Raises InvalidField if the
+    tokenizer has no template or the template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidField("messages", "given", "a prompt: the tokenizer of this model has no chat template")
@@ -99,9 +99,9 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments
 
 
 def apply(renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
-    """Renders with a tokenizer or a processor that is known to have a template.
+    """Renders messages with a tokenizer or a processor that is known to have a template.
 
-    Raises InvalidField for messages that its template does not take.
+    Raises InvalidField for messages that the template refuses.
     """
     try:
         return str(
@@ -114,14 +114,14 @@ def apply(renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: 
 
 
 def encode(tokenizer: Any, text: str, field: str) -> list[int]:
-    """Returns token ids, none of them special that `text` does not name. Raises InvalidField naming `field` for what is
-    no text: JSON can hold half a character."""
+    """Returns the token ids of `text`, without adding special tokens. Raises InvalidField naming `field` for text that
+    is not valid Unicode."""
     check_text(text, field)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidField for a text that is not Unicode."""
+    """Raises InvalidField for text that is not valid Unicode: JSON strings can hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,19 +1,19 @@
-"""Decodes the tokens of an answer as they arrive, in text that no later token changes."""
+"""Decodes the tokens of an answer as they arrive, into text that no later token changes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-# Bytes of a character in UTF-8; a token has at least one.
+# The most bytes of a character in UTF-8, and so the most tokens over which a character can spread.
 MOST_BYTES = 4
 
 
 class TextStream:
-    """Decodes tokens to text as they arrive. Costs the same for each token, however long the answer grows.
+    """Decodes tokens to text as they arrive. The cost per token does not grow with the length of the answer.
 
-    skip_special_tokens: leaves them out of the text. stops: texts that end the answer; the start of one is held back
-    until it is known to be none. end_ids: tokens that may end the answer, held back likewise.
+    skip_special_tokens: leaves them out of the text. stops: texts that end the answer; what may be the start of such a
+    text is held back until later tokens decide. end_ids: tokens that may end the answer, held back in the same way.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class TextStream:
         self._stops = tuple(stops)
         self._ends = frozenset(end_ids)
         self._ids: list[int] = []
-        # Text that was decoded last is decoded again with the tokens behind it: some tokenizers join them.
+        # The tokens that were decoded last are decoded again with the next ones, because some tokenizers join them.
         self._window = self._decoded = 0
         self._held = ""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Returns the text that new tokens settle."""
+        """Returns the text that is final after these new tokens."""
         self._ids.extend(ids)
         end = len(self._ids)
         while end > self._decoded and self._ids[end - 1] in self._ends:
@@ -45,10 +45,10 @@ class TextStream:
         return text
 
     def finish(self, reason: Mapping[str, Any]) -> str:
-        """Returns the rest, without the token or the text that ended the answer. reason: SGLang's."""
+        """Returns the rest of the text, without the token or text that ended the answer. reason: in SGLang's form."""
         matched = reason.get("matched")
         last = self._ids[-1] if len(self._ids) > self._decoded else None
-        # An engine need not say which token it was.
+        # An engine may leave out which token ended the answer.
         ended = reason.get("type") == "stop" and matched is None and last in self._ends
         if last is not None and (last == matched or ended):
             self._ids.pop()
@@ -61,13 +61,13 @@ class TextStream:
             return
         known, grown = self._text(self._window, self._decoded), self._text(self._window, end)
         if not final and grown.endswith("\ufffd"):
-            # The end may be the first bytes of a character, which has no more than these.
+            # The last tokens may be the first bytes of a character: decode up to MOST_BYTES tokens before the end.
             whole, end = end, end - MOST_BYTES
             if end <= self._decoded:
                 return
             settled = self._text(self._window, end)
             if not settled.startswith(known) or grown != settled + self._text(end, whole):
-                # A character lies across the cut.
+                # The cut splits a character.
                 return
             grown = settled
         self._held += grown[len(known) :]
@@ -80,7 +80,7 @@ class TextStream:
 
 
 def _settled(text: str, stops: Sequence[str]) -> int:
-    """Returns the length of `text` without what may be a stop, or its start: only the end of the answer shows it."""
+    """Returns the length of `text` before anything that is a stop text, or may become one with later text."""
     whole = [text.index(stop) for stop in stops if stop in text]
     starts = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return min([*whole, *starts], default=len(text))

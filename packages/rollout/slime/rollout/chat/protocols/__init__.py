@@ -1,1 +1,1 @@
-"""Protocols of agents: each translates to and from one request and one answer."""
+"""Protocols that agents speak: each translates its bodies to `ModelRequest` and from `Answer`."""

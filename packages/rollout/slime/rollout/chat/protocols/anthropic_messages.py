@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages protocol."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEUTRAL: Neutral = {
     "output_format": (None,),
     "service_tier": (None, "auto", "standard_only"),
     "speed": (None, "standard"),
-    # The model thinks as much as it was trained to.
+    # These ask for nothing here: the model reasons as much as it was trained to.
     "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -84,7 +84,7 @@ class Messages:
 
 
 class _Events:
-    """Pieces of one kind that follow each other are one block."""
+    """Events of an answer: consecutive pieces of one kind form one content block."""
 
     def __init__(self, protocol: Messages, model: str) -> None:
         self._protocol = protocol
@@ -98,9 +98,9 @@ class _Events:
         return [_event("message_start", {"message": message})]
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        return [each for piece in pieces for each in self._tell(piece)]
+        return [each for piece in pieces for each in self._piece_events(piece)]
 
-    def _tell(self, piece: Piece) -> list[bytes]:
+    def _piece_events(self, piece: Piece) -> list[bytes]:
         events: list[bytes] = []
         if isinstance(piece, ToolCall) or self._open is not type(piece):
             events += self._close()
@@ -182,7 +182,7 @@ def _tools(body: JSON) -> list[JSON] | None:
     if choice is not None and not (isinstance(choice, dict) and choice.get("type") in ("auto", "none")):
         raise InvalidField("tool_choice", choice, "{'type': 'auto'} or {'type': 'none'}: a call cannot be forced here")
     if tools and not is_neutral((choice or {}).get("disable_parallel_tool_use"), (None, False)):
-        raise InvalidField("tool_choice.disable_parallel_tool_use", True, "False: anything else is not offered here")
+        raise InvalidField("tool_choice.disable_parallel_tool_use", True, "False: other values are not supported")
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -192,7 +192,9 @@ def _tools(body: JSON) -> list[JSON] | None:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise InvalidField(f"tools[{i}]", tool, "an object with name and input_schema")
         if tool.get("type") not in (None, "custom"):
-            raise InvalidField(f"tools[{i}].type", tool["type"], "custom: tools of Anthropic's servers are not here")
+            raise InvalidField(
+                f"tools[{i}].type", tool["type"], "custom: tools of Anthropic's servers are not supported"
+            )
         function = {"name": tool["name"], "parameters": tool.get("input_schema") or {"type": "object"}}
         if tool.get("description"):
             function["description"] = tool["description"]
@@ -218,7 +220,7 @@ def _messages(messages: Any) -> list[JSON]:
         raise InvalidField("messages", messages, "at least one block of content")
     if converted[-1]["role"] == "assistant":
         raise InvalidField(
-            "messages", "the start of an answer", "a message of the user at the end: no answer is continued"
+            "messages", "the start of an answer", "a user message at the end: continuing an answer is not supported"
         )
     return converted
 
@@ -241,8 +243,7 @@ def _assistant(position: int, blocks: list[Any]) -> JSON:
 
 
 def _user(position: int, role: str, blocks: list[Any]) -> list[JSON]:
-    """Returns the messages of a turn of the user: results of tools are messages of their own, and texts that follow
-    each other are one message."""
+    """Returns the messages of one user turn: each tool result becomes a message of its own, consecutive texts one."""
     messages: list[JSON] = []
     for j, block in enumerate(blocks):
         where = f"messages[{position}].content[{j}]"

@@ -1,4 +1,4 @@
-"""Interface of a protocol."""
+"""Interface of the protocols that agents speak."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LogProbs = list[tuple[str, float]]
 
 
 class Events(Interface):
-    """An answer as server-sent events, each method returning those that are due."""
+    """Encodes an answer as server-sent events; each method returns the events to send next."""
 
     def begin(self, prompt_tokens: int) -> list[bytes]: ...
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        """Returns the events of new pieces. log_probs: of the tokens of the pieces, where they were asked for."""
+        """Returns the events of new pieces. log_probs: of the pieces' tokens, where the request asked for them."""
 
     def end(self, answer: Answer) -> list[bytes]: ...
 
@@ -29,12 +29,12 @@ class Events(Interface):
 
 
 class Protocol(Interface):
-    """A protocol that agents speak. path: of the requests. model: the name of the model in an answer."""
+    """A protocol that agents speak. path: the URL path of its requests. model: the name of the model in answers."""
 
     path: str
 
     def read(self, body: Any) -> ModelRequest:
-        """Raises InvalidField for what is wrong, or would change the answer and is not supported."""
+        """Raises InvalidField for a wrong field, or for an unsupported one that would change the answer."""
 
     def whole(self, request: ModelRequest, answers: Sequence[Answer], model: str) -> JSON: ...
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, and its older plain-text completions."""
+"""OpenAI's protocols for chat completions and for the older plain-text completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime.rollout.chat.protocols.base import Events, LogProbs, event, new_id
 from slime.rollout.chat.request import Answer, ModelRequest
 from slime.types.errors import InvalidField, SlimeError
 
-# OpenAI's name, or one that SGLang adds to it -> SGLang's name.
+# SGLang's names of sampling parameters, by OpenAI's names and by those that SGLang adds to the protocol.
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed",
     "stop_token_ids": "stop_token_ids", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos",
@@ -57,9 +57,9 @@ WITHOUT_TOOLS = NEUTRAL | {"parallel_tool_calls": (None, False, True)}
 
 
 class Completions(abc.ABC):
-    """Answers and errors of both protocols, which differ in their choices.
+    """Answers and errors of both protocols, which differ in the form of their choices.
 
-    kind: the `object` of an answer; prefix: how its id begins.
+    kind: the `object` of an answer. prefix: the start of its id.
     """
 
     kind: ClassVar[str]
@@ -130,7 +130,7 @@ class Text(Completions):
     def read(self, body: Any) -> ModelRequest:
         body = check_body(body)
         check_names(body, OF_TEXT, WITHOUT_EFFECT, NEUTRAL)
-        # This protocol counts alternatives to the sampled token: 0 asks for the log-prob of that token only.
+        # Here logprobs is the number of alternatives: 0 asks for the log-prob of the sampled token alone.
         wanted = body.get("logprobs")
         return ModelRequest(
             prompt=body.get("prompt"), log_probs=wanted is not None and wanted is not False, **_common(body)
@@ -150,7 +150,7 @@ class Text(Completions):
 
 
 class _Events:
-    """Chunks of plain text; a chat's chunks differ in how they carry a piece."""
+    """Events of plain-text answers; those of a chat differ only in the content of a choice."""
 
     def __init__(self, protocol: Completions, request: ModelRequest, model: str) -> None:
         self._protocol = protocol
@@ -160,14 +160,14 @@ class _Events:
     def begin(self, prompt_tokens: int) -> list[bytes]:
         return []
 
-    def tell(self, pieces: Sequence[Piece]) -> list[JSON]:
-        """Returns the content of a chunk's choice for each piece."""
+    def contents(self, pieces: Sequence[Piece]) -> list[JSON]:
+        """Returns the content of a chunk's choice for each piece that has one."""
         return [{"text": piece.text} for piece in pieces if isinstance(piece, Content)]
 
     nothing: JSON = {"text": ""}
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        choices = self.tell(pieces)
+        choices = self.contents(pieces)
         chunks: list[JSON] = [{"index": 0, "finish_reason": None, "logprobs": None} | each for each in choices]
         if chunks and log_probs is not None:
             chunks[0]["logprobs"] = self._protocol.log_probs(log_probs)
@@ -198,7 +198,7 @@ class _ChatEvents(_Events):
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         return [event(self._head | {"choices": [choice]})]
 
-    def tell(self, pieces: Sequence[Piece]) -> list[JSON]:
+    def contents(self, pieces: Sequence[Piece]) -> list[JSON]:
         return [{"delta": self._delta(piece)} for piece in pieces]
 
     def _delta(self, piece: Piece) -> JSON:
@@ -215,7 +215,7 @@ class _ChatEvents(_Events):
 
 
 def _common(body: JSON) -> JSON:
-    """Raises InvalidField."""
+    """Returns the arguments of a `ModelRequest` that both protocols share. Raises InvalidField."""
     count = body.get("n")
     if count is not None and (type(count) is not int or not 1 <= count <= 128):
         raise InvalidField("n", count, "a whole number from 1 to 128")
@@ -237,9 +237,9 @@ def _common(body: JSON) -> JSON:
 
 
 def offered(tools: Any, choice: Any) -> list[JSON] | None:
-    """Returns the tools that the model may call: the request's, unless `tool_choice` forbids them.
+    """Returns the tools that the model may call: the request's, or None if `tool_choice` forbids calls.
 
-    Raises InvalidField.
+    Raises InvalidField for malformed tools, and for a choice that would force a call.
     """
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InvalidField("tools", tools, "a list of objects")
@@ -258,9 +258,8 @@ def usage(answers: Sequence[Answer]) -> JSON:
 
 
 def error_body(error: SlimeError, status: int) -> JSON:
-    """Returns an error as OpenAI's clients expect it, plus the field, the value and what was expected, as in the
-    engine's
-    other calls."""
+    """Returns an error as OpenAI's clients expect it, with the field, the value and the expectation added, as in errors
+    of the engine's other calls."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return {
         "error": {

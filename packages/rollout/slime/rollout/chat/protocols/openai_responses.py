@@ -1,4 +1,4 @@
-"""OpenAI's responses. Nothing is stored: a request brings the whole conversation."""
+"""OpenAI's responses protocol. Nothing is stored: each request must hold the whole conversation."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Responses:
 
 
 class _Events:
-    """Pieces of one kind that follow each other are one item of the output."""
+    """Events of an answer: consecutive pieces of one kind form one output item."""
 
     def __init__(self, request: ModelRequest, model: str) -> None:
         self._head = _head(request, model)
@@ -100,11 +100,11 @@ class _Events:
         return [self._event(kind, response=self._head) for kind in ("response.created", "response.in_progress")]
 
     def pieces(self, pieces: Sequence[Piece], log_probs: LogProbs | None) -> list[bytes]:
-        return [each for piece in pieces for each in self._tell(piece)]
+        return [each for piece in pieces for each in self._piece_events(piece)]
 
-    def _tell(self, piece: Piece) -> list[bytes]:
+    def _piece_events(self, piece: Piece) -> list[bytes]:
         if isinstance(piece, ToolCall):
-            return [*self._close("completed"), *self._tell_call(piece)]
+            return [*self._close("completed"), *self._call_events(piece)]
         events: list[bytes] = []
         if self._open is not type(piece):
             events += [*self._close("completed"), *self._start(type(piece))]
@@ -138,7 +138,7 @@ class _Events:
         self._open = None
         return events
 
-    def _tell_call(self, call: ToolCall) -> list[bytes]:
+    def _call_events(self, call: ToolCall) -> list[bytes]:
         self._id = new_id("fc_")
         item = _call_item(self._id, call, "completed")
         begun = item | {"arguments": "", "status": "in_progress"}
@@ -225,16 +225,16 @@ def _call_item(id: str, call: ToolCall, status: str) -> JSON:
 
 
 def _check_text(text: Any) -> None:
-    """Raises InvalidField for a form of the answer other than text."""
+    """Raises InvalidField for an output format other than plain text."""
     if text is None:
         return
     if not isinstance(text, dict):
         raise InvalidField("text", text, "an object")
     if not is_neutral(text.get("format"), (None, {"type": "text"})):
-        raise InvalidField("text.format", text["format"], "{'type': 'text'}: anything else is not offered here")
+        raise InvalidField("text.format", text["format"], "{'type': 'text'}: other values are not supported")
     for name, value in text.items():
         if name != "format" and value is not None:
-            raise InvalidField(f"text.{name}", value, "None: anything else is not offered here")
+            raise InvalidField(f"text.{name}", value, "None: other values are not supported")
 
 
 def _tools(tools: Any) -> Any:
@@ -252,7 +252,7 @@ def _tools(tools: Any) -> Any:
 
 
 def _messages(items: Any) -> list[JSON]:
-    """Returns messages of the chat protocol. What the assistant wrote in a row (reasoning, text, calls) is one."""
+    """Returns messages of the chat protocol. Consecutive items of the assistant (reasoning, text, calls) form one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:

@@ -1,4 +1,4 @@
-"""Syntaxes of tool calls and reasoning: how a model writes them into its text, and parsers of such text."""
+"""Syntaxes in which models write tool calls and reasoning into their text, and the interface of their parsers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from slime.rollout.chat.pieces import Piece, ToolCall
 
 JSON = dict[str, Any]
-# Returns the calls in a block of text, None where it holds none. schemas: parameters of the tools, by their names.
+# From a block of text and the tools' parameter schemas, by tool, to the calls in the block; None where it holds none.
 ParseBlock = Callable[[str, Mapping[str, JSON]], Sequence[ToolCall] | None]
 
 
 class AnswerParser(Protocol):
-    """Parses the text of an answer into pieces. Text arrives in parts of any size; where they are cut changes nothing
-    in the sum of the pieces."""
+    """Parses the text of an answer into pieces. The text may arrive in parts of any size; how it is cut does not change
+    the texts and calls of all pieces together."""
 
     def feed(self, text: str) -> list[Piece]: ...
 
@@ -25,10 +25,11 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Calls stand in blocks. blocks: start and end of each kind; an end of "" is the end of the answer.
+    """A syntax in which calls stand in blocks.
 
-    special: the marks are special tokens, which the text must keep. bare: an answer that is one JSON object may be a
-    call as well.
+    blocks: the start and end mark of each kind of block; the end mark "" stands for the end of the answer. parse: reads
+    the calls in a block. special: the marks are special tokens, which decoding must keep. bare: an answer that consists
+    of JSON objects without marks may be a call too.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -39,8 +40,8 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class Thinking:
-    """A syntax of reasoning. begins: every answer begins with reasoning, also where neither the prompt nor the answer
-    opens it."""
+    """A syntax of reasoning between two marks. begins: every answer begins with reasoning, even if neither the prompt
+    nor the answer contains the opening mark."""
 
     open: str = "<think>"
     close: str = "</think>"
@@ -48,7 +49,7 @@ class Thinking:
 
 
 def load_object(text: str) -> JSON | None:
-    """Parses `text` as a JSON object; None if it is not one."""
+    """Returns the JSON object in `text`, None if it holds anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -61,9 +62,9 @@ def dump(value: Any) -> str:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """Reads the value of an argument that was written without quotes.
+    """Returns the value of an argument that was written without quotes.
 
-    schema: of the parameter; without a type, anything but JSON is a string.
+    schema: the parameter's. A value is a string if the schema's type is string, or if it is not valid JSON.
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
@@ -75,7 +76,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, JSON]:
-    """Returns properties of the parameters of tools in OpenAI's form, by the name of the tool."""
+    """Returns the schemas of each tool's parameters, by the tool's name. tools: in OpenAI's form."""
     found: dict[str, JSON] = {}
     for tool in tools or ():
         function = tool.get("function") if isinstance(tool, Mapping) else None

@@ -1,4 +1,4 @@
-"""Parser of answers in which marks enclose the reasoning and the tool calls."""
+"""Parser of answers in which marks enclose reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from slime.rollout.chat.syntaxes.base import CallSyntax, Thinking
 
 
 class BlockParser:
-    """Parses answers with blocks between marks. calls, thinking: None where the answer has none, and everything is
-    content. opened: the prompt ends with the start of reasoning.
+    """Parses answers with blocks between marks.
 
-    A block that is no call stays content. White space before and after calls is none.
+    calls, thinking: None where the answer can have none; such text is content. opened: whether the prompt ends with the
+    mark that opens reasoning. schemas: see `schemas_of`. A block that holds no call stays content; white space before
+    and after calls is dropped.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class BlockParser:
         self._opened = thinking is not None and (opened or thinking.begins)
         self._step = self._begin if thinking else self._content
         self._block = ("", "")
-        # White space that is dropped where a call follows.
+        # White space that is dropped if a call follows it.
         self._gap = ""
         self._strip = ""
         self._said = self._called = self._final = False
@@ -41,7 +42,7 @@ class BlockParser:
         return self._run()
 
     def _run(self) -> list[Piece]:
-        # Each step returns true where another one may follow.
+        # Each step returns whether the next one can run before more text arrives.
         while self._step():
             pass
         if self._final and self._gap and not self._called:
@@ -113,7 +114,7 @@ class BlockParser:
         place = self._text.find(end) if end else -1
         if place < 0 and not self._final:
             return False
-        # A block that the answer's end cut off may hold whole calls.
+        # A block that the end of the answer cut off may still hold complete calls.
         block, rest = (self._text, "") if place < 0 else (self._text[:place], self._text[place + len(end) :])
         calls = self._calls.parse(block, self._schemas)
         if calls:
@@ -143,5 +144,5 @@ class BlockParser:
 
 
 def _held(text: str, marks: list[str]) -> int:
-    """Returns the length of the end of `text` that may be the start of a mark."""
+    """Returns how many characters at the end of `text` may be the start of a mark."""
     return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

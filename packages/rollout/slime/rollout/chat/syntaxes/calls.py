@@ -1,4 +1,4 @@
-"""Blocks of tool calls as the families write them."""
+"""Syntaxes of tool calls, one for each family of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.rollout.chat.syntaxes.base import JSON, CallSyntax, ParseBlock, dump,
 
 
 def _call_of(value: JSON | None) -> ToolCall | None:
-    """Reads {"name": ..., "arguments": {...}}; Llama calls the arguments parameters."""
+    """Reads {"name": ..., "arguments": {...}}; Llama names the arguments "parameters"."""
     if value is None or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -23,7 +23,7 @@ def _json(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
 
 
 def _llama(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """Reads one object, or several with a semicolon between them."""
+    """Reads one JSON object, or several separated by semicolons."""
     whole = _json(block, schemas)
     if whole:
         return whole
@@ -32,9 +32,10 @@ def _llama(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None
 
 
 def _enclosed(text: str, start: str, end: str, *, cut: bool = False) -> Iterator[str]:
-    """Yields what stands between each start and the next end; with `cut`, also what the end of the text cut off.
+    """Yields the text between each start mark and the next end mark; with `cut`, also after one that has no end.
 
-    Each character is looked at once: a model may write 100,000 starts, and patterns would compare each with all ends.
+    Runs in linear time: a model may write 100,000 start marks, for each of which a regular expression would scan the
+    rest of the text.
     """
     place = text.find(start)
     while place >= 0:
@@ -61,7 +62,7 @@ def _coder(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None
             key, mark, value = parameter.partition(">")
             if mark and key and "\n" not in key:
                 value = value.removeprefix("\n").removesuffix("\n")
-                # A text of which nothing says that it is JSON stays one.
+                # Without a schema the value is taken as text.
                 values[key.strip()] = typed(value, known.get(key.strip(), {"type": "string"}))
         calls.append(ToolCall(name.strip(), dump(values)))
     return calls or None
@@ -89,7 +90,7 @@ CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool�
 
 
 def _v3(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
-    """Reads function<｜tool▁sep｜>NAME, and the arguments in a fence of Markdown."""
+    """Reads function<｜tool▁sep｜>NAME, followed by the arguments in a Markdown code block."""
     found = []
     for call in _enclosed(block, CALL_BEGIN, CALL_END, cut=True):
         name, mark, arguments = call.partition(CALL_SEPARATOR)[2].partition("\n```json\n")
@@ -100,7 +101,7 @@ def _v3(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
 
 
 def _named_json(begin: str, separator: str, end: str) -> ParseBlock:
-    """Parses blocks of names with JSON arguments behind them."""
+    """Returns a parser of blocks in which each call is a name followed by JSON arguments."""
 
     def parse(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
         parts = [call.partition(separator) for call in _enclosed(block, begin, end)]
@@ -119,7 +120,7 @@ _NUMBERED = re.compile(r"functions\.(.+):\d+")
 
 
 def _numbered(name: str, arguments: str) -> ToolCall:
-    """Takes a call functions.NAME:INDEX, as Kimi names it; its template expects that as the id of the call."""
+    """Returns a call. Kimi names calls functions.NAME:INDEX, which its template expects as the id of the call."""
     match = _NUMBERED.fullmatch(name)
     return ToolCall(match[1], arguments, name) if match else ToolCall(name, arguments)
 

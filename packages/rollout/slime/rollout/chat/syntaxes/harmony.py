@@ -1,4 +1,4 @@
-"""Parser for gpt-oss: an answer is a list of messages, each with a channel and an optional recipient tool."""
+"""Parser of gpt-oss answers: a list of messages, each with a channel and optionally a tool as its recipient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from slime.rollout.chat.pieces import Content, Piece, Reasoning, ToolCall
 
 MESSAGE = "<|message|>"
-# A message ends with one of these; the next one's header may follow at once.
+# A message ends with one of these; the header of the next message may follow at once.
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MARKS = (*ENDS, MESSAGE)
 TOOL = re.compile(r"to=functions\.([\w.-]+)")
@@ -50,7 +50,7 @@ class HarmonyParser:
         return pieces
 
     def _header(self, final: bool) -> bool:
-        """Reads the header of a message; false if it is incomplete."""
+        """Reads the header of a message. Returns False if it is incomplete."""
         if not self._text.startswith("<"):
             self._kind = Content
             return True
@@ -60,7 +60,7 @@ class HarmonyParser:
                 self._kind = Content
                 return True
             if final:
-                # A marker without a message, such as the one that ends the answer.
+                # A mark without a message, such as the one that ends the answer.
                 self._text = ""
             return False
         tool = TOOL.search(header)

@@ -1,4 +1,4 @@
-"""The syntaxes of tool calls and reasoning by the names that SGLang gives them, and the parser of an answer."""
+"""Syntaxes of tool calls and reasoning under SGLang's names for their parsers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ REASONING_PARSERS = tuple(REASONING)
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """The syntax of a model's answers. tool_calls, reasoning: names of the tables above, or None."""
+    """The syntax of a model's answers. tool_calls, reasoning: keys of `TOOL_CALLS` and `REASONING`, or None."""
 
     tool_calls: str | None = None
     reasoning: str | None = None
 
     def check(self, unknown: str) -> None:
-        """Raises NotAvailable for a name that is in neither table, with the reason `unknown`, and InvalidSetting for
-        two names that no model writes together."""
+        """Raises NotAvailable, with the reason `unknown`, for a name that is not in its table, and InvalidSetting for a
+        pair of names that do not go together."""
         for flag, name, known in (
             ("--sglang-tool-call-parser", self.tool_calls, TOOL_CALL_PARSERS),
             ("--sglang-reasoning-parser", self.reasoning, REASONING_PARSERS),
@@ -57,13 +57,13 @@ class AnswerSyntax:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """True where the text of an answer must have its special tokens to be parsed."""
+        """Whether the parser needs the special tokens in the text of an answer."""
         syntax = TOOL_CALLS.get(self.tool_calls or "")
         return HARMONY in (self.tool_calls, self.reasoning) or (syntax is not None and syntax.special)
 
     def parser(self, tools: Sequence[Any] | None, prompt_end: str) -> AnswerParser:
-        """Makes the parser of one answer. tools: of the request; without them there are no calls. prompt_end: the last
-        characters of the prompt."""
+        """Returns the parser of one answer. tools: the request's; without tools, blocks of calls stay content.
+        prompt_end: the last characters of the prompt, which may open the reasoning."""
         if HARMONY in (self.tool_calls, self.reasoning):
             return HarmonyParser()
         thinking = REASONING.get(self.reasoning or "")
