@@ -57,7 +57,7 @@ class AnswerSyntax:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the parser needs the special tokens in the text of an answer."""
+        """True if the parser needs the special tokens in the text of an answer."""
         syntax = TOOL_CALLS.get(self.tool_calls or "")
         return HARMONY in (self.tool_calls, self.reasoning) or (syntax is not None and syntax.special)
 
