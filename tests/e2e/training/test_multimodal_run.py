@@ -61,7 +61,7 @@ def test_what_cannot_be_is_said_before_anything_starts(inputs: Path, tmp_path: P
     for flags, named in (
         (("--train-backend", "megatron"), "--train-backend megatron and --multimodal-keys cannot be used together"),
         (("--multimodal-keys", '{"video": "clips"}'), "--multimodal-keys video is not supported yet"),
-        (("--rollout-engine", "sglang"), "SGLang takes no token ids beside the images"),
+        (("--rollout-engine", "sglang"), "SGLang accepts token ids together with images only"),
     ):
         code, output = train(inputs, tmp_path / "never", *flags)
         assert code == 2 and named in output, output

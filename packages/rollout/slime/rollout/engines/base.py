@@ -1,4 +1,4 @@
-"""Interface of a running engine, whoever started it."""
+"""Interface of running engines, and the engines that this process did not start itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class RunningEngine(Protocol):
-    """A server of SGLang's HTTP protocol. `EngineProcess` is one of ours, `HostedEngine` one that another process of
-    this run has started, `RemoteEngine` one of someone else's."""
+    """A server of SGLang's HTTP protocol: an `EngineProcess` that this process started, a `HostedEngine` that another
+    process of this run started, or a `RemoteEngine` from outside the run."""
 
     name: str
     kind: str
     """The name of its `EngineKind`."""
     api_key: str | None
-    """The key that calls must carry as `Authorization: Bearer`; None: none."""
+    """The key that calls must carry as `Authorization: Bearer`; None where no key is required."""
 
     @property
     def url(self) -> str:
@@ -26,13 +26,13 @@ class RunningEngine(Protocol):
         ...
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Ends the engine if it is ours to end, by force after so long (None: as long as its kind needs); harmless when
-        called again."""
+        """Stops the engine if this process started it, by force after `grace_seconds` (None: the default of its kind).
+        Safe to call twice."""
         ...
 
 
 class RemoteEngine:
-    """An engine that somebody else has started and will end."""
+    """An engine that was started outside this process, which therefore does not stop it."""
 
     def __init__(self, name: str, url: str, kind: str = "sglang", api_key: str | None = None) -> None:
         self.name = name
@@ -48,4 +48,4 @@ class RemoteEngine:
 
 
 class HostedEngine(RemoteEngine):
-    """An engine of this run, which the host of engines on its node watches and ends."""
+    """An engine of this run on another node, whose `EngineHost` watches and stops it."""

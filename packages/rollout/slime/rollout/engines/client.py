@@ -13,7 +13,7 @@ JSON = dict[str, Any]
 
 
 class EngineClient(EngineHTTP):
-    """Calls one engine; every call has a deadline. For what it raises see `EngineHTTP`."""
+    """Calls one engine; every call has a deadline. `EngineHTTP` lists the errors."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class EngineClient(EngineHTTP):
         on_output: Callable[[JSON], None] | None = None,
         **extra: Any,
     ) -> Any:
-        """Generates one response for one prompt, a list for a list of prompts.
+        """Returns the response to one prompt, or a list of responses to a list of prompts.
 
-        on_output: gets the response to one prompt while it grows, with all tokens so far.
+        on_output: called while the response to a single prompt grows, with all tokens so far.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
         "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the
@@ -64,20 +64,22 @@ class EngineClient(EngineHTTP):
         )
 
     async def abort(self, rid: str | None = None) -> None:
-        """Ends request `rid`, or all of them without one; each answers with what it has and finish reason "abort"."""
+        """Ends request `rid`, or all if None. Each is answered with its tokens so far and the finish reason "abort"."""
         body = {"rid": rid} if rid is not None else {"abort_all": True}
         await self.post("/abort_request", body, repeatable=True)
 
     async def pause(self, mode: str = "abort") -> None:
-        """Pauses generation. abort: ends what runs; retract: starts it over later; in_place: freezes it. New requests
-        wait."""
+        """Pauses generation; new requests wait.
+
+        mode: "abort" ends running requests, "retract" starts them over later, "in_place" freezes them.
+        """
         await self.post("/pause_generation", {"mode": mode}, repeatable=True)
 
     async def continue_(self) -> None:
         await self.post("/continue_generation", {}, repeatable=True)
 
     async def flush_cache(self, wait_seconds: float = 0.0) -> None:
-        """Drops the prefix cache. Raises InvalidField where requests still run after so long."""
+        """Drops the prefix cache. Raises InvalidField if requests still run after `wait_seconds`."""
         path = f"/flush_cache?timeout={wait_seconds:g}" if wait_seconds else "/flush_cache"
         await self.post(path, {}, timeout_seconds=self.timeout_seconds + wait_seconds, repeatable=True)
 
@@ -85,7 +87,7 @@ class EngineClient(EngineHTTP):
         return str((await self.model_info())["weight_version"])
 
     async def health_generate(self, timeout_seconds: float | None = None) -> None:
-        """Returns when the engine has made a token. SGLang takes a second for it, and cannot while it is paused."""
+        """Returns when the engine has generated a token. SGLang takes a second for that, and cannot while paused."""
         await self.get("/health_generate", timeout_seconds=timeout_seconds)
 
     async def model_info(self, timeout_seconds: float | None = None) -> JSON:
@@ -104,8 +106,10 @@ class EngineClient(EngineHTTP):
     async def update_weights_from_bucket(
         self, bucket: bytes, weight_version: int | str, *, last: bool, timeout_seconds: float = 600.0
     ) -> JSON:
-        """Sends one bucket to an embedded engine. bucket: safetensors of tensors by their HF names; `last` makes all
-        take effect."""
+        """Sends one bucket of weights to an embedded engine.
+
+        bucket: safetensors, with Hugging Face names. last: whether it completes the update, so that it takes effect.
+        """
         return await self.call(
             "POST",
             "/update_weights_from_tensor",
@@ -124,8 +128,10 @@ class EngineClient(EngineHTTP):
         weight_version: int | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> JSON:
-        """Sends tensors to SGLang. serialized: named tensors, one pickle of SGLang's `MultiprocessingSerializer` a
-        tensor-parallel rank. The version counts from the call that brings it."""
+        """Sends tensors to SGLang, which reports `weight_version` from the call on that carries one.
+
+        serialized: named tensors, as one pickle of SGLang's `MultiprocessingSerializer` per tensor-parallel rank.
+        """
         encoded = [base64.b64encode(part).decode() for part in serialized]
         body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
         return await self._update("/update_weights_from_tensor", body, weight_version, timeout_seconds)
@@ -141,7 +147,7 @@ class EngineClient(EngineHTTP):
         backend: str = "nccl",
         timeout_seconds: float = 300.0,
     ) -> JSON:
-        """Has SGLang's ranks join a process group from `rank_offset` on; returns when all have."""
+        """Makes SGLang's ranks join a process group as ranks from `rank_offset` on; returns when all have joined."""
         body = {
             "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
             "world_size": world_size, "group_name": group_name, "backend": backend,
@@ -167,7 +173,7 @@ class EngineClient(EngineHTTP):
         weight_version: int | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> JSON:
-        """Has SGLang receive these tensors by broadcast from rank 0 of the group. dtypes: as in "bfloat16"."""
+        """Makes SGLang receive these tensors by broadcast from rank 0 of the group. dtypes: names like "bfloat16"."""
         body = {
             "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
             "group_name": group_name, "load_format": load_format, "flush_cache": flush_cache,
@@ -175,18 +181,19 @@ class EngineClient(EngineHTTP):
         return await self._update("/update_weights_from_distributed", body, weight_version, timeout_seconds)
 
     async def check_weights(self, action: str = "checksum", timeout_seconds: float = 600.0) -> JSON:
-        """Checks weights. snapshot: keeps a copy; reset_tensors: fills the weights with noise; compare: with the copy,
-        and raises InvalidField naming the tensors that differ; checksum: "ranks", and "per_engine_checksum" over them.
+        """Checks weights. action: "snapshot" keeps a copy, "reset_tensors" fills the weights with noise, "compare"
+        raises InvalidField naming the tensors that differ from the copy, "checksum" returns the checksums of all
+        "ranks" and the "per_engine_checksum" over them.
         """
         return await self.post("/weights_checker", {"action": action}, timeout_seconds=timeout_seconds)
 
     async def release_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
-        """Releases `parts` of "weights", "kv_cache", "cuda_graph", none of them released already. The engine must be
-        idle."""
+        """Releases `parts`, some of "weights", "kv_cache" and "cuda_graph". None may be released already, and the
+        engine must be idle."""
         await self.post("/release_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
 
     async def resume_memory(self, parts: Sequence[str], timeout_seconds: float = 120.0) -> None:
-        """Takes back `parts`, all of them released before."""
+        """Allocates `parts` again; all of them must be released."""
         await self.post("/resume_memory_occupation", {"tags": list(parts)}, timeout_seconds=timeout_seconds)
 
     async def _update(self, path: str, body: JSON, weight_version: int | str | None, timeout_seconds: float) -> JSON:
@@ -202,7 +209,8 @@ class EngineClient(EngineHTTP):
 
 
 def _whole(output: JSON, name: str) -> JSON:
-    """Raises EngineError where an engine streams each token once (--sglang-incremental-streaming-output)."""
+    """Returns `output`. Raises EngineError if it lacks tokens because the engine streams each token only once
+    (--sglang-incremental-streaming-output)."""
     meta = output.get("meta_info") or {}
     pairs = meta.get("output_token_logprobs")
     if pairs is not None and len(pairs) < meta.get("completion_tokens", 0):

@@ -1,4 +1,4 @@
-"""Lists the GPUs that this process may use without asking CUDA, which would take memory on each of them."""
+"""Lists the GPUs that this process may use, without asking CUDA, which would take memory on each of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None = None) -> list[str]:
-    """Returns entries for CUDA_VISIBLE_DEVICES, one a GPU: numbers, or the names (`GPU-...`, `MIG-...`) that are given
-    there.
+    """Returns one entry for CUDA_VISIBLE_DEVICES per GPU: numbers, or the names (`GPU-...`, `MIG-...`) given there.
 
-    installed: how many the driver has; asked where it is None. As CUDA does, the list ends at the first number that
-    no GPU has.
+    installed: the number of GPUs; None asks the driver. As in CUDA, the list ends at the first entry that names no GPU.
     """
     listed = (os.environ if environ is None else environ).get(VISIBLE)
     count = installed_gpus() if installed is None else installed
@@ -30,7 +28,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None
 
 
 def installed_gpus() -> int:
-    """Counts the GPUs that NVIDIA's driver knows; 0 where there is no driver."""
+    """Returns the number of GPUs that NVIDIA's driver reports; 0 if there is no driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

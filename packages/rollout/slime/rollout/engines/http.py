@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# SGLang closes a connection that was idle for 5 s; a POST that meets the closing end is lost, and is not sent again.
+# SGLang closes connections that were idle for 5 s; a POST sent on one at that moment is lost, and not sent again.
 KEEP_ALIVE_SECONDS = 2.0
-# A starved server may lose a connection all the same. Times that a request is sent again, and seconds before.
+# A server short of CPU time may still lose a connection. How often a request is sent again, and after how many seconds.
 REPEATS, REPEAT_SECONDS = 2, 0.1
 
 
 def _fast_parser() -> Callable[[bytes], Any]:
-    """Returns orjson, which SGLang brings along: the log-probs of a rollout's answers arrive at once, and wait for
-    this."""
+    """Returns orjson's parser if it is installed, as it is with SGLang: many answers with long lists of log-probs
+    arrive at once, and wait for the parser."""
     try:
         loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
     except ImportError:
@@ -40,20 +40,21 @@ _parse = _fast_parser()
 
 
 def parsed(body: bytes) -> Any:
-    """Returns the JSON of `body`. Raises ValueError."""
+    """Returns the parsed JSON of `body`. Raises ValueError."""
     try:
         return _parse(body)
     except ValueError:
-        # orjson takes neither NaN nor infinity.
+        # orjson accepts neither NaN nor infinity.
         return json.loads(body)
 
 
 class EngineHTTP:
-    """Calls one engine by HTTP. api_key: what the engine was started with. Raises InvalidField where the engine refuses
-    a request (4xx; 401 is Unauthenticated), EngineError where it cannot be reached, goes away or fails (5xx),
-    DeadlineExceeded where it does not answer in time.
+    """Calls one engine over HTTP. api_key: the key that the engine was started with.
 
-    Belongs to the event loop that it is first used in; close it there (`async with` does).
+    Calls raise InvalidField if the engine refuses a request (4xx; Unauthenticated for 401), EngineError if it cannot be
+    reached, goes away or fails (5xx), DeadlineExceeded if it does not answer in time.
+
+    Belongs to the event loop on which it is first used; close it there.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class EngineHTTP:
         timeout_seconds: float | None = None,
         repeatable: bool = False,
     ) -> Any:
-        """Posts `body` as JSON. repeatable: as of `call`."""
+        """Posts `body` as JSON. repeatable: see `call`."""
         return await self.call(
             "POST", path, json=body, headers=headers, timeout_seconds=timeout_seconds, repeatable=repeatable
         )
@@ -85,10 +86,10 @@ class EngineHTTP:
     async def call(
         self, method: str, path: str, *, timeout_seconds: float | None = None, repeatable: bool = False, **request: Any
     ) -> Any:
-        """Returns the answer's JSON, or {"message": text}: SGLang answers some calls with text, or with nothing.
+        """Returns the answer's JSON, or {"message": text}, because SGLang answers some calls with text or nothing.
 
-        repeatable: twice is as good as once, so a request whose connection is lost before its answer is sent again.
-        request: what aiohttp takes.
+        repeatable: whether the call may run twice, and so is sent again if its connection is lost before the answer.
+        request: further arguments of aiohttp's `request`.
         """
         seconds = timeout_seconds or self.timeout_seconds
 
@@ -122,10 +123,11 @@ class EngineHTTP:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float,
     ) -> Any:
-        """Returns the last of the server-sent events that a POST is answered with. One that is lost before its first
-        event is sent again.
+        """Returns the last of the server-sent events with which a POST is answered. If its connection is lost before
+        the first event, the POST is sent again.
 
-        on_event: gets each, but of several that arrive together only the last: it says all that those before it said.
+        on_event: called with each event, but only with the last of several that arrive together, because each event
+        contains the ones before it.
         """
         last: Any = None
 
@@ -161,9 +163,9 @@ class EngineHTTP:
                 if isinstance(error, aiohttp.ClientConnectorError) or not may_repeat():
                     raise
                 await asyncio.sleep(REPEAT_SECONDS)
-                if self._session is not session:  # closed: another client has taken its place
+                if self._session is not session:  # closed while this request waited
                     raise
-                log.info("engine %s lost a request, which is sent again: %s", self.name, error)
+                log.info("engine %s lost a request, sending it again: %s", self.name, error)
         return await send()
 
     @contextlib.contextmanager
@@ -184,13 +186,13 @@ class EngineHTTP:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Rollouts keep hundreds of requests open at once; the engine queues them.
+            # No limit on connections: rollouts keep hundreds of requests open at once, and the engine queues them.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 
     async def close(self) -> None:
-        # Forgotten first: a request that is about to be sent again sees that it is over, and does not find it closed.
+        # Cleared before closing, so that a request about to be sent again notices it and does not use a closed session.
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from slime.types.rpc.auth import read_secret
 
-# Environment variable that carries the key to the process of an engine.
+# The environment variable that passes the key to the process of an engine.
 VARIABLE = "SLIME_ENGINE_API_KEY"
 
 _KEYS: dict[str, str] = {}
@@ -24,23 +24,23 @@ def new_key() -> str:
 
 
 def read_key(path: str, flag: str) -> str:
-    """Raises MissingFile, or InvalidFile for an empty one."""
+    """Returns the key in the file `path`. Raises MissingFile, or InvalidFile for an empty file."""
     return read_secret(path, flag).decode()
 
 
 def take_key(path: str | None, flag: str) -> str | None:
-    """Takes the key of this process from its file, else out of the environment, where nothing else finds it then."""
+    """Returns the key of this process from its file, else from the environment, and removes it from the environment."""
     from_environment = os.environ.pop(VARIABLE, None)
     return read_key(path, flag) if path is not None else from_environment or None
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Returns headers of a call to an engine with this key."""
+    """Returns the headers of a call to an engine with this key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def remember(url: str, api_key: str | None) -> None:
-    """Lets `engine_headers` find the key of the engine at `url`; None forgets it."""
+    """Stores the key of the engine at `url` for `engine_headers`; None removes it."""
     if api_key is None:
         _KEYS.pop(urlsplit(url).netloc, None)
     else:
@@ -48,5 +48,5 @@ def remember(url: str, api_key: str | None) -> None:
 
 
 def engine_headers(url: str) -> Mapping[str, str]:
-    """Returns the headers that a call to `url` needs: those of an engine of this run, or none."""
+    """Returns the headers that a call to `url` needs; none if no engine with a key is known there."""
     return bearer(_KEYS.get(urlsplit(url).netloc))

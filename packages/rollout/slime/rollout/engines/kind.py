@@ -1,7 +1,7 @@
-"""Kinds of inference engines: how one is started, what it can do, how weights reach it, and the memory that it takes.
+"""Kinds of inference engines: how one is started, what it can do, how weights reach it, and how much memory it takes.
 
-Adding a kind: a module with a subclass of `EngineKind`, and a row in `registry.KINDS`. Settings and `--help` read these
-modules, which therefore import what starts an engine only when one is started.
+To add a kind, write a module with a subclass of `EngineKind`, and add a row to `registry.KINDS`. Settings and `--help`
+import these modules, which therefore import the code that starts engines only when one is started.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Starts: TypeAlias = "list[Callable[[], EngineProcess]]"
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities of one running engine; None where it does not say.
+    """Abilities of one running engine; None where it does not report them.
 
-    seeded: sampling follows `sampling_seed`. memory_saver: GPU memory can be released; keeps_weights: without losing
-    the weights. returns_experts: it tells which experts tokens were sent to. tp_size: its tensor-parallel ranks.
+    seeded: sampling follows `sampling_seed`. memory_saver: its GPU memory can be released. keeps_weights: releasing
+    does not lose the weights. returns_experts: answers can hold the experts of each token. tp_size: the number of its
+    tensor-parallel ranks.
     """
 
     seeded: bool | None = None
@@ -41,13 +42,13 @@ class Abilities:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The GPU memory of an engine, as its settings describe it.
+    """The GPU memory of an engine, derived from its settings.
 
-    dtype: of the weights; None: as in config.json, else `usual_dtype`. gpus: GPUs that share one copy of the model.
-    small_cache: whether the cache has one byte per number rather than the bytes of `dtype`.
-    fraction: of each GPU that weights and cache take together; None: the cache grows with what runs.
-    because: where the fraction is from, or what bounds the cache. packed_models: architectures in config.json whose
-    weights are held a second time on a CPU, with at most 4 bytes a parameter.
+    dtype: the weights' dtype; None: as in config.json, else `usual_dtype`. gpus: the number of GPUs that share one copy
+    of the model. small_cache: whether the cache has one byte per number, in place of the bytes of `dtype`. fraction:
+    the part of each GPU that weights and cache take together; None: the cache grows with the running sequences.
+    because: the origin of the fraction, or the bound of the cache. packed_models: architectures in config.json of which
+    a second copy of the weights is held on a CPU, with at most 4 bytes per parameter.
     """
 
     dtype: str | None
@@ -61,9 +62,9 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One node's part of an engine that is on several.
+    """One node's part of an engine that spans several nodes.
 
-    count: of its nodes; rank: of this one, the first of which serves; address: "host:port" where they meet.
+    count: the number of its nodes. rank: the rank of this node; rank 0 serves. address: "host:port" where they meet.
     """
 
     count: int
@@ -75,16 +76,16 @@ class EngineKind(abc.ABC):
     """One kind of engine. All of them speak SGLang's HTTP protocol.
 
     name: its spelling in `--rollout-engine` and on the wire. title: its name in a sentence.
-    weight_transports: the transports of `--update-weight-transport` that it takes, the best one first.
-    delta_carriers: how it takes deltas of weights, see `slime.types.weight_deltas.CARRIERS`; empty: not at all.
-    needs_gpu: whether it runs on GPUs only; the number of others is `--rollout-num-engines`.
-    spans_nodes: whether one engine can be on several nodes.
-    server_flags: names of the `--sglang-NAME` flags that reach it, with underscores; None: all.
-    own_settings: settings of the run that no other kind reads, and for each the flag that the others have, "" for none.
-    image_models: values of model_type in config.json whose images it takes; None: all that the project knows.
-    aborts_before_stop: whether it ends only once its requests have.
-    returns_nuclei: whether its answers can tell what top-p and top-k left to sample from, which training needs.
-    fixes: for an ability that a running engine may lack, the flag of its server that turns it on.
+    weight_transports: the transports of `--update-weight-transport` that it supports, the best one first.
+    delta_carriers: the ways in which it receives weight deltas, see `slime.types.weight_deltas.CARRIERS`; empty: none.
+    needs_gpu: whether it runs on GPUs only; the number of other engines is `--rollout-num-engines`.
+    spans_nodes: whether one engine can span several nodes.
+    server_flags: names of the `--sglang-NAME` flags that it reads, with underscores; None: all.
+    own_settings: settings of the run that no other kind reads, each with the flag of the other kinds, "" for none.
+    image_models: values of model_type in config.json whose images it reads; None: all that the project supports.
+    aborts_before_stop: whether it stops only after its requests have ended.
+    returns_nuclei: whether its answers can hold the token ids that top-p and top-k left, which training needs.
+    fixes: for each ability that a running engine may lack, the flag of its server that turns it on.
     """
 
     name: ClassVar[str]
@@ -102,42 +103,42 @@ class EngineKind(abc.ABC):
 
     @abc.abstractmethod
     def is_installed(self) -> bool:
-        """Tells whether its packages are installed; imports none of them."""
+        """Returns whether its packages are installed, without importing them."""
 
     @abc.abstractmethod
     def not_installed(self) -> ConfigError:
-        """Returns the error for a machine without its packages."""
+        """Returns the error to raise if its packages are not installed."""
 
     def check(self, settings: RolloutSettings) -> None:
-        """Raises ConfigError for settings with which no engine of this kind starts."""
+        """Raises ConfigError for settings with which no engine of this kind can start."""
         return None
 
     def refused_server_flags(self, names: Iterable[str]) -> list[str]:
-        """Returns the flags among `--sglang-NAME` of these names that do not reach it."""
+        """Returns those of the flags `--sglang-NAME` with these names that this kind does not read."""
         taken = self.server_flags
         return [] if taken is None else [flag_name(f"sglang_{name}") for name in names if name not in taken]
 
     @abc.abstractmethod
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
-        """Returns the GPUs of each engine that is started where there are these; engines: `--rollout-num-engines`."""
+        """Returns the GPUs of each engine on a machine with `gpus`. engines: the value of `--rollout-num-engines`."""
 
     @abc.abstractmethod
     def starts(
         self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
     ) -> Starts:
-        """Returns functions that start the engines, one each, on `gpus`.
+        """Returns one function per engine that starts it on its part of `gpus`.
 
-        first: the number in the name of the first one. node: the part of a single engine to start on all of `gpus`.
+        first: the number in the name of the first engine. node: the part of one engine that `gpus` are for, if it spans
+        nodes.
         """
 
     @abc.abstractmethod
     def abilities(self, server_info: Mapping[str, Any]) -> Abilities:
-        """Returns what a running engine can do. server_info: the engine's answer to /server_info; empty where it gave
-        none."""
+        """Returns the abilities of a running engine. server_info: its answer to /server_info; empty if it gave none."""
 
     @abc.abstractmethod
     def memory(self, settings: RolloutSettings) -> MemoryUse:
-        """Returns the memory of one engine with these settings."""
+        """Returns the memory use of one engine with these settings."""
 
     async def hold(self, client: EngineClient) -> None:
         """Pauses a running engine so that weights can be loaded and memory released."""
@@ -147,9 +148,9 @@ class EngineKind(abc.ABC):
         return model_type in FAMILIES and (self.image_models is None or model_type in self.image_models)
 
     def check_images(self, directory: str, engine: str = "") -> None:
-        """Raises NotAvailable where engines of this kind do not show images to the model in `directory`.
+        """Raises NotAvailable if engines of this kind cannot pass images to the model in `directory`.
 
-        engine: the one that is named in the error.
+        engine: the name of the engine for the error.
         """
         model_type = require_vision(directory, "--multimodal-keys").model_type
         if self.takes_images_of(model_type):
@@ -158,6 +159,6 @@ class EngineKind(abc.ABC):
         which = f"engine {engine} ({self.title})" if engine else self.title
         raise NotAvailable.unavailable(
             f"--multimodal-keys with --rollout-engine {self.name}",
-            f"{which} takes no token ids beside the images of a {model_type} ({directory}), only of {known}",
+            f"{which} accepts token ids together with images only for {known}, not for {model_type} ({directory})",
             "--rollout-engine embedded",
         )

@@ -1,8 +1,8 @@
-"""An engine's process: started in its own session, watched, and ended together with everything it started.
+"""The process of an engine: started in its own session, watched, and ended together with everything it started.
 
 The engine inherits two pipes. It writes one JSON line into the first: `{"port": N}` when it serves, or
-`{"error": {...}}` when it refuses to start. We hold the only write end of the second and never write to it: end of file
-tells the engine that we are gone, for whatever reason.
+`{"error": {...}}` when it refuses to start. This process holds the only write end of the second and never writes to it:
+end of file tells the engine that its parent is gone, for whatever reason.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 50
-# Where an engine listens on all addresses, call the loopback one.
+# An engine that listens on all addresses is called at the loopback address.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class EngineProcess:
-    """A running engine of ours; satisfies `base.RunningEngine`.
+    """An engine that this process started; a `base.RunningEngine`.
 
-    command: given (announce_fd, parent_fd), the argument vector to start.
-    grace_seconds: default seconds that `stop` waits between SIGTERM and SIGKILL. api_key: the key that calls must
-    carry; the process finds it in its environment, which other users cannot read.
+    command: returns the argument vector to start, from (announce_fd, parent_fd). grace_seconds: the default time that
+    `stop` waits between SIGTERM and SIGKILL. api_key: the key that calls must carry; it is passed in the environment of
+    the process, which other users cannot read.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class EngineProcess:
     def wait_ready(self, timeout_seconds: float = 300.0) -> EngineProcess:
         """Returns itself once the engine serves.
 
-        Raises what the engine refused to start with (MissingFile, InvalidFile, PortInUse, ...), EngineError if it died
-        without an announcement, DeadlineExceeded (and ends it) if none came in time.
+        Raises the error with which the engine refused to start (MissingFile, InvalidFile, PortInUse, ...), EngineError
+        if it died without an announcement, DeadlineExceeded (and stops the engine) if none came in time.
         """
         if self._port is not None:
             return self
@@ -132,7 +132,7 @@ class EngineProcess:
         return self
 
     def start_again(self) -> EngineProcess:
-        """Ends this process and starts another with the same name, command and key, which does not serve yet."""
+        """Stops this process and returns a new one with the same name, command and key, which does not serve yet."""
         self.stop(0)
         return self._start_again()
 
@@ -145,11 +145,11 @@ class EngineProcess:
             raise self._death()
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Ends the engine's process group: SIGTERM, and SIGKILL after `grace_seconds`. Calling it again, also
-        from another thread, does nothing."""
+        """Ends the engine's process group with SIGTERM, and with SIGKILL after `grace_seconds`. Safe to call again,
+        also from another thread."""
         with self._stopping:
             if self._announced is not None:
-                # Once it is reaped, the system may reuse its process id.
+                # Only once: after the process is reaped, the system may reuse its id.
                 self._stop(grace_seconds)
 
     def _stop(self, grace_seconds: float | None) -> None:
@@ -212,7 +212,7 @@ class EngineProcess:
 
     def _death(self) -> EngineError:
         code = self.poll()
-        # Lines written just before the end may still be in the pipe.
+        # Lines written just before the process ended may still be in the pipe.
         self._reader.join(timeout=5)
         return EngineError(
             f"engine {self.name} (pid {self.pid}) ended with {describe_exit(code)}; its last lines:\n{self._tail()}",
@@ -223,7 +223,7 @@ class EngineProcess:
 
 
 def stop_all(engines: Iterable[RunningEngine], grace_seconds: float | None = None) -> None:
-    """Stops several at the same time. Raises the first failure after all were told to stop."""
+    """Stops several engines at the same time. Raises the first failure after all have been told to stop."""
     engines = list(engines)
     if engines:
         with ThreadPoolExecutor(len(engines), thread_name_prefix="stop") as pool:
@@ -240,6 +240,6 @@ def describe_exit(code: int | None) -> str:
 
 
 def _as_error(detail: Mapping[str, Any]) -> SlimeError:
-    """Returns the error that the engine announced, of the class it had there."""
+    """Returns the error that the engine announced, with its original class."""
     cls = error_classes().get(detail["type"], EngineError)
     return cls.restore(detail["message"], field=detail["field"], value=detail["value"], expected=detail["expected"])

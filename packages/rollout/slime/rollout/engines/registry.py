@@ -1,4 +1,4 @@
-"""The kinds of engines, one row each, and the choice among them."""
+"""The table of engine kinds, and the choice among them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (SGLang(), Embedded(
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Raises InvalidSetting for a name that no kind has."""
+    """Returns the kind with this name. Raises InvalidSetting for an unknown name."""
     if name not in KINDS:
         raise InvalidSetting.unknown("kind of engine", name, KINDS, field="--rollout-engine")
     return KINDS[name]
 
 
 def choose_engine(settings: RolloutSettings, gpus: Sequence[str], *, assume_installed: bool = False) -> EngineKind:
-    """Returns the kind that `--rollout-engine` names, or the first that can run on a machine with these GPUs.
+    """Returns the kind that `--rollout-engine` names, or for auto the first that can run on a machine with these GPUs.
 
-    assume_installed: for another machine than this one. Raises ConfigError where none can run.
+    assume_installed: does not check the packages of this machine, because the run is on another. Raises ConfigError if
+    no kind can run.
     """
     lacking: dict[str, ConfigError] = {}
     for kind in KINDS.values():
@@ -54,8 +55,8 @@ def choose_engine(settings: RolloutSettings, gpus: Sequence[str], *, assume_inst
 
 
 def unread_settings(kind: EngineKind, settings: RolloutSettings) -> Iterator[tuple[str, str]]:
-    """Yields (the flag as it is typed, the reason) of settings with another value than the default that engines of this
-    kind do not read."""
+    """Yields (flag with its value, reason) for each setting that was changed from its default although engines of this
+    kind do not read it."""
     for other in KINDS.values():
         for name, instead in other.own_settings.items() if other is not kind else ():
             value = getattr(settings, name)
@@ -77,7 +78,7 @@ def _cannot_run(
 
 
 def no_gpu_for(rollout_num_gpus: int) -> InvalidSetting:
-    """Returns the error for `--rollout-num-gpus` on a machine without any."""
+    """Returns the error for `--rollout-num-gpus` on a machine without GPUs."""
     return InvalidSetting.requires(
         f"--rollout-num-gpus {rollout_num_gpus}",
         "a machine with GPUs",
@@ -86,15 +87,16 @@ def no_gpu_for(rollout_num_gpus: int) -> InvalidSetting:
 
 
 def needs_gpu(rollout_engine: str) -> bool:
-    """Tells whether `--rollout-engine` names a kind that runs on GPUs only; False for auto."""
+    """Returns whether `--rollout-engine` names a kind that runs on GPUs only; False for auto."""
     return rollout_engine in KINDS and KINDS[rollout_engine].needs_gpu
 
 
 def counted_by_engines(rollout_engine: str) -> bool:
-    """Tells whether `--rollout-engine` names a kind whose number `--rollout-num-engines` sets; False for auto."""
+    """Returns whether `--rollout-engine` names a kind of which `--rollout-num-engines` are started; False for auto."""
     return rollout_engine in KINDS and not KINDS[rollout_engine].needs_gpu
 
 
 def kind_of(server_info: Mapping[str, Any], otherwise: EngineKind) -> EngineKind:
-    """Returns the kind that a running engine names in its answer to /server_info, which SGLang does not."""
+    """Returns the kind that a running engine names in its answer to /server_info; `otherwise` for SGLang, which names
+    none."""
     return KINDS.get(str(server_info.get("engine")), otherwise)

@@ -178,7 +178,7 @@ def test_flags_of_every_shape() -> None:
         ("--sglang-mem-fraction-statik 0.7", UnknownFlag, "did you mean --sglang-mem-fraction-static?"),
         ("--sglang-mem-fraction-static much", InvalidSetting, "must be a number, got 'much'"),
         ("--sglang-schedule-policy lpn", InvalidSetting, "did you mean lpm?"),
-        ("--sglang-port 1", InvalidSetting, "--sglang-port cannot be set, .* has a port free"),
+        ("--sglang-port 1", InvalidSetting, "--sglang-port cannot be set, .* a free port"),
         ("--sglang-model x", InvalidSetting, "--sglang-model cannot be set, .* give --hf-checkpoint"),
         ("--sglang-prot 1", UnknownFlag, "unknown option --sglang-prot; see --help"),
         ("--sglang-tp 2", UnknownFlag, "did you mean --sglang-tp-size?"),

@@ -1,4 +1,4 @@
-"""The process of an embedded engine: loads the model, announces its port, serves until stopped or orphaned."""
+"""The process of an embedded engine: loads the model, announces its port, and serves until it or its parent ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns exit code 2 for wrong flags, files or a port in use."""
+    """Returns the exit code: 2 for wrong flags or files or a port in use, 1 for other errors."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     announce_fd: int | None = None
     try:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(options: EmbeddedOptions) -> None:
-    """Returns after SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     if options.parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
     missing = Embedded().missing()
@@ -77,16 +77,16 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket, api_key: str
     loaded = load(options)
     scheduler = Scheduler(loaded, options)
     server = EngineServer(loaded, scheduler, options, api_key)
-    asyncio.run(_serve_until_told(server, options, listener))
+    asyncio.run(_serve_until_signal(server, options, listener))
 
 
-async def _serve_until_told(server: EngineServer, options: EmbeddedOptions, listener: socket.socket) -> None:
+async def _serve_until_signal(server: EngineServer, options: EmbeddedOptions, listener: socket.socket) -> None:
     stop_requested = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
     runner = server.connections.runner(server.application())
     await runner.setup()
-    # The listener has been listening since before the model was loaded: a client that comes early waits.
+    # The socket has been listening since before the model was loaded, so that early clients wait.
     await server.connections.serve(runner, listener)
     port = listener.getsockname()[1]
     log.info("%s is served at http://%s:%d", server.name, options.host, port)
@@ -108,11 +108,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _end_with_parent(descriptor: int) -> None:
-    # Nobody writes to this pipe: reading ends when its last write end is closed, however the parent went.
+    # Nobody writes to this pipe: reading ends when its last write end is closed, in whatever way the parent ended.
     while os.read(descriptor, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    # A step of a large model, or loading one, may keep the main thread from the signal.
+    # A step of a large model, or loading one, may keep the main thread from handling the signal.
     threading.Event().wait(5.0)
     os._exit(1)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKAGES = ("torch", "transformers")
-# Part of a memory that the engines which share it may fill with keys and values.
+# The fraction of a memory that all engines sharing it may fill with keys and values.
 MEMORY_FRACTION = 0.5
 MAX_RUNNING_REQUESTS = 256
 
@@ -67,7 +67,7 @@ class Embedded(EngineKind):
         _syntax(settings).check("the embedded engine has no such parser")
 
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
-        """Gives the engines the GPUs, if any, in turn."""
+        """Assigns the GPUs, if any, to the engines in turn."""
         return [[gpus[i % len(gpus)]] if gpus else [] for i in range(engines)]
 
     def starts(
@@ -80,7 +80,7 @@ class Embedded(EngineKind):
         syntax = _syntax(settings)
         shares = self.divide(gpus, settings.rollout_num_engines, settings.rollout_num_gpus_per_engine)
         on_gpus = len(gpus) if settings.rollout_engine_device != "cpu" else 0
-        # Engines here that keys and values of one memory are divided among.
+        # The number of engines that share one memory for their keys and values.
         sharing = max(1, math.ceil(len(shares) / max(1, on_gpus)))
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,

@@ -11,8 +11,8 @@ from slime.rollout.engines.process import EngineProcess
 from slime.types.setting_values import flag_name
 
 # The trainer works on the same cores: OpenMP threads that spin while they wait slow both down by an order of magnitude.
-# Threads that sleep at once take a third of a decode step to wake up, some thousand times in it; so they spin for less
-# than a millisecond first, which is longer than the pauses inside of a pass.
+# Threads that sleep at once would spend a third of each decode step waking up, about a thousand times per step. So they
+# spin for less than a millisecond first, which is longer than the pauses within a forward pass.
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
@@ -23,9 +23,9 @@ def start_embedded(
     env: Mapping[str, str] | None = None,
     api_key: str | None = None,
 ) -> EngineProcess:
-    """Starts the process, which does not serve yet: `wait_ready(timeout)` waits, so that several can load at once.
+    """Starts the process without waiting until it serves (`wait_ready(timeout)` does), so that several load at once.
 
-    api_key: what calls must carry; it reaches the process by its environment.
+    api_key: the key that calls must carry; it is passed in the environment of the process.
     """
     return EngineProcess(
         name,
@@ -38,7 +38,7 @@ def start_embedded(
 
 
 def command_line(options: EmbeddedOptions, announce_fd: int | None = None, parent_fd: int | None = None) -> list[str]:
-    """Returns the argument vector that makes an engine with these options."""
+    """Returns the argument vector that starts an engine with these options."""
     chosen = dataclasses.replace(options, announce_fd=announce_fd, parent_fd=parent_fd)
     argv = [sys.executable, "-m", "slime.rollout.engines.embedded"]
     for field in dataclasses.fields(chosen):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slime.rollout.chat.syntaxes.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.types.settings import REQUIRED, setting
 
-# Models whose forward pass on a CPU is the engine's own; their matrices are held a second time, packed for it.
+# Models whose forward pass on a CPU is `DenseModel`; it holds a second copy of their matrices, packed.
 PACKED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 

@@ -1,1 +1,1 @@
-"""SGLang as an engine: its flags and its processes. Nothing here imports sglang, which is slow and needs CUDA."""
+"""SGLang as an engine: its flags and its processes. Nothing here imports sglang, which is slow and requires CUDA."""

@@ -1,12 +1,14 @@
-"""The parent process of one SGLang server: finds a port, announces when it serves, and ends it with its own parent.
+"""The parent process of one SGLang server: reserves a port, announces when it serves, and ends it with its own parent.
 
     python -m slime.rollout.engines.sglang --announce-fd N --parent-fd M --host HOST -- COMMAND ARGUMENT ...
 
-The server is in our process group. It gets `--host` and `--port`; into `announce-fd` goes one JSON line, `{"port": N}`,
-when it has made a token. SGLang does not watch its parent: `parent-fd` is a pipe whose end of file ends the group.
+The server is in the process group of this process, and gets `--host` and `--port`. When it has generated a token, one
+JSON line `{"port": N}` is written to `announce-fd`. SGLang does not watch its parent, so this process ends the group at
+the end of file of the pipe `parent-fd`.
 
-SGLang takes its API key as an argument, which every user of the machine could read, or from a file of arguments: the
-key in our environment reaches it by such a file, which only this user can read and which goes when the server serves.
+SGLang reads its API key from an argument, which every user of the machine could read, or from a file of arguments. The
+key in the environment of this process is passed in such a file, which only this user can read and which is removed when
+the server serves.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the server; 128 and the signal's number where one ended it."""
+    """Returns the exit code of the server; 128 plus the signal's number if a signal ended it."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--")
     parser = argparse.ArgumentParser(prog="python -m slime.rollout.engines.sglang")
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with reserve_port(options.host) as reserved, key_file(api_key) as more:
         port = reserved.getsockname()[1]
         server = subprocess.Popen([*words[split + 1 :], *more, "--host", options.host, "--port", str(port)])
-        # A signal to the process group reaches the server by itself; one to this process is passed on.
+        # A signal to the process group reaches the server directly; one to this process alone is passed on.
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=end_with_parent, args=(options.parent_fd,), name="parent", daemon=True).start()
         ready = serves(server, ANY_ADDRESS.get(options.host, options.host), port, api_key)
@@ -59,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Binds a socket that does not listen: nobody is given its port, and with SO_REUSEADDR a server may take it.
+    """Returns a bound socket that does not listen: the system gives its port to nobody else, and with SO_REUSEADDR the
+    server can still bind it.
 
-    SGLang binds its port only after the model is loaded, minutes after one would have been found free.
+    SGLang binds its port only after loading the model, minutes later, when a port found free now may be taken.
     """
     reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,11 +78,11 @@ def reserve_port(host: str) -> socket.socket:
 
 @contextlib.contextmanager
 def key_file(api_key: str | None) -> Iterator[list[str]]:
-    """Returns arguments that tell SGLang its API key without holding it; none without a key."""
+    """Yields arguments that name a file with SGLang's API key, present until the block ends; none without a key."""
     if api_key is None:
         yield []
         return
-    # Only for this user, as mkstemp makes it; a key has no character that YAML reads otherwise.
+    # Only this user can read a temporary file. A key holds no character that needs escaping in YAML.
     with tempfile.NamedTemporaryFile("w", prefix="slime-sglang-", suffix=".yaml") as file:
         file.write(f'api-key: "{api_key}"\n')
         file.flush()
@@ -87,7 +90,7 @@ def key_file(api_key: str | None) -> Iterator[list[str]]:
 
 
 def serves(server: subprocess.Popen[bytes], host: str, port: int, api_key: str | None = None) -> bool:
-    """Returns True once it has made a token, False when it has ended. How long that may take is the parent's to say."""
+    """Waits until the server has generated a token. Returns False if it ends before. The parent sets the deadline."""
     while server.poll() is None:
         if makes_a_token(host, port, api_key):
             return True
@@ -107,7 +110,8 @@ def makes_a_token(host: str, port: int, api_key: str | None = None) -> bool:
 
 
 def end_with_parent(descriptor: int) -> None:
-    """Never returns: nobody writes to this pipe, so reading ends when the parent is gone, however it went."""
+    """Ends the process group with the parent. Nobody writes to this pipe, so reading ends when the parent is gone, for
+    whatever reason. Never returns."""
     while os.read(descriptor, 1):
         pass
     os.killpg(0, signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""`--sglang-NAME [value]`: every flag of SGLang's server, prefixed, as one setting `sglang_args` by name.
+"""The flags `--sglang-NAME [value]`: all flags of SGLang's server, prefixed, collected in the setting `sglang_args`.
 
     parser = Parser(...); add_flags(parser, RolloutSettings); SGLANG_FLAGS.add_flags(parser)
     parser.parse_strict(["--sglang-mem-fraction-static", "0.7", "--sglang-disable-cuda-graph"])
     # Namespace(sglang_args={"mem_fraction_static": 0.7, "disable_cuda_graph": True})
 
-Flags that a program declares itself (`--sglang-server-concurrency`) come first and are left alone.
+Flags with this prefix that a program declares itself (`--sglang-server-concurrency`) take precedence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ KINDS = {"int": "an integer", "float": "a number", "str": "text", "bool": "true 
 
 
 class SGLangFlags:
-    """The family, as `slime.types.settings.FlagFamily` describes it. setting: where the values go."""
+    """The `FlagFamily` of SGLang's flags. setting: the name of the setting that holds the values."""
 
     setting = "sglang_args"
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Adds a flag for each of the server's; nothing of them shows in --help."""
+        """Adds one flag per flag of the server, hidden in --help."""
         known = {name for action in parser._actions for name in action.option_strings}
         flags = server_flags().by_name
         for name, flag in flags.items():
@@ -54,7 +54,7 @@ class SGLangFlags:
         parser.add_argument(f"--{PREFIX}{name}", **common)
 
     def read_key(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Reads `sglang_NAME: value` of a configuration file; None where it names no flag of SGLang."""
+        """Reads `sglang_NAME: value` of a configuration file. Returns None for keys without the prefix."""
         prefix = PREFIX.replace("-", "_")
         if not key.startswith(prefix):
             return None
@@ -77,9 +77,9 @@ class _Collect(argparse.Action):
 
 
 def check(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `args` by the names of the flags that they set (aliases resolved, underscores), each value checked.
+    """Returns `args` with checked values, by the names of the flags that they set (aliases resolved, with underscores).
 
-    Raises UnknownFlag with the nearest name, InvalidSetting for a value that does not fit or a flag that is ours.
+    Raises UnknownFlag with the nearest name, InvalidSetting for an invalid value or a flag that the run sets itself.
     """
     flags = server_flags().by_name
     checked: dict[str, Any] = {}
@@ -96,7 +96,8 @@ def check(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_line(args: Mapping[str, Any]) -> list[str]:
-    """Returns the arguments of SGLang's server that say `args`; a switch that is false, or a None, says nothing."""
+    """Returns `args` as command-line arguments of SGLang's server; a switch that is False is left out, or negated if
+    the flag has a negation."""
     flags = server_flags().by_name
     words: list[str] = []
     for key, value in check(args).items():
@@ -104,7 +105,7 @@ def command_line(args: Mapping[str, Any]) -> list[str]:
         if flag.nargs == 0:
             words += [f"--{flag.name}"] if value else [f"--no-{flag.name}"] if flag.negated else []
         elif flag.nargs is None:
-            # uvicorn knows the names of levels in lower case only.
+            # uvicorn accepts the names of log levels in lower case only.
             text = str(value).lower() if flag.name.startswith("log-level") else str(value)
             words.append(f"--{flag.name}={text}")
         else:

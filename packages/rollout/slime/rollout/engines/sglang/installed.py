@@ -17,23 +17,23 @@ TABLE = Path(__file__).with_name("server_flags.json")
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """The flags of SGLang's server. version: whose flags they are; None where the installed package does not say.
-    by_name: without dashes in front; an alias has an entry of its own."""
+    """The flags of SGLang's server. version: SGLang's version; None if the installed package does not state it.
+    by_name: names without leading dashes; each alias has an entry of its own."""
 
     version: str | None
     by_name: dict[str, ServerFlag]
 
 
 def is_installed() -> bool:
-    """Returns true where `python -m sglang.launch_server` can be started; imports nothing."""
+    """Returns whether `python -m sglang.launch_server` can be started, without importing it."""
     return _package() is not None
 
 
 @functools.cache
 def server_flags() -> ServerFlags:
-    """Returns the flags of the installed SGLang, or else those of the version whose table comes with this package.
+    """Returns the flags of the installed SGLang, or those of the version whose table is part of this package.
 
-    Raises InvalidFile where the installed one cannot be read.
+    Raises InvalidFile if the flags of the installed SGLang cannot be read.
     """
     known = table()
     package = _package()
@@ -48,13 +48,13 @@ def server_flags() -> ServerFlags:
             f"the flags of the installed SGLang {version} cannot be read from {path}: {error}",
             field="sglang",
             value=str(path),
-            expected=f"SGLang {known.version}, or one whose server_args.py looks alike",
+            expected=f"SGLang {known.version}, or a version with a similar server_args.py",
         ) from error
     return ServerFlags(_version(), by_name(flags))
 
 
 def table() -> ServerFlags:
-    """Returns the table that `read_flags` made from the wheel of one version."""
+    """Returns the table that `read_flags` generated from the wheel of one version."""
     content = json.loads(TABLE.read_text())
     flags = [
         ServerFlag(**entry | {key: tuple(entry[key]) for key in ("choices", "aliases") if key in entry})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FLUSH_SECONDS = 60.0
-# SGLang chooses by itself from the size of the GPU and of its batches; this is what it comes to on most.
+# SGLang derives the fraction from the size of the GPU and of its batches; this is the usual result.
 USUAL_FRACTION = 0.85
 
 
@@ -107,8 +107,8 @@ class SGLang(EngineKind):
         )
 
     async def hold(self, client: EngineClient) -> None:
-        # One that is asked to load weights or to release memory while a request runs or waits in it ends with an
-        # assertion: requests that others sent to it directly are aborted, and what is left is waited for.
+        # SGLang fails an assertion when it has to load weights or release memory while requests run or wait. Requests
+        # that others sent to it directly are therefore aborted, and the rest is waited for.
         await client.pause("abort")
         try:
             await client.flush_cache(FLUSH_SECONDS)

@@ -23,11 +23,13 @@ SERVER = (sys.executable, "-m", "sglang.launch_server")
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
-    """One engine. gpus: entries of CUDA_VISIBLE_DEVICES. args: flags of SGLang's server by name, as `flags.check`
-    returns them. memory_saver: its GPU memory can be released and resumed. routed_experts: it can return the experts of
-    tokens. node: which part of an engine that spans nodes, with as many GPUs on each. deltas: it updates a checkpoint
-    on
-    its host from deltas."""
+    """Options of one engine.
+
+    gpus: entries of CUDA_VISIBLE_DEVICES. memory_saver: its GPU memory can be released and resumed. routed_experts: it
+    can return the experts of each token. deltas: it updates a checkpoint on its host from deltas. node: the part of an
+    engine that spans nodes, with equally many GPUs on each. args: flags of SGLang's server by name, as returned by
+    `flags.check`. server: the command of the server.
+    """
 
     model_path: str
     gpus: Sequence[str]
@@ -100,7 +102,7 @@ def server_command(options: SGLangOptions) -> list[str]:
 
 
 def all_gpus(visible: Sequence[str], per_engine: int, node: EngineNode) -> list[str]:
-    """Returns this node's GPUs for an engine that spans nodes. Raises InvalidSetting unless they are its share."""
+    """Returns this node's GPUs for an engine that spans nodes. Raises InvalidSetting if their number is wrong."""
     if len(visible) * node.count != per_engine:
         raise InvalidSetting.must_be(
             "--rollout-num-gpus-per-engine", f"{len(visible) * node.count}", got=per_engine,

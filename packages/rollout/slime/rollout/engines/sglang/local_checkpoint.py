@@ -1,15 +1,16 @@
 """The checkpoint on the host of SGLang engines that --update-weight-mode delta brings up to date.
 
     --update-weight-local-checkpoint-dir/
-        weight_v000007-LINEAGE/            a Hugging Face directory of that version of a trainer process
-        .weight_v000006-LINEAGE.updating   while a delta is written into it; nothing loads it, the next whole update
-                                           removes it
+        weight_v000007-LINEAGE/            a Hugging Face directory with that version of a trainer process
+        .weight_v000006-LINEAGE.updating   while a delta is written into it; no engine loads it, and the next whole
+                                           update removes it
 
-LINEAGE is in the name, too, so that no engine loads what another run left or writes there. Each process of an engine
-locks the directory that it loaded last, and only what no process locks is removed of another trainer process.
+LINEAGE is part of the name so that no engine loads a directory that another run left or is writing. Each process of an
+engine locks the directory that it loaded last; directories of another trainer process are removed only if no process
+locks them.
 
-SGLang loads whole directories. Its processes run `pull_weights` first, which copies a published directory, or writes a
-published delta into the files that are here and gives their directory the new name.
+SGLang loads whole directories. Before that its processes run `pull_weights`, which copies a published directory, or
+writes a published delta into the local files and renames their directory.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_b
 
 FIELD = "--update-weight-local-checkpoint-dir"
 WRITER = "slime-rollout"
-# Names of types in safetensors by torch's.
+# safetensors' names of dtypes, by torch's names.
 SAFETENSORS_TYPES = {
     "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "float16": "F16", "bfloat16": "BF16",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
-# Descriptors that lock the directories which this process loaded last, by the directory that they are in.
+# Descriptors that lock the directory which this process loaded last, by its parent directory.
 _locked: dict[Path, int] = {}
 log = logging.getLogger(__name__)
 
 
 def pull_weights(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """Brings the checkpoint up to date, called by SGLang in each of its processes. `model` stays as it is.
+    """Brings the checkpoint up to date; called by SGLang in each of its processes. Does not change `model`.
 
-    The names of the tensors are the arguments of `pull`. An exception would end the engine: it is logged, and the
-    directory that the engine is asked to load then is missing.
+    named_tensors: each name is a JSON object with the arguments of `pull`. Errors are only logged, because an exception
+    would end the engine; loading the directory, which is then missing, fails instead.
     """
     for order, _ in named_tensors:
         try:
@@ -59,10 +60,11 @@ def pull_weights(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
 
 
 def pull(source: str, directory: str, version: int, lineage: str) -> Path:
-    """Returns the directory of `version` below `directory`, brought there from `source` by one process of this host.
+    """Returns the directory of `version` below `directory`, into which one process of this host writes it.
 
-    source: a whole Hugging Face directory, or one of deltas. Raises WrongState where the base of a delta is not here,
-    DataLoss where weights are not the trainer's after it, and what `WholeDirectory` does.
+    source: a whole Hugging Face directory, or a directory of deltas. Raises MissingFile if `source` is neither,
+    WrongState if the base of a delta is not on this host, DataLoss if weights differ from the trainer's after it, and
+    the errors of `whole_directory`.
     """
     root = Path(directory)
     target = root / checkpoint_name(version, lineage)
@@ -117,7 +119,7 @@ def _remove_unused(root: Path, lineage: str, but: Path | None = None) -> None:
         if theirs is not None and (process_of(theirs) == process_of(lineage) or _is_unlocked(old)):
             reason = remove_written(old, field=FIELD)
             if reason is not None:
-                # Without its mark it is not looked at again.
+                # Its mark is removed, so it is not considered again.
                 log.warning("%s: %s %s: only the weights were removed", FIELD, old, reason)
 
 
@@ -135,7 +137,7 @@ def _is_unlocked(path: Path) -> bool:
 def _copy(source: Path, target: Path, lineage: str) -> None:
     mark = read_mark(source)
     if mark is None:
-        # Removed, because the trainer no longer waits.
+        # The trainer no longer waits for this update and has removed the directory.
         raise MissingFile(f"{source} is no whole directory that slime wrote", field="source", value=str(source))
     with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
         for name in mark["files"]:
@@ -147,7 +149,7 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
     base = root / checkpoint_name(about.base_version, about.lineage)
     if _lineage(base) != about.lineage:
         raise WrongState(
-            f"{FIELD}: {base} is not there, or of another run: weight version {about.version} is a delta of it",
+            f"{FIELD}: {base} is missing or of another run, but weight version {about.version} is a delta to it",
             field=FIELD, value=str(base), expected="a whole update first",
         )  # fmt: skip
     updating = base.with_name(f".{base.name}.updating")
@@ -168,7 +170,7 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
                     held[2][:] = new
         if tensors:
             raise DataLoss(f"the delta of weight version {about.version} lacks {min(tensors)}", field=min(tensors))
-        # A host that goes down must not come back with this name and bytes of the version before.
+        # After a crash of the host the new name must not stand for bytes of the previous version.
         for file in updating.glob("*.safetensors"):
             sync(file)
         updating.rename(target)
@@ -176,7 +178,7 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Any]]]:
-    """Yields (name, (type, shape, bytes that are those of the file))."""
+    """Yields (name, (dtype, shape, bytes)) of each tensor; writing to the bytes, uint8 [n], writes to the file."""
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as opened:
             (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))

@@ -4,7 +4,7 @@
 
 SGLang derives most flags from the fields of the dataclass `ServerArgs`, annotated `A[type, "help"]` or
 `A[type, Arg(...)]` (its `arg_utils.add_cli_args_from_dataclass`), and adds the others one by one in
-`ServerArgs.add_cli_args`. Both are followed here.
+`ServerArgs.add_cli_args`. This module reads both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SCALARS = {"int", "float", "str"}
 class ServerFlag:
     """One flag of SGLang's server.
 
-    name: without dashes in front. type: of a value, "int", "float" or "str" (also what SGLang parses itself).
-    nargs: argparse's; 0 is a switch. choices: None where any value goes, or where they are known only when SGLang runs.
-    negated: there is a `--no-NAME` beside it.
+    name: without leading dashes. type: of a value, "int", "float", "bool", or "str", also for values that SGLang parses
+    itself. nargs: as in argparse; 0 for a switch. choices: None if any value is valid, or if the choices are known only
+    when SGLang runs. negated: whether there is a flag `--no-NAME` too.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ServerFlag:
 
 
 def read_flags(source: str) -> list[ServerFlag]:
-    """Returns the flags of a `server_args.py`, by name. Raises ValueError where it does not look like one."""
+    """Returns the flags of a `server_args.py`, sorted by name. Raises ValueError if definitions are missing."""
     tree = ast.parse(source)
     constants = _Constants(tree)
     server_args = _find(tree.body, ast.ClassDef, "ServerArgs")
@@ -58,7 +58,7 @@ def read_flags(source: str) -> list[ServerFlag]:
 
 
 class _Constants:
-    """Literal values of the module's names; those that something may extend later are left out."""
+    """Literal values of the module's names, except lists and sets that the module extends elsewhere."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._values: dict[str, Any] = {}
@@ -66,13 +66,13 @@ class _Constants:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._values[node.targets[0].id] = self.value(node.value)
         for call in ast.walk(tree):
-            # X.append(...), X.add(...), X.extend(...): plug-ins bring backends of their own.
+            # X.append(...), X.add(...), X.extend(...): plug-ins may add backends of their own.
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
                 if call.func.attr in ("append", "add", "extend") and isinstance(call.func.value, ast.Name):
                     self._values.pop(call.func.value.id, None)
 
     def value(self, node: ast.expr) -> Any:
-        """Returns None where the expression is no literal, nor the name of one."""
+        """Returns the value of a literal or of a name for one, None for any other expression."""
         if isinstance(node, ast.Name):
             return self._values.get(node.id)
         try:
@@ -126,7 +126,7 @@ def _shape(kind: ast.expr, given: dict[str, ast.expr], constants: _Constants) ->
     if isinstance(kind, ast.Subscript) and text.startswith("Literal["):
         literals = [node.value for node in _elements(kind) if isinstance(node, ast.Constant)]
         scalar = type(literals[0]).__name__ if literals else "str"
-        # A named list of choices beside a Literal means that the list may grow.
+        # A list of choices in addition to a Literal means that the list may grow.
         return {
             "type": scalar if scalar in SCALARS else "str",
             "choices": choices if "choices" in given else tuple(literals),

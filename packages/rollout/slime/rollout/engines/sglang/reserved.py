@@ -7,16 +7,16 @@ from typing import Any
 
 from slime.types.errors import InvalidSetting
 
-OWN_NODES = "give --rollout-num-gpus-per-engine; an engine of more GPUs than a node has spans several nodes"
-OWN_PORTS = "each engine listens where the system has a port free"
-OWN_KEY = "a run makes the key of its engines itself; give --rollout-engine-api-key-file for engines that run already"
+OWN_NODES = "give --rollout-num-gpus-per-engine; an engine with more GPUs than a node has spans several nodes"
+OWN_PORTS = "each engine listens on a free port that the system chooses"
+OWN_KEY = "a run generates the key of its engines; give --rollout-engine-api-key-file for engines that run already"
 PLAIN_HTTP = "engines are called by plain HTTP"
 OTHER_SERVER = "engines must serve SGLang's HTTP protocol"
 
-# Name of the primary flag -> the flag to use instead, or the reason why there is none.
+# The flag to use instead of each of SGLang's flags (not its aliases), or the reason why there is none.
 RESERVED: dict[str, str] = {
     "model-path": "give --hf-checkpoint",
-    "config": "give the flags one by one, or as sglang_NAME in a --config file of ours",
+    "config": "give the flags one by one, or as sglang_NAME in the file of --config",
     "trust-remote-code": "code that comes with a checkpoint is not run",
     "random-seed": "give --rollout-seed",
     "enable-memory-saver": "give --offload-rollout, or --colocate, which turns it on",
@@ -30,7 +30,7 @@ RESERVED: dict[str, str] = {
     "dist-init-addr": OWN_NODES,
     "base-gpu-id": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
-    "skip-server-warmup": "an engine counts as started when it has made a token",
+    "skip-server-warmup": "an engine counts as started when it has generated a token",
     "enable-return-routed-experts": "give --use-rollout-routing-replay",
     "api-key": OWN_KEY,
     "admin-api-key": OWN_KEY,
@@ -48,7 +48,7 @@ RESERVED: dict[str, str] = {
 
 
 def refuse_reserved(name: str, flag: str, value: Any) -> None:
-    """Raises InvalidSetting where `name`, of a primary flag, is not to be given. flag: as the user spelled it."""
+    """Raises InvalidSetting if the run itself sets the flag `name` (no alias). flag: as the user typed it."""
     instead = RESERVED.get(name)
     if instead is not None:
         message = f"{flag} cannot be set, because the run sets it: {instead}"
@@ -56,9 +56,10 @@ def refuse_reserved(name: str, flag: str, value: Any) -> None:
 
 
 def tensor_parallel_size(gpus_per_engine: int, args: Mapping[str, Any]) -> int:
-    """Returns the tensor-parallel size of an engine: its GPUs by pipeline stages and by replicas of data parallelism.
+    """Returns the tensor-parallel size of an engine: its GPUs divided by pipeline stages and data-parallel replicas.
 
-    Replicas of attention alone (--sglang-enable-dp-attention) share the tensor-parallel GPUs.
+    Replicas of attention alone (--sglang-enable-dp-attention) share the tensor-parallel GPUs. Raises InvalidSetting if
+    the division leaves a remainder.
     """
     stages = int(args.get("pp_size", 1))
     replicas = 1 if args.get("enable_dp_attention") else int(args.get("dp_size", 1))

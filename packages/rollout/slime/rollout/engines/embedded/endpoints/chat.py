@@ -1,4 +1,4 @@
-"""The loaded model as the front of agents takes it: `/v1/chat/completions` and the other protocols."""
+"""Serves `/v1/chat/completions` and the other protocols of agents from the loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.types.errors import InvalidField
 
 
 class ServedChat:
-    """An `AgentBackend` whose sampling is that of each request."""
+    """An `AgentBackend` that takes sampling parameters from each request."""
 
     def __init__(self, server: ServedModel) -> None:
         self._server = server
@@ -65,13 +65,13 @@ class ServedChat:
         values = dict(request.sampling)
         if values.get("sampling_seed") is not None:
             values["sampling_seed"] += number
-        # The context may leave less.
+        # `make_response` lowers the limit to what the context leaves.
         limit = request.max_tokens or self._server.loaded.context_length
         return parse_sampling_params(values | {"stop": request.stops, "max_new_tokens": limit}, "request")
 
 
 def _generated(response: Response) -> Generated:
-    # The reason is set after the last token.
+    # Read first: once the reason is set, no more tokens follow.
     reason = response.finish_reason
     log_probs = response.log_probs[:]
     return Generated(

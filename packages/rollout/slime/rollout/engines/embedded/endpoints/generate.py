@@ -1,4 +1,4 @@
-"""/generate: parses a JSON body into sequences, and makes SGLang's answer of finished ones."""
+"""The endpoint /generate: parses a JSON body into sequences, and writes SGLang's answers for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PROMPTS = 1 << 16
 
 
 def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Response], bool]:
-    """Returns (sequences, whether the request was for a batch). Raises InvalidField."""
+    """Returns (sequences, whether the request was for a list of prompts). Raises InvalidField."""
     for name, value in body.items():
         if name in NOT_HERE and value:
             raise InvalidField(name, "given", "nothing: the embedded engine takes text and images only")
@@ -62,9 +62,10 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
 def make_response(
     loaded: Loaded, prompt: list[int], params: SamplingParams, rid: str, field: str, images: Sequence[bytes] = ()
 ) -> Response:
-    """Checks the prompt against vocabulary and context; the response is cut to what the context leaves.
+    """Returns a sequence whose max_new_tokens is lowered to what the context leaves.
 
-    images: encoded, in `prompt` a placeholder token for each.
+    prompt: token ids. field: names the prompt in errors. images: encoded, each with one placeholder token in `prompt`.
+    Raises InvalidField for a prompt that does not fit the vocabulary or the context.
     """
     size = loaded.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t < size for t in prompt):
@@ -147,12 +148,13 @@ def response_text(loaded: Loaded, response: Response) -> str:
 
 
 def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False) -> dict[str, Any]:
-    """Returns SGLang's form of a response.
+    """Returns a response in SGLang's form.
 
-    experts: base64 of int32 [tokens - 1, layers, k], of prompt and response. Nuclei, where they were recorded, are
-    base64 of int32: the ids of all of them, and where each begins and the last one ends.
+    log_probs: whether to include them. experts: whether to include them, as base64 of int32 [tokens - 1, layers, k], of
+    prompt and response. Nuclei, where they were recorded, are base64 of int32: the ids of all nuclei one after the
+    other, and the offsets at which each begins and the last one ends.
     """
-    # For a response that still grows: only tokens whose log-prob is known.
+    # While a response still grows, only tokens whose log-prob is known already are included.
     chosen = response.log_probs[:]
     ids = response.output_ids[: len(chosen)]
     meta: dict[str, Any] = {
@@ -166,13 +168,13 @@ def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
-    # With the end only: a stream would repeat all of them with every token.
+    # Only in the final answer: a stream would repeat all nuclei with every token.
     if response.finish_reason is not None and (nuclei := response.nuclei[: len(ids)]):
         bounds = np.cumsum([0, *map(len, nuclei)])
         meta["top_p_token_ids"] = base64.b64encode(np.concatenate(nuclei).astype("<i4").tobytes()).decode()
         meta["top_p_token_offsets"] = base64.b64encode(bounds.astype("<i4").tobytes()).decode()
     if experts and response.experts:
-        # One that is ended before it runs was not routed.
+        # A sequence that was ended before it ran has no experts.
         rows = np.concatenate(response.experts)[: len(response.prompt_ids) + len(ids) - 1]
         meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
     return {"text": response_text(loaded, response), "output_ids": ids, "meta_info": meta}

@@ -1,4 +1,4 @@
-"""/generate with max_new_tokens 0: the model's log-probs of a prompt, as SGLang gives them with `logprob_start_len`."""
+"""The endpoint /generate with max_new_tokens 0: returns log-probs of a prompt, as SGLang with `logprob_start_len`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slime.rollout.engines.embedded.options import PACKED_MODELS
 from slime.types.errors import InvalidField, counted
 
 TOGETHER = 256  # tokens
-MOST_SCORED = 1024  # prompts that wait
-# Models whose keys and values are all that a later part of a prompt needs of an earlier one.
+MOST_SCORED = 1024  # waiting prompts
+# Models that can compute a prompt in parts, because keys and values are all that a later part needs of an earlier one.
 IN_PARTS = (*PACKED_MODELS, "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A prompt, and the first of its tokens whose log-prob is wanted."""
+    """A prompt to score. start: the position of the first token whose log-prob is returned."""
 
     rid: str
     ids: list[int]
@@ -30,13 +30,13 @@ class Scored:
 
 
 def asks_for_scores(body: Mapping[str, Any]) -> bool:
-    """Tells if nothing is to be generated."""
+    """Returns whether a request asks for scores alone: it is to generate no tokens."""
     params = body.get("sampling_params")
     return isinstance(params, Mapping) and params.get("max_new_tokens") == 0
 
 
 def parse_scored(body: Mapping[str, Any], loaded: Loaded) -> Scored:
-    """Raises InvalidField."""
+    """Returns the prompt of a request for scores. Raises InvalidField."""
     for name, value in body.items():
         if name not in KNOWN or (name in ("text", "image_data", "stream") and value):
             raise InvalidField(
@@ -56,9 +56,9 @@ def parse_scored(body: Mapping[str, Any], loaded: Loaded) -> Scored:
 
 
 def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> Iterator[dict[str, Any] | None]:
-    """Yields None after each part of the prompt, and SGLang's answer at last; a prompt's first token has no log-prob.
+    """Yields None after each part of the prompt, and SGLang's answer in the end; the first token has no log-prob.
 
-    On the thread of the model. Raises WrongState while the model is a mixture of versions.
+    Runs on the model's thread. Raises WrongState while the weights are a mixture of versions.
     """
     weights.check_complete()
     ids, start = scored.ids, scored.start
@@ -85,7 +85,7 @@ def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> Iterator[dic
 
 
 def _log_probs(logits_TV: torch.Tensor, chosen_T: torch.Tensor) -> list[float]:
-    """Returns the log-prob of the token after each, which the last of a prompt has not."""
+    """Returns the log-prob of each chosen token; the last position of a prompt has logits, but no next token."""
     # A few tokens at a time: float32 copies of all logits would take several times their memory.
     parts = zip(logits_TV[: len(chosen_T)].split(TOGETHER), chosen_T.split(TOGETHER), strict=True)
     each = [part.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist() for part, chosen in parts]

@@ -1,4 +1,4 @@
-"""A loaded model as the endpoints see it: they hand it sequences, and wait for tokens."""
+"""The loaded model behind the endpoints, which give it sequences and wait for their tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ MOST_WAITING = 1 << 18  # sequences
 
 
 class ServedModel:
-    """A loaded model and its scheduler. name: the one that /v1/models lists. workers: threads for rendering and
-    tokenizing, whose time grows with the request."""
+    """A loaded model and its scheduler.
+
+    name: the model's name in /v1/models. workers: threads for rendering and tokenizing, which take long for long texts.
+    """
 
     def __init__(self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions) -> None:
         self.loaded = loaded
@@ -36,8 +38,8 @@ class ServedModel:
         self.workers = Workers("render")
 
     async def finish(self, responses: list[Response]) -> None:
-        """Waits for all of them; a client that goes away takes its sequences with it. Raises Unavailable where too many
-        wait already."""
+        """Waits until all responses have finished, or ends them when the client disconnects. Raises Unavailable if too
+        many sequences wait already."""
         if self.scheduler.num_waiting + len(responses) > MOST_WAITING:
             raise Unavailable(f"{MOST_WAITING} sequences wait already", field="input_ids", value=len(responses))
         submitted = self.scheduler.submit(responses)
@@ -48,7 +50,7 @@ class ServedModel:
             raise
 
     async def tokens(self, response: Response) -> AsyncGenerator[None, None]:
-        """Yields after new tokens, and once more when the response has finished."""
+        """Yields whenever there are new tokens, and once more when the response has finished."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         response.on_token = lambda: loop.call_soon_threadsafe(arrived.set)
         task = asyncio.ensure_future(self.finish([response]))
@@ -66,7 +68,7 @@ class ServedModel:
 
 
 async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -> web.StreamResponse:
-    """Sends server-sent events and [DONE]. What goes wrong after the head is sent is an event with `error`."""
+    """Sends server-sent events and [DONE]. Errors become events with `error`, because the head is sent by then."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await stream.prepare(request)
     try:

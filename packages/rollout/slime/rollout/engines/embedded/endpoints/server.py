@@ -1,4 +1,4 @@
-"""The HTTP endpoints, under SGLang's names."""
+"""The HTTP endpoints of the embedded engine, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from slime.types.errors import EngineError, InvalidField, NotFound, SlimeError, 
 
 log = logging.getLogger(__name__)
 
-# A bucket of weights, and how long it may take; all other bodies are smaller.
+# Limits of a bucket of weights, in bytes and seconds; all other bodies are smaller.
 LARGEST_BUCKET = 4 << 30
 BUCKET_SECONDS = 600.0
 BUCKETS = "/update_weights_from_tensor"
-# HTTP status of a SlimeError by its gRPC status; other exceptions are 500.
+# The HTTP status of a SlimeError, by its gRPC status; other exceptions have status 500.
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "FAILED_PRECONDITION": 409,
     "DATA_LOSS": 409,
@@ -44,7 +44,7 @@ PAUSE_MODES = ("abort", "in_place", "retract")
 
 
 class EngineServer(ServedModel):
-    """All endpoints of one model. api_key: the key that calls must carry; None for no check."""
+    """All endpoints of one model. api_key: the key that calls must carry; None where no key is required."""
 
     def __init__(
         self, loaded: Loaded, scheduler: Scheduler, options: EmbeddedOptions, api_key: str | None = None
@@ -73,7 +73,7 @@ class EngineServer(ServedModel):
             ("GET", "/model_info", self.model_info),
             ("GET", "/server_info", self.server_info),
             ("GET", "/get_server_info", self.server_info),
-            # Calls with an effect are POST, also where SGLang takes GET: any web page can make a browser send a GET.
+            # Calls with an effect are POST, even where SGLang accepts GET, which any web page can make a browser send.
             ("POST", "/generate", self.generate),
             ("POST", "/flush_cache", self.flush_cache),
             ("POST", "/abort_request", self.abort_request),
@@ -91,12 +91,12 @@ class EngineServer(ServedModel):
         return application
 
     async def _stop(self, application: web.Application) -> None:
-        # Before the handlers are cancelled, so that waiting clients get an error rather than a closed connection.
+        # This runs before the handlers are cancelled, so that waiting clients get an error, not a closed connection.
         await asyncio.to_thread(self.scheduler.stop)
         self.workers.close()
 
     async def read_json(self, request: web.Request) -> dict[str, Any]:
-        """Returns the body as an object; an empty body is an empty one."""
+        """Returns the JSON object in the body, an empty one for an empty body. Raises InvalidField otherwise."""
         body = await self._bodies.json(request)
         if body is None:
             return {}
@@ -157,14 +157,14 @@ class EngineServer(ServedModel):
         return web.Response()
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Makes a token, unless tokens are being made or held back already."""
+        """Generates a token, unless the engine is paused or is generating already."""
         if not self.paused and not self.scheduler.num_running:
             params = SamplingParams(max_new_tokens=1, temperature=0.0)
             await self.finish([make_response(self.loaded, [0], params, f"health-{time.monotonic_ns()}", "input_ids")])
         return web.Response()
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        # No cache outlives its batch.
+        # There is nothing to flush: no cache outlives its batch.
         return web.Response(text="Cache flushed.\n")
 
     async def weight_version(self, request: web.Request) -> web.Response:
@@ -217,7 +217,7 @@ class EngineServer(ServedModel):
     async def continue_generation(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.scheduler.resume())
         self.paused = False
-        return web.json_response({"status": "ok", "message": "generation goes on"})
+        return web.json_response({"status": "ok", "message": "generation continues"})
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await self.read_json(request)
@@ -230,12 +230,12 @@ class EngineServer(ServedModel):
         return web.json_response({"success": True, "message": f"loaded {path}", "weight_version": version})
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
-        """Loads new weights. Body: one bucket of safetensors, or with delta=true of deltas. Query: weight_version, and
-        last=true with the last bucket."""
+        """Loads new weights. Body: one bucket of safetensors, or of deltas with delta=true. Query: weight_version,
+        delta, and last=true with the last bucket."""
         version, last = request.query.get("weight_version"), request.query.get("last", "true")
         delta = request.query.get("delta", "false")
         if not version:
-            raise InvalidField("weight_version", version, "the version that these weights are, in the query")
+            raise InvalidField("weight_version", version, "the version of these weights, in the query")
         for name, value in (("last", last), ("delta", delta)):
             if value not in ("true", "false"):
                 raise InvalidField(name, value, "true or false")
@@ -253,7 +253,7 @@ class EngineServer(ServedModel):
         )
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        """Gives back what CUDA keeps for the next batch; the weights stay."""
+        """Releases the memory that CUDA caches for the next batch; the weights stay."""
         await asyncio.wrap_future(self.scheduler.between_steps(free_cached_memory))
         return web.json_response(None)
 
@@ -283,6 +283,6 @@ def _refusal(path: str, error: SlimeError) -> web.Response:
     status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
     response = web.json_response({"error": error_detail(error)}, status=status)
     if status in (408, 413):
-        # The rest of the body is not waited for.
+        # Closes the connection instead of waiting for the rest of the body.
         response.force_close()
     return response

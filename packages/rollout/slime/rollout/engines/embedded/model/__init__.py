@@ -1,1 +1,1 @@
-"""The model of an embedded engine: loading, decoding, sampling, and new weights."""
+"""The model of an embedded engine: loading, decoding, sampling and weight updates."""

@@ -1,4 +1,4 @@
-"""Compares the weights of the running model with a copy taken before: SGLang's `/weights_checker`."""
+"""Compares the weights of the running model with an earlier copy, as SGLang's `/weights_checker` does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ACTIONS = ("checksum", "compare", "reset_tensors", "snapshot")
 
 
 class WeightChecker:
-    """snapshot, then reset_tensors, then a weight update, then compare: shows that the update reached every tensor.
+    """Shows that a weight update reaches every tensor: call snapshot, reset_tensors, update the weights, then compare.
 
-    Not thread-safe: the scheduler's thread calls it.
+    Not thread-safe: only the scheduler's thread calls it.
     """
 
     def __init__(self, weights: ModelWeights) -> None:
@@ -24,7 +24,11 @@ class WeightChecker:
         self._snapshot: dict[str, torch.Tensor] | None = None
 
     def run(self, action: str) -> dict[str, Any]:
-        """Returns SGLang's answer. Raises InvalidField for another action, or naming tensors that differ."""
+        """Runs one of ACTIONS and returns SGLang's answer.
+
+        Raises InvalidField for an unknown action, or naming the tensors that differ; WrongState for compare without a
+        snapshot.
+        """
         if action not in ACTIONS:
             raise InvalidField("action", action, f"one of {', '.join(ACTIONS)}")
         tensors = self._weights.tensors

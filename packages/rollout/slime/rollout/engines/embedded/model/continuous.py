@@ -1,8 +1,8 @@
-"""A batch that sequences join while it runs, of models that DenseModel computes.
+"""A batch that sequences can join while it runs, for models that DenseModel supports.
 
-A sequence has a row of the cache while it runs. A prompt that is in the cache already is copied, not computed again.
-Where the tokens of all rows get more than memory is planned for, the shortest sequences leave, and go on from their
-tokens when they are added again.
+A running sequence has a row of the cache. A prompt that is in the cache already is copied, not computed again. When the
+tokens of all rows exceed the planned memory, the shortest sequences leave, and continue from their tokens when they are
+added again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slime.rollout.engines.embedded.model.response import Response
 
 @dataclass(eq=False)
 class _Row:
-    """A running sequence. cached: how many of the sequence's tokens the cache holds. packing: the weights that computed
-    them."""
+    """A running sequence. cached: the number of its tokens that the cache holds. packing: `DenseModel.packing` of the
+    weights that computed them."""
 
     response: Response
     cached: int
@@ -47,7 +47,7 @@ class ContinuousBatch(Batch):
         max_tokens: int | None = None,
         fraction: float = 0.5,
     ) -> None:
-        """max_tokens: of all sequences together; None: as many as this fraction of the memory holds."""
+        """max_tokens: the most tokens of all sequences together; None: as many as `fraction` of the memory holds."""
         super().__init__(loaded, rng)
         self._dense = dense
         self._cache = dense.cache()
@@ -91,13 +91,13 @@ class ContinuousBatch(Batch):
 
     def _keep_to_memory(self) -> None:
         while len(self._rows) > 1 and sum(row.cached + 1 for row in self._rows) > self._max_tokens:
-            # The shortest costs least to compute again, and the others come to their end.
+            # The shortest sequence costs least to compute again, and the others are closer to their end.
             index = min(range(len(self._rows)), key=lambda i: self._rows[i].cached)
             self._left.append(self._rows[index].response)
             self._remove(index)
 
     def _remove(self, index: int) -> None:
-        """Frees a row, and moves the last one there."""
+        """Frees a row, and moves the last row into its place."""
         self._cache.release(index)
         last = self._rows.pop()
         if index < len(self._rows):
@@ -106,7 +106,8 @@ class ContinuousBatch(Batch):
             self._rows[index] = last
 
     def _join_running_prompts(self, joining: Sequence[Response]) -> list[Response]:
-        """Lets those join whose prompt a running sequence has; only its last token is computed. Returns the others."""
+        """Adds rows for sequences whose prompt is that of a running one, with its cache: only the last token is left to
+        compute. Returns the other sequences."""
         if not joining:
             return []
         packing = self._dense.packing
@@ -123,7 +124,8 @@ class ContinuousBatch(Batch):
         return fresh
 
     def _prefill(self, run: Pass, fresh: Sequence[Response]) -> list[int]:
-        """Plans each different prompt once. Returns where in the pass the last token of each sequence's prompt is."""
+        """Adds each distinct prompt to the pass once. Returns the position in the pass of the last token of each
+        sequence's prompt."""
         ends: dict[tuple[int, ...], int] = {}
         for response in fresh:
             tokens = response.key[1]
@@ -135,7 +137,7 @@ class ContinuousBatch(Batch):
         return [ends[response.key[1]] for response in fresh]
 
     def _share_prompts(self, run: Pass) -> None:
-        """Copies what the pass computed for a prompt to the other rows that have it."""
+        """Copies the keys and values of a prompt that the pass computed to the other rows with the same prompt."""
         computed = {self._rows[row].response.key: row for row, _ in run.prompts}
         for index in range(run.decoding, len(self._rows)):
             row = self._rows[index]

@@ -1,4 +1,4 @@
-"""A batch of sequences: samples a token for each from its logits, and ends those that are done."""
+"""A batch of sequences: samples a token for each from its logits, and finishes those that are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Batch(ABC):
-    """Sequences that decode together; call `step` until `done`. Between two steps any may be finished from outside."""
+    """Sequences that decode together; call `step` until `done`. Callers may finish any of them between two steps."""
 
     joinable: bool
     """True if `add` may be called after the first step."""
@@ -41,23 +41,23 @@ class Batch(ABC):
     @property
     @abstractmethod
     def free_tokens(self) -> int:
-        """Tokens of further sequences that memory has room for."""
+        """The number of tokens of further sequences that fit into memory."""
 
     def take_back(self) -> list[Response]:
-        """Returns those that had to leave for want of memory since the last call, to be added again later."""
+        """Returns the sequences that left for lack of memory since the last call, to be added again later."""
         left, self._left = self._left, []
         return left
 
     @abstractmethod
     def add(self, responses: Sequence[Response]) -> None:
-        """Takes them in with the next step."""
+        """Adds sequences, which run from the next step on."""
 
     @abstractmethod
     def step(self) -> None:
         """Generates one more token for every running sequence."""
 
     def _emit(self, responses: Sequence[Response], logits_BV: torch.Tensor) -> None:
-        """Appends a token to each of `responses` that has not finished. Overwrites the logits, which are float32."""
+        """Appends a token to each of `responses` that has not finished. Overwrites the logits, float32 [B, V]."""
         self._forbid_eos(responses, logits_BV)
         positions = [len(r.prompt_ids) + len(r.output_ids) for r in responses]
         recorded = {i for i, response in enumerate(responses) if response.records_nuclei}

@@ -1,13 +1,13 @@
 """The forward pass of dense Llama, Qwen2 and Qwen3 models on a CPU.
 
-It computes the same as transformers with a third of the operations: query, key and value projections are one matrix, as
+It computes the same as transformers in a third of the operations: query, key and value projections are one matrix, as
 are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
 written in place; the tokens of all sequences form one row, without padding. With float32 weights everything is float32;
 with bfloat16 weights the matrices and the attention are bfloat16, and the rest (residual, norms, rotary
 embedding) is float32.
 
-The packed matrices are a second copy of the weights, of at most 4 bytes per parameter: weight updates write to the
-first, prompts are scored with it and checksums compare it. `slime train --dry-run` counts both.
+The packed matrices are a second copy of the weights, of at most 4 bytes per parameter. Weight updates, the scoring of
+prompts and checksums use the first copy. `slime train --dry-run` counts both.
 
 N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value heads, D: size of a head, V: vocabulary.
 """
@@ -37,9 +37,10 @@ HEAD_ROWS = 8192
 
 @dataclass
 class Pass:
-    """The tokens of one forward pass: the newest of each decoding sequence, then whole prompts.
+    """The tokens of one forward pass: the newest token of each decoding sequence, then whole prompts.
 
-    decoding: number of the former; sequence i has row i of the cache. prompts: (row, length) of the latter, in order.
+    decoding: the number of decoding sequences, of which sequence i has row i of the cache. prompts: (row, length) of
+    each prompt, in order.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Pass:
 
 
 class DenseModel:
-    """Computes with the weights that `model`, a model of transformers, had at the last `pack`."""
+    """Computes with the weights that `model`, a transformers model, had at the last `pack`."""
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -86,17 +87,17 @@ class DenseModel:
         self._dtype = _compute_dtype(model.dtype)
         self._logits_BV = torch.zeros(0, model.get_output_embeddings().weight.shape[0])
         self.packing = -1
-        """The count of writes at the last `pack`."""
+        """The value of `writes` at the last `pack`."""
 
     def cache(self) -> KvCache:
         return KvCache(len(self._model.model.layers), self._kv_heads, self._head_dim, self._dtype)
 
     @torch.inference_mode()
     def pack(self, writes: int) -> None:
-        """Copies the weights, unless they are unchanged since the last time; `writes` counts changes."""
+        """Copies the weights, unless they are unchanged since the last call. writes: the number of changes so far."""
         if writes != self.packing:
             model = self._model
-            # Free the old copy first: memory may not hold both.
+            # The old copy is freed first, because memory may not hold both.
             self._layers, self._head = list[_Layer](), list[_Matrix]()
             self._layers = [_Layer(layer, self._dtype) for layer in model.model.layers]
             self._norm = model.model.norm.weight.float()
@@ -109,7 +110,7 @@ class DenseModel:
             self.packing = writes
 
     def forward(self, run: Pass, cache: KvCache) -> Tensor:
-        """Returns hidden states [N, hidden], and writes keys and values of all tokens into the cache."""
+        """Returns float32 hidden states [N, hidden], and writes the keys and values of all tokens into the cache."""
         positions_N = torch.tensor(run.positions)
         hidden_N = self._model.get_input_embeddings().weight[torch.tensor(run.ids)].float()
         cos_N1D, sin_N1D = self._rotary(positions_N)
@@ -129,7 +130,7 @@ class DenseModel:
         return hidden_N
 
     def logits(self, hidden_B: Tensor) -> Tensor:
-        """Returns float32 [B, V], which the next call overwrites."""
+        """Returns float32 logits [B, V], which the next call overwrites."""
         if len(hidden_B) > len(self._logits_BV):
             self._logits_BV = torch.zeros(len(hidden_B), self._logits_BV.shape[1])
         logits_BV = self._logits_BV[: len(hidden_B)]
@@ -177,7 +178,7 @@ class _Attention:
         self._mask_B11T = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)[:, None, None]
 
     def __call__(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Returns [N, H x D]."""
+        """Returns the outputs of all heads [N, H x D], and writes keys and values into the cache."""
         kv_R2KCD = self._cache.layer(layer)
         keys_RKCD, values_RKCD = kv_R2KCD.unbind(1)
         parts, decoding, start = [], self._run.decoding, self._run.decoding
@@ -227,7 +228,7 @@ def _linear(modules: Sequence[Any], dtype: torch.dtype) -> _Matrix:
 
 
 def _is_plain(model: Any) -> bool:
-    """Tells whether all layers compute with their `weight` as it is; quantized ones do not."""
+    """Returns whether all layers compute with their `weight` as it is, which quantized layers do not."""
     layers = [module for name, module in model.model.layers.named_modules() if name.endswith("_proj")]
     return all(type(m) is nn.Linear and m.weight.dtype in WEIGHTS for m in (*layers, model.get_output_embeddings()))
 
@@ -237,6 +238,6 @@ def _packs() -> bool:
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type to compute in: bfloat16 where weights are bfloat16 and the processor multiplies it."""
+    """Returns the dtype to compute in: bfloat16 if the weights have it and the processor multiplies it, or float32."""
     fast = dtype == torch.bfloat16 and _packs() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32

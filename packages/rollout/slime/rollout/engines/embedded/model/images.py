@@ -1,4 +1,4 @@
-"""Reads the images of a request, as SGLang takes them, and feeds them to the first forward pass over a prompt."""
+"""Reads the images of a request, in SGLang's form, and feeds them to the first forward pass over a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPECTED = "images as base64, or as data:image/...;base64,...: the embedded engi
 
 
 def parse_image_data(value: Any, count: int, *, batched: bool) -> list[list[bytes]]:
-    """Reads `image_data` of a request for `count` prompts: the encoded images of each. Raises InvalidField."""
+    """Returns the encoded images of each of `count` prompts. value: the request's `image_data`. Raises InvalidField."""
     if not value:
         return [[] for _ in range(count)]
     each = value if batched else [value]
@@ -45,8 +45,8 @@ def _decoded(value: Any, field: str) -> bytes:
 def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> torch.Tensor:
     """Returns embeddings [U, P, hidden] of left-padded prompts, with image features at the image tokens.
 
-    Tokens of the same id that the model wrote itself keep their text embedding.
-    Raises InvalidField if an image has a different number of tokens than the model makes of it.
+    ids_UP: int64. Tokens of the same id that the model generated keep their text embedding. Raises InvalidField if the
+    prompts hold another number of image tokens than the model returns features.
     """
     embedded = model.get_input_embeddings()(ids_UP)
     places = torch.zeros_like(ids_UP, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """Keys and values of running sequences, each in a row of its own that is written in place.
 
-Address space is reserved for whole rows, and memory is taken only for what is written: a row of 20 tokens costs 20
-tokens, however long its neighbours are.
+Address space is reserved for whole rows, but memory is used only for what is written: a row with 20 tokens takes the
+memory of 20 tokens, however long the other rows are.
 
-R: rows, L: layers, K: key-value heads, C: tokens that a row has room for, D: size of a head.
+R: rows, L: layers, K: key-value heads, C: capacity of a row in tokens, D: size of a head.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slime.types.errors import EngineError
 SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LINUX = sys.platform == "linux"
-# Linux does not count such a mapping against the memory that it has promised; Python 3.11 has no name for the flag.
+# Linux does not count such a mapping as committed memory; Python 3.11 has no name for the flag.
 MAP_NORESERVE = 0x4000
 
 
 class KvCache:
-    """Has room for what `reserve` asked for, and keeps what is in use when it grows."""
+    """A cache that grows with `reserve`, which keeps the tokens in use."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._shape = layers, heads, head_dim
@@ -45,14 +45,14 @@ class KvCache:
         return layers * 2 * heads * head_dim * self._dtype.itemsize
 
     def layer(self, index: int) -> torch.Tensor:
-        """Returns keys and values of a layer, [R, 2, K, C, D], to be read and written."""
+        """Returns the keys and values of a layer [R, 2, K, C, D], a view to read and write."""
         return self._kv_RL2KCD[:, index]
 
     def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
-        """Makes room for so many rows and tokens. used: how many tokens each of the first rows has by now. Nothing else
-        is copied, and so takes memory.
+        """Makes room for `rows` rows of `tokens` tokens.
 
-        Raises EngineError where the system refuses the address space.
+        used: the number of tokens that each of the first rows holds. Only these are copied, so that the rest takes no
+        memory. Raises EngineError if the system refuses the address space.
         """
         old = self._kv_RL2KCD
         if rows <= old.shape[0] and tokens <= old.shape[4]:
@@ -64,11 +64,11 @@ class KvCache:
             self._kv_RL2KCD[row, :, :, :, :count] = old[row, :, :, :, :count]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first `tokens` of a row into another."""
+        """Copies the first `tokens` tokens of a row into another row."""
         self._kv_RL2KCD[target, :, :, :, :tokens] = self._kv_RL2KCD[source, :, :, :, :tokens]
 
     def release(self, row: int) -> None:
-        """Makes a row zeros again, and gives its memory back."""
+        """Fills a row with zeros again, and returns its memory to the system."""
         size = self._kv_RL2KCD[0].numel() * self._dtype.itemsize
         if LINUX and size % mmap.PAGESIZE == 0:
             self._map.madvise(mmap.MADV_DONTNEED, row * size, size)
@@ -76,7 +76,7 @@ class KvCache:
             self._kv_RL2KCD[row].zero_()
 
     def _zeros(self, rows: int, tokens: int) -> tuple[mmap.mmap, torch.Tensor]:
-        # Zeros, because masked values are still multiplied by 0, and must be numbers.
+        # Zeros, because masked values are still multiplied by 0, and must not be NaN.
         layers, heads, head_dim = self._shape
         shape = rows, layers, 2, heads, tokens, head_dim
         size = math.prod(shape) * self._dtype.itemsize
@@ -90,13 +90,14 @@ class KvCache:
                 field="max_running_requests", value=rows,
             ) from error  # fmt: skip
         if LINUX:
-            # A huge page would take 2 MB for each token that is the first of a row's layer.
+            # With huge pages the first token of each layer of a row would take 2 MB.
             mapped.madvise(mmap.MADV_NOHUGEPAGE)
         return mapped, torch.frombuffer(mapped, dtype=self._dtype).view(shape)
 
 
 def tokens_in_memory(token_bytes: int, fraction: float, device: torch.device | None = None) -> int:
-    """Returns how many tokens fill this part of the GPU's memory, or else of the machine's or of its container's."""
+    """Returns how many tokens fill a fraction of the memory: the GPU's for a CUDA device, else that of the container or
+    the machine."""
     memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     if device is not None and device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""Loads model and tokenizer from a Hugging Face directory, with an error for a directory that is not one."""
+"""Loads a model and its tokenizer from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass
 class Loaded:
-    """A model with its tokenizer. vocab_size: of the model's embedding; eos_ids: tokens that end a response."""
+    """A model with its tokenizer. vocab_size: rows of the model's embedding. eos_ids: tokens that end a response."""
 
     model: Any
     tokenizer: Any
@@ -34,11 +34,11 @@ class Loaded:
     vision: Vision | None = None
     routing: RoutingRecorder | None = None
     media: Callable[[], Media] | None = None
-    """The processor of a model that reads images, loaded with the first of them."""
+    """Returns the processor of a model that reads images; loads it on the first call."""
 
 
 def check_directory(path: str) -> None:
-    """Raises MissingFile or InvalidFile naming what is not there; reads no weights."""
+    """Raises MissingFile for a missing directory, InvalidFile for a missing or invalid file; reads no weights."""
     directory = Path(path)
     if not directory.is_dir():
         raise MissingFile(f"--model-path: no such directory {path}", field="--model-path", value=path)
@@ -55,7 +55,7 @@ def check_directory(path: str) -> None:
 
 
 def load(options: EmbeddedOptions) -> Loaded:
-    """Raises MissingFile, InvalidFile."""
+    """Loads the model and the tokenizer of `--model-path`. Raises MissingFile, InvalidFile."""
     check_directory(options.model_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -106,6 +106,6 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def free_cached_memory() -> None:
-    """Gives CUDA's cached blocks back to other processes on the GPU; does nothing on a CPU."""
+    """Releases CUDA's cached blocks for other processes on the GPU; does nothing on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Maps the tensors of a running model to the names in its files, where transformers keeps them in another form.
 
-It holds the experts of a layer in two tensors, which the files have as three matrices an expert.
+For example, transformers holds all experts of a layer in two tensors; the files hold three matrices per expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FIELD = "--model-path"
 
 
 class _InPlace(torch.Tensor):
-    """A tensor whose slices stay views: transformers copies those that it writes to files, which is no use here."""
+    """A tensor whose `contiguous` does not copy: transformers calls it on slices before it writes them to files, but
+    here they must stay views."""
 
     @classmethod
     def __torch_function__(
@@ -30,14 +31,14 @@ class _InPlace(torch.Tensor):
 def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Returns views of the parameters and persistent buffers by their names in the files of a Hugging Face directory.
 
-    A tied weight is there under each of its names. To write to all of them is to write the whole model.
-    Raises NotAvailable, naming a tensor, for a model with one that its files have in a form that is no part of it.
+    A tied weight is included under each of its names. Together the views cover the whole model. Raises NotAvailable,
+    naming a tensor, if the form of that tensor in the files cannot be a view of the model's.
     """
     state: dict[str, torch.Tensor] = model.state_dict()
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
-        # Before transformers 5 models of text had the names of their files.
+        # Before transformers 5, text models used the names in their files.
         if vision_of(model.config.to_dict()) is None:
             return state
         raise NotAvailable.requires("images", "the package transformers 5", "pip install 'transformers>=5'") from error
@@ -55,7 +56,7 @@ def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[int]:
-    """Counts the elements that the tensors reach in each storage; tied ones count once."""
+    """Returns the number of elements that the tensors cover in each storage; tied tensors count once."""
     distinct = {(t.untyped_storage().data_ptr(), t.data_ptr(), t.shape) for t in tensors}
     counted: Counter[int] = Counter()
     for storage, _, shape in distinct:

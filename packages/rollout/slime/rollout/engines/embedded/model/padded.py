@@ -1,9 +1,9 @@
-"""A batch that decodes through `transformers`, of any model that it can load.
+"""A batch that decodes through `transformers`, for any model that it can load.
 
-U: different prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P and what was
-decoded. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
-Keys and values are a rectangle of B x T tokens. Where that gets more than memory is planned for, the shortest sequences
-leave, and go on from their tokens in a later batch.
+U: distinct prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P plus the decoded
+tokens. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
+Keys and values are a rectangle of B x T tokens. When it exceeds the planned memory, the shortest sequences leave, and
+continue from their tokens in a later batch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 
-# Rows of finished sequences are dropped from the cache once they are this part of it: copying it costs a step.
+# Finished sequences are dropped from the cache once they are this fraction of its rows: each copy costs about a step.
 COMPACT_FRACTION = 0.25
-# Where rows have to leave, this part of those that fit leaves too: one row in each step would be a copy in each step.
+# When rows have to leave, this fraction of those that would fit leaves too, so that not every step copies the cache.
 SLACK_FRACTION = 0.125
 
 
@@ -34,7 +34,7 @@ class PaddedBatch(Batch):
     def __init__(
         self, loaded: Loaded, rng: np.random.Generator, max_tokens: int | None = None, fraction: float = 0.5
     ) -> None:
-        """max_tokens: of the rectangle; None: as many as this fraction of the memory holds."""
+        """max_tokens: the most tokens of the rectangle; None: as many as `fraction` of the memory holds."""
         super().__init__(loaded, rng)
         self._model = loaded.model
         self._max_tokens = max_tokens or tokens_in_memory(token_bytes(self._model), fraction, self._model.device)
@@ -44,7 +44,7 @@ class PaddedBatch(Batch):
         self._rows: list[Response] = []
         self._cache: Any = None
         self._mask: torch.Tensor | None = None
-        # [B, 1] by how much positions differ from the number of tokens before: an image counts by its grid.
+        # [B, 1]: how far positions are ahead of the number of earlier tokens, because an image counts by its grid.
         self._ahead: torch.Tensor | None = None
 
     @property
@@ -129,7 +129,7 @@ class PaddedBatch(Batch):
         kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
         fitting = max(1, self._max_tokens // (self._mask.shape[1] + 1))
         if len(kept) > fitting:
-            # The shortest cost least to compute again, and the others come to their end.
+            # The shortest sequences cost least to compute again, and the others are closer to their end.
             longest = sorted(kept, key=lambda i: len(self._rows[i].key[1]), reverse=True)
             staying = max(1, fitting - int(SLACK_FRACTION * fitting))
             self._left += [self._rows[i] for i in longest[staying:]]
@@ -145,7 +145,7 @@ class PaddedBatch(Batch):
 
 
 def token_bytes(model: Any) -> int:
-    """Returns the bytes of a token's keys and values in all layers, as the model's configuration describes them."""
+    """Returns the bytes of a token's keys and values in all layers, computed from the model's configuration."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Checked sampling parameters, under SGLang's names."""
+"""Sampling parameters under SGLang's names, and their checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from slime.types.errors import InvalidField
 from slime.types.shared_settings import LOWEST_TEMPERATURE
 
-# Fields that SGLang knows and this engine does not: (value that means "off", ...). Other values are refused.
+# SGLang's fields that this engine does not support, each with the values that mean "off"; other values are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "frequency_penalty": (0, None),
@@ -30,9 +30,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one response; names, defaults and meanings are SGLang's.
+    """Sampling parameters of one response; names, defaults and meanings are SGLang's.
 
-    temperature: 0 is greedy. top_k: -1 is off. sampling_seed: makes the tokens a function of (seed, position, logits).
+    temperature: 0 is greedy. top_k: -1 is off. sampling_seed: if set, tokens depend on (seed, position, logits) only.
     """
 
     temperature: float = 1.0
@@ -49,7 +49,8 @@ class SamplingParams:
 
 
 def parse_sampling_params(values: Any, field: str = "sampling_params") -> SamplingParams:
-    """Raises InvalidField naming the parameter, its value and what was expected, with the nearest name."""
+    """Returns the checked parameters. Raises InvalidField naming the parameter, its value and what was expected; for an
+    unknown parameter with the nearest name."""
     if values is None:
         return SamplingParams()
     if not isinstance(values, Mapping):

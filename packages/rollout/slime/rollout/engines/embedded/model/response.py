@@ -1,4 +1,4 @@
-"""One response while it is generated."""
+"""The state of one response while it is generated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.types.errors import InvalidField
 
 TOKENS_AHEAD = 512
-# Ids in the nuclei of one response, 64 MiB: top-p near 1 leaves most of the vocabulary for each token.
+# The most ids in all nuclei of one response, 64 MiB: top-p near 1 leaves most of the vocabulary for each token.
 MOST_NUCLEUS_IDS = 1 << 24
 
 
 @dataclass(eq=False)
 class Response:
-    """A prompt, and the tokens that were generated for it so far."""
+    """A prompt, and the tokens generated for it so far."""
 
     rid: str
     prompt_ids: list[int]
@@ -30,12 +30,12 @@ class Response:
     """Written after `output_ids`: another thread may read as many tokens as there are log-probs."""
     records_nuclei: bool = False
     nuclei: list[np.ndarray] = field(default_factory=list)
-    """int32 each: the ids that top-k and top-p left to draw a token from, where these are on and it is asked for.
-    Written before `output_ids`."""
+    """One int32 array per token: the ids that top-k and top-p left to sample it from, if these are on and nuclei are
+    recorded. Written before `output_ids`."""
     nucleus_ids: int = 0
-    """In all nuclei."""
+    """The number of ids in all nuclei."""
     experts: list[np.ndarray] = field(default_factory=list)
-    """[n, layers, k] each: of the tokens that the model was fed with, where it records them."""
+    """Arrays [n, layers, k] of the experts of the tokens fed to the model, if it records them."""
     cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
     error: Exception | None = None
@@ -46,22 +46,22 @@ class Response:
     """The model's arguments for the images of the prompt."""
     media_id: str = ""
     image_places: list[int] = field(default_factory=list)
-    """Places of image tokens in `prompt_ids`."""
+    """Positions of image tokens in `prompt_ids`."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """Equal where what is computed first is."""
+        """A key that is equal for responses whose next forward pass is the same."""
         return self.media_id, (*self.prompt_ids, *self.output_ids)
 
     def add_experts(self, rows: np.ndarray) -> None:
-        """Adds the experts of tokens that were fed. rows: [n, layers, k] of the last n tokens fed; those of tokens that
-        are known already are left out."""
+        """Records the experts of tokens fed to the model. rows: [n, layers, k] of the last n tokens; rows of tokens
+        whose experts are recorded already are left out."""
         known = sum(map(len, self.experts))
         fed = len(self.prompt_ids) + len(self.output_ids)
         self.experts.append(rows[len(rows) - max(0, fed - known) :])
 
     def add_nucleus(self, ids: np.ndarray) -> None:
-        """Records what the next token is drawn from. ids: int32 [n]. Raises InvalidField where that is too much."""
+        """Records the nucleus of the next token. ids: int32 [n]. Raises InvalidField if the nuclei get too large."""
         self.nucleus_ids += len(ids)
         if self.nucleus_ids > MOST_NUCLEUS_IDS:
             raise InvalidField(
@@ -72,7 +72,7 @@ class Response:
         self.nuclei.append(ids)
 
     def start_over(self) -> None:
-        """Forgets what was generated."""
+        """Drops the generated tokens."""
         self.output_ids.clear()
         self.log_probs.clear()
         self.nuclei.clear()
@@ -81,12 +81,12 @@ class Response:
 
     @property
     def planned_tokens(self) -> int:
-        """Tokens that room is kept for when it begins to run: those it has, and the next few."""
+        """The number of tokens to reserve memory for when it begins to run: its tokens so far, and the next few."""
         left = max(0, self.params.max_new_tokens - len(self.output_ids))
         return len(self.prompt_ids) + len(self.output_ids) + min(left, TOKENS_AHEAD)
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error of its own, which its request is answered with."""
+        """Ends the response with an error, with which its request is answered."""
         self.error = error
         self.finish({"type": "abort", "message": str(error)})
 

@@ -15,7 +15,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RoutingRecorder:
-    """Reads the routers of a model of `transformers`: their last output is the experts, [tokens, k]."""
+    """Reads the routers of a `transformers` model, whose last output holds the experts [tokens, k]."""
 
     def __init__(self, model: Any) -> None:
         """Raises NotAvailable for a model without such routers."""
@@ -40,7 +40,8 @@ class RoutingRecorder:
         return record
 
     def take(self, rows: int) -> np.ndarray:
-        """[rows, T, layers, k] int32 of the forward pass before, over [rows, T] tokens; -1 for dense layers."""
+        """Returns the experts of the last forward pass, over [rows, T] tokens: int32 [rows, T, layers, k], -1 for dense
+        layers."""
         first = next(iter(self._seen.values()))
         tokens, k = first.shape
         found = np.full((tokens, self._layers, k), -1, dtype=np.int32)

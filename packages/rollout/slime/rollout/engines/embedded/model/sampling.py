@@ -1,6 +1,6 @@
 """Samples the next token of each sequence, with its log-prob.
 
-B: sequences, R: sequences with top-k or top-p, V: vocabulary, S: blocks of the vocabulary, K: weights of a row. Logits
+B: sequences, R: sequences with top-k or top-p, V: vocabulary, S: blocks of the vocabulary, K: weights per row. Logits
 are float32 [B, V].
 """
 
@@ -17,7 +17,7 @@ BLOCK = 256
 
 
 def keyed_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns float64 [B] in [0, 1) that depend on (seed, position) only, both int64 [B].
+    """Returns float64 [B] in [0, 1) that depend only on the seeds and positions, both int64 [B].
 
     The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), applied to the seed and then to the position, so
     that a sequence draws the same numbers whatever else is in its batch.
@@ -44,11 +44,11 @@ def sample(
     """Returns (token ids int64 [B], log-probs float32 [B], nuclei) by inverse transform sampling.
 
     Overwrites the logits. The log-prob is over the whole vocabulary at the sequence's temperature (1 if it is greedy),
-    as in SGLang: top-k and
-    top-p restrict the choice but not the log-prob.
-    positions: length of each sequence so far, the counter of its keyed draws.
-    recorded: sequences with top-k or top-p whose nucleus, the ids that these left (int32), is returned. Their log-prob
-    is over the nucleus.
+    as in SGLang: top-k and top-p restrict the choice but not the log-prob.
+
+    positions: the length of each sequence so far, the counter of its keyed draws. recorded: indices of sequences whose
+    nucleus is returned if they have top-k or top-p and are not greedy: the ids (int32) that these left. The log-prob of
+    such a sequence is over its nucleus.
     """
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits_BV.div_(torch.tensor([[p.temperature or 1.0] for p in params], device=logits_BV.device))
@@ -67,11 +67,11 @@ def sample(
             allowed_RV = _restrict(weights_BV[rows] / sums_BS[rows].sum(-1, keepdim=True), [params[i] for i in rows])
             sums_RS = _block_sums(allowed_RV)
             ids[rows] = _draw(allowed_RV, sums_RS, uniforms[rows])
-            told = [place for place, row in enumerate(rows) if row in recorded and params[row].temperature != 0]
-            if told:
-                allowed_RV, sums_RS, of_rows = allowed_RV[told], sums_RS[told], [rows[place] for place in told]
-                nuclei = dict(zip(of_rows, _nonzero(allowed_RV), strict=True))
-                log_probs_in_nuclei = allowed_RV.gather(-1, ids[of_rows][:, None])[:, 0].double().log()
+            kept = [i for i, row in enumerate(rows) if row in recorded and params[row].temperature != 0]
+            if kept:
+                allowed_RV, sums_RS, kept_rows = allowed_RV[kept], sums_RS[kept], [rows[i] for i in kept]
+                nuclei = dict(zip(kept_rows, _nonzero(allowed_RV), strict=True))
+                log_probs_in_nuclei = allowed_RV.gather(-1, ids[kept_rows][:, None])[:, 0].double().log()
                 log_probs_in_nuclei -= sums_RS.sum(-1).log()
         if likeliest is not None:
             ids[greedy] = likeliest
@@ -82,7 +82,7 @@ def sample(
 
 
 def _nonzero(allowed_RV: torch.Tensor) -> list[np.ndarray]:
-    """Returns the token ids of each row that are not 0, int32."""
+    """Returns the ids of the tokens with a weight other than 0, int32, for each row."""
     row_and_id = allowed_RV.nonzero().cpu().numpy()
     counts = np.bincount(row_and_id[:, 0], minlength=len(allowed_RV))
     return np.split(row_and_id[:, 1].astype(np.int32), np.cumsum(counts)[:-1])
@@ -98,7 +98,7 @@ def _uniforms(params: Sequence[SamplingParams], positions: Sequence[int], genera
 
 
 def _block_sums(weights_BV: torch.Tensor) -> torch.Tensor:
-    """Returns float64 [B, S], the sums of blocks of BLOCK neighbours; the last block may be shorter."""
+    """Returns float64 [B, S], the sums over blocks of BLOCK tokens; the last block may be shorter."""
     whole = weights_BV.shape[-1] // BLOCK * BLOCK
     blocks = [weights_BV[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)] if whole else []
     if whole < weights_BV.shape[-1]:
@@ -107,8 +107,8 @@ def _block_sums(weights_BV: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(weights_BV: torch.Tensor, sums_BS: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Finds the block that a draw falls into, then the token in it, which is much cheaper than a cumulative sum of all
-    tokens."""
+    """Returns one token id per sequence, int64 [B]: finds the block that a draw falls into, then the token in it, which
+    is much cheaper than a cumulative sum over all tokens."""
     last = weights_BV.shape[-1] - 1
     block_B1, rest_B1 = _search(sums_BS, uniforms_B[:, None])
     tokens_BK = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
@@ -117,9 +117,9 @@ def _draw(weights_BV: torch.Tensor, sums_BS: torch.Tensor, uniforms_B: torch.Ten
 
 
 def _search(weights_BK: torch.Tensor, uniforms_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (index that the draw falls on [B, 1], how far it is through that weight in [0, 1) [B, 1])."""
+    """Returns (the index that the draw falls on [B, 1], the fraction of its weight before the draw [B, 1])."""
     cumulative_BK = weights_BK.cumsum(-1)
-    # Keep it below the sum, so that rounding cannot push a draw past the last weight that is not 0.
+    # The target stays below the sum, so that rounding cannot push a draw past the last weight that is not 0.
     target_B1 = uniforms_B1 * cumulative_BK[:, -1:] * (1 - 2.0**-50)
     index_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True).clamp_(max=weights_BK.shape[-1] - 1)
     weight_B1 = weights_BK.gather(-1, index_B1)
@@ -135,6 +135,6 @@ def _restrict(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch
     top_p = torch.tensor([p.top_p for p in params], device=order.device)
     before = ordered.cumsum(-1) - ordered  # probability of the more likely tokens
     ranks = torch.arange(vocabulary, device=order.device)
-    # The most likely token stays, even where float32 rounds top-p to 0.
+    # The most likely token stays, even if float32 rounds top-p to 0.
     ordered[((ranks >= top_k[:, None]) | (before >= top_p[:, None])) & (ranks > 0)] = 0.0
     return torch.zeros_like(ordered).scatter_(-1, order, ordered)

@@ -1,7 +1,7 @@
-"""Loads new weights into the running model, in buckets or from a directory, whole or as deltas of its version.
+"""Loads new weights into the running model, in buckets or from a directory, whole or as deltas to its version.
 
-The version changes when the last bucket is in. A bucket is checked as a whole before any of it is copied, so a refused
-one changes nothing; where earlier buckets of the same version were copied already, the model is a mixture, and
+The version changes with the last bucket. A bucket is checked as a whole before any of it is copied, so a refused bucket
+changes nothing. If earlier buckets of the same version were copied already, the model is a mixture of versions, and
 generation is refused until a version is complete.
 """
 
@@ -22,10 +22,10 @@ from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, apply_t
 
 
 class ModelWeights:
-    """The weights of `model` by the names of its files; not thread-safe: the scheduler's thread calls it."""
+    """The weights of `model` by their names in its files. Not thread-safe: only the scheduler's thread calls it."""
 
     def __init__(self, model: Any, version: str) -> None:
-        """Raises NotAvailable, naming a tensor, for a model whose files' names say nothing of its tensors."""
+        """Raises NotAvailable, naming a tensor, for a model whose tensors do not correspond to those of its files."""
         self.version = version
         self.incomplete = False
         self.writes = 0
@@ -35,7 +35,7 @@ class ModelWeights:
         self._pending_version: str | None = None
 
     def check_complete(self) -> None:
-        """Raises WrongState where an update stopped half-way."""
+        """Raises WrongState if a weight update is incomplete."""
         if self.incomplete:
             raise WrongState(
                 f"a weight update stopped half-way: the model is a mixture of version {self.version} and a later one",
@@ -51,10 +51,10 @@ class ModelWeights:
         self._copy(tensors, version, last=last)
 
     def load_delta(self, bucket: bytes, version: str, *, last: bool) -> None:
-        """Applies a bucket of deltas, as `slime.types.weight_deltas.buckets` describes it.
+        """Applies a bucket of deltas, in the format of `slime.types.weight_deltas.buckets`.
 
-        Raises WrongState where the model holds another version than the delta's base; DataLoss naming a tensor whose
-        bytes are not the trainer's after the change, which is not copied then.
+        Raises WrongState if the model does not hold the delta's base version; DataLoss naming a tensor that would
+        differ from the trainer's after the change, in which case nothing of the bucket is copied.
         """
         about, deltas = read_bucket(bucket)
         if str(about.version) != version:
@@ -69,7 +69,7 @@ class ModelWeights:
         self._copy(tensors, version, last=last)
 
     def _changed(self, about: VersionDelta, delta: TensorDelta) -> torch.Tensor:
-        """Returns the tensor after the change, in the type that it was sent in; the held one where nothing changed."""
+        """Returns the tensor after the change, in the dtype of the delta; the engine's tensor if nothing changed."""
         target = self.tensors.get(delta.name)
         if target is None or list(target.shape) != list(delta.shape):
             found = "no such tensor" if target is None else f"shape {list(target.shape)}"
@@ -89,7 +89,7 @@ class ModelWeights:
         return torch.from_numpy(new).view(dtype).reshape(target.shape)
 
     def load_directory(self, path: str, version: str) -> None:
-        """Loads the safetensors of a Hugging Face directory, file by file; or a directory of deltas."""
+        """Loads the safetensors of a Hugging Face directory file by file, or a directory of deltas."""
         found = read_index(Path(path))
         if found is not None:
             for number, file in enumerate(found[1]):
@@ -141,7 +141,7 @@ class ModelWeights:
 
 
 def _is_wider(held: torch.dtype, sent: torch.dtype) -> bool:
-    """Tells whether `held` has every value of `sent`, of the floating-point types that torch can compare."""
+    """Returns whether `held` can represent every value of `sent`; False for dtypes that torch cannot compare."""
     comparable = held.is_floating_point and sent.is_floating_point and min(held.itemsize, sent.itemsize) > 1
     return comparable and torch.promote_types(sent, held) == held
 

@@ -12,7 +12,7 @@ from slime.rollout.engines.embedded.model.response import Response
 
 
 def _future() -> Future[Any]:
-    # Marked as running: a client that goes away cannot cancel it while the model's thread is about to resolve it.
+    # Marked as running, so that a disconnecting client cannot cancel it while the model's thread resolves it.
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -22,7 +22,7 @@ def _future() -> Future[Any]:
 class SubmittedRequest:
     """The sequences of one HTTP request; `done` is resolved when all of them have finished.
 
-    waiting: those that no batch has taken yet.
+    waiting: the sequences that are in no batch yet.
     """
 
     responses: list[Response]
@@ -45,13 +45,13 @@ class SubmittedRequest:
         return len(self.waiting) < len(self.responses)
 
     def drop_finished(self) -> None:
-        """Takes sequences that were ended before they ran out of `waiting`."""
+        """Removes sequences from `waiting` that were ended before they ran."""
         self.waiting = deque(r for r in self.waiting if r.finish_reason is None)
 
 
 @dataclass(eq=False)
 class Call:
-    """Work for the model's thread between two steps; `done` gets what it returns or raises."""
+    """Work for the model's thread between two steps; `done` gets its result or its error."""
 
     function: Callable[[], Any]
     done: Future[Any] = field(default_factory=_future)
@@ -67,21 +67,21 @@ class Call:
 
 @dataclass(eq=False)
 class Pieces:
-    """Work that is done a piece at a time, between steps: `begin` makes an iterator whose last item is the answer.
+    """Work that is done one piece at a time between steps. `begin` returns an iterator whose last item is the answer.
 
-    It starts over if the weights change in the middle.
+    The work starts over if the weights change before it is complete.
     """
 
     begin: Callable[[], Iterator[Any]]
     done: Future[Any] = field(default_factory=_future)
     is_wanted: bool = True
-    """False where nobody waits any more: the rest is not done."""
+    """False once nobody waits for the answer any more: the remaining pieces are dropped."""
     _under_way: Iterator[Any] | None = None
     _writes: int = 0
     _latest: Any = None
 
     def advance(self, writes: int) -> bool:
-        """Does one piece with the weights after `writes`. Returns whether that was the last."""
+        """Does one piece. writes: the number of changes to the weights so far. Returns whether the work is over."""
         if not self.is_wanted:
             return True
         try:

@@ -1,11 +1,11 @@
-"""Schedules requests: one thread owns the model; requests wait, run as a batch, and answer.
+"""Schedules requests: one thread owns the model; requests wait, run in batches, and are answered.
 
-What arrives while a batch runs joins it, or the next one where the batch cannot take it in. With `deterministic` the
-sequences of one HTTP request are a batch of their own, in the order of arrival. Weight updates and pauses take effect
-between two steps, and one piece of a scored prompt is computed between two steps.
+Sequences that arrive while a batch runs join it, or the next one if they do not fit. With `deterministic` the sequences
+of each HTTP request form a batch of their own, in the order of arrival. Weight updates and pauses take effect between
+two steps, where also one piece of a prompt to score is computed.
 
-A sequence that fails is answered with its error, and the others go on. Where a step fails as a whole, the batch is cut
-in halves until the sequence that makes it fail runs alone.
+A sequence that fails is answered with its error, and the others go on. If a step fails as a whole, the batch is halved
+until the sequence that makes it fail runs alone.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ STOPPING = "the engine is stopping"
 
 
 class _Room:
-    """A batch that is being filled, up to its limits.
+    """Sequences to add to a batch, up to its limits.
 
-    cache_tokens: planned tokens of all that it takes; padded: each counts as many as the longest.
+    sequences: the most of them. prefill_tokens: the most tokens of their distinct prompts, padding included.
+    cache_tokens: the most planned tokens of all. is_new: whether the batch is empty so far. padded: whether each
+    sequence takes as many planned tokens as the longest.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class _Room:
         self._planned: list[int] = []
 
     def take(self, response: Response) -> bool:
-        """Adds it if it fits. The first prompt of a pass always does, and the first sequence of a batch in memory."""
+        """Adds a response if it fits, and returns whether it did. The first prompt always fits the limit on prefill,
+        and the first sequence of a new batch the limit on memory."""
         planned = [*self._planned, response.planned_tokens]
         total = max(planned) * len(planned) if self._padded else sum(planned)
         if total > self._cache_tokens and (self.responses or not self._is_new):
@@ -78,7 +81,7 @@ class _Room:
 
 
 class Scheduler:
-    """Runs requests on `loaded`. Every public method may be called from any thread."""
+    """Runs requests on a loaded model. Thread-safe."""
 
     def __init__(self, loaded: Loaded, options: EmbeddedOptions) -> None:
         self._loaded = loaded
@@ -86,15 +89,15 @@ class Scheduler:
         self.weights = ModelWeights(loaded.model, options.weight_version)
         self._rng = np.random.default_rng(options.random_seed)
         self._inbox: queue.SimpleQueue[SubmittedRequest | Call | Pieces | None] = queue.SimpleQueue()
-        # Unanswered ones, in the order of arrival.
+        # Unanswered requests, in the order of arrival.
         self._requests: list[SubmittedRequest] = []
         self._dense = DenseModel(loaded.model) if DenseModel.supports(loaded.model) else None
         self._batch: Batch | None = None
-        # Parts of a batch that failed, each to be run as a batch.
+        # Halves of batches that failed, each to be run as a batch of its own.
         self._apart: list[list[Response]] = []
         self._pieces: deque[Pieces] = deque()
         self._paused = False
-        self._told_of_memory = False
+        self._warned_of_memory = False
         self._stopped = False
         self._door = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -110,13 +113,13 @@ class Scheduler:
         return len(batch.running) if batch is not None else 0
 
     def submit(self, responses: list[Response]) -> SubmittedRequest:
-        """Queues a request; waiting for its `done` raises a failure of the model, and the engine's end."""
+        """Queues a request. Its `done` raises a failed sequence's error, or EngineError if the engine stops."""
         request = SubmittedRequest(responses)
         self._put(request)
         return request
 
     def withdraw(self, request: SubmittedRequest) -> None:
-        """Ends what is unfinished of `request`: nobody waits for it any more. Harmless once the engine stops."""
+        """Ends the unfinished sequences of a request that nobody waits for. Does nothing once the engine stops."""
         with contextlib.suppress(EngineError):
             self.between_steps(lambda: self._end(lambda r: r in request.responses))
 
@@ -127,17 +130,17 @@ class Scheduler:
         return call.done
 
     def in_pieces(self, begin: Callable[[], Iterator[Any]]) -> Pieces:
-        """Runs one item of `begin()` between every two steps, one such work after the other."""
+        """Computes one item of `begin()` between every two steps; several such tasks run one after the other."""
         pieces = Pieces(begin)
         self._put(pieces)
         return pieces
 
     def abort(self, rid: str | None) -> Future[Any]:
-        """Ends sequence `rid`, or all: each answers with what it has, and finish reason "abort"."""
+        """Ends sequence `rid`, or all if None. Each is answered with its tokens so far and finish reason "abort"."""
         return self.between_steps(lambda: self._end(lambda r: rid in (None, r.rid)))
 
     def pause(self, mode: str) -> Future[Any]:
-        """Lets new requests wait; ends ("abort"), freezes ("in_place") or redoes ("retract") those that run."""
+        """Makes new requests wait; ends ("abort"), freezes ("in_place") or later restarts ("retract") running ones."""
 
         def run() -> None:
             self._paused = True
@@ -155,14 +158,14 @@ class Scheduler:
         return self.between_steps(run)
 
     def stop(self) -> None:
-        """Returns when the step under way is over; what is unfinished by then is answered with EngineError."""
+        """Waits for the current step; requests that are unfinished by then are answered with EngineError."""
         with self._door:
             self._stopped = True
             self._inbox.put(None)
         self._thread.join(timeout=30)
 
     def _put(self, item: SubmittedRequest | Call | Pieces) -> None:
-        # Under the lock nothing gets into the inbox behind the end mark, where nobody would answer it.
+        # The lock keeps items from entering the inbox after the end mark, where nobody would answer them.
         with self._door:
             if self._stopped:
                 raise EngineError(STOPPING)
@@ -183,12 +186,12 @@ class Scheduler:
             for unanswered in [*(r.done for r in self._requests), *(p.done for p in self._pieces)]:
                 unanswered.set_exception(EngineError(STOPPING))
         except BaseException:
-            # Without this thread the engine could answer nothing.
+            # Without this thread the engine could not answer any request.
             log.exception("the scheduler failed")
             os._exit(1)
 
     def _take(self, *, block: bool) -> bool:
-        """Takes everything out of the inbox; with `block` at least one thing. Returns False when the engine stops."""
+        """Accepts all items of the inbox; with `block` waits for at least one. Returns False when the engine stops."""
         while True:
             try:
                 item = self._inbox.get(block=block)
@@ -200,7 +203,7 @@ class Scheduler:
             self._accept(item)
 
     def _gather(self) -> bool:
-        """Waits a little for more requests. False where something else came, which may have been a pause or the end."""
+        """Waits briefly for more requests. Returns False if another item arrived, such as a pause or the end mark."""
         if self._options.deterministic or any(request.is_started for request in self._requests):
             return True
         deadline = time.monotonic() + self._options.gather_ms / 1000
@@ -226,7 +229,7 @@ class Scheduler:
             item.run()
 
     def _fill_batch(self) -> None:
-        """Takes sequences in order of arrival as long as they fit."""
+        """Adds sequences to the batch in order of arrival, as long as they fit."""
         batch = self._batch
         self._apart = [left for part in self._apart if (left := [r for r in part if r.finish_reason is None])]
         if not self._requests or (batch is not None and (self._options.deterministic or not batch.joinable)):
@@ -261,14 +264,14 @@ class Scheduler:
         return PaddedBatch(self._loaded, self._rng, *limits)
 
     def _step(self, batch: Batch) -> None:
-        # Before the step: one that fails half-way may have lost those who were about to join.
+        # Read before the step: one that fails half-way may have lost the sequences that were about to join.
         running = batch.running
         try:
             self.weights.check_complete()
             if self._dense is not None:
                 self._dense.pack(self.weights.writes)
         except Exception as error:
-            # There is no model that any of them could run on.
+            # Without complete weights no sequence can run.
             for response in running:
                 response.fail(error)
         else:
@@ -279,7 +282,7 @@ class Scheduler:
                 failure = error
             taken_back = batch.take_back()
             if failure is not None:
-                # A sequence that left the batch is not in its halves as well: it must not run twice.
+                # A sequence that left the batch must not be in its halves too, or it would run twice.
                 self._divide([response for response in running if response not in taken_back], failure)
             self._wait_again(taken_back)
         self._answer()
@@ -295,14 +298,14 @@ class Scheduler:
             self._apart[:0] = [left[:half], left[half:]]
 
     def _wait_again(self, responses: list[Response]) -> None:
-        if responses and not self._told_of_memory:
-            self._told_of_memory = True
+        if responses and not self._warned_of_memory:
+            self._warned_of_memory = True
             log.warning("memory for keys and values is full: sequences wait, and are computed again from their tokens")
         for request in self._requests if responses else ():
             request.waiting.extendleft(r for r in responses if r in request.responses)
 
     def _answer(self) -> None:
-        """Resolves the requests that are finished or failed, and gives the batch up if it is done."""
+        """Resolves the requests that have finished or failed, and drops the batch if it is done."""
         for request in [r for r in self._requests if r.is_finished or r.error is not None]:
             self._requests.remove(request)
             if request.error is not None:
@@ -325,7 +328,8 @@ class Scheduler:
         self._answer()
 
     def _retract(self) -> None:
-        """Starts all over, but for those whose tokens have been sent already: these go on from there."""
+        """Makes all unfinished sequences wait again, and drops the tokens of those that are not streamed; streamed ones
+        continue from the tokens that clients have already."""
         for request in self._requests:
             for response in request.responses:
                 if response.finish_reason is None and response.on_token is None:
