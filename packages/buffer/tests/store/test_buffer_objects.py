@@ -121,6 +121,16 @@ def test_samples_of_another_buffer_or_without_their_database_are_an_error(settin
     assert len(keys("payloads")) == 1 and not keys("lost+found")
 
 
+def test_a_place_without_samples_yet_is_that_of_the_first_database(settings, tmp_path, capsys):
+    serve(BufferSettings(**settings)).stop()
+    other = settings | {"buffer_dir": str(tmp_path / "other")}
+    with pytest.raises(InvalidFile, match="are not those of .*payloads-of"):
+        serve(BufferSettings(**other))
+    flags = [word for name, value in other.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert main(["check", *flags]) == 2 and "payloads-of" in capsys.readouterr().err
+    serve(BufferSettings(**settings)).stop()
+
+
 def test_a_bucket_or_credentials_that_are_not_there_are_an_error_at_once(settings, tmp_path, monkeypatch):
     with pytest.raises(InvalidSetting, match="--buffer-payloads s3://none/x: .*Not Found"):
         serve(BufferSettings(**settings | {"buffer_payloads": "s3://none/x"}))

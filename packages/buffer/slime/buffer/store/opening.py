@@ -107,10 +107,11 @@ def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
     if known is not None and owner == known:
         return
     # A server that was killed before it claimed the payloads has left no samples.
-    if (existing and owner is not None) or payloads.exist() or store.payload_names():
+    if owner is not None or payloads.exist() or store.payload_names():
+        mark = "" if owner is None else f"; payloads-of beside {payloads.name} names the database that claimed it"
         raise InvalidFile(
             f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
-            "or name the place of that database's samples (a new place for a new database)",
+            f"or name the place of that database's samples (a new place for a new database){mark}",
             field="--buffer-store", value=store.name, expected="the database that the samples belong to",
         )  # fmt: skip
     if existing:
