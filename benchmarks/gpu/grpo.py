@@ -188,7 +188,10 @@ def summarise(rows: list[dict[str, Any]], sets: dict[str, Any]) -> dict[str, Any
         "phase_seconds": {
             name: {"min": min(v), "median": statistics.median(v), "max": max(v)} for name, v in seconds.items()
         },
-        "tokens_per_second": statistics.median(row["perf/tokens_per_second"] for row in timed),
+        # A fully asynchronous loop generates beside its steps.
+        "tokens_per_second": statistics.median(
+            row.get("perf/tokens_per_second") or row["rollout/trained_tokens"] / row["perf/step_time"] for row in timed
+        ),
         "logprob_abs_diff_before_first_update": rows[0].get(DIFFERENCE),
         "logprob_abs_diff_median": statistics.median([row[DIFFERENCE] for row in rows if DIFFERENCE in row] or [0.0]),
     }  # fmt: skip
