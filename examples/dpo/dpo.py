@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sglang_rollout import GenerateState
 from slime.types import Sample
 
 BETA = 0.1
 
 
-async def pair(args: Namespace, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+async def pair(args: RolloutArgs, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
     """Fills the two samples of a prompt with the answers of its row: the preferred one has the larger reward."""
     tokenizer = GenerateState(args).tokenizer
     for sample, name, reward in zip(samples, ("chosen", "rejected"), (1.0, 0.0), strict=True):

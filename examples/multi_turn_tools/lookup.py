@@ -5,14 +5,14 @@ An episode reads `b:b?=77`: the prompt `b:`, the model's call `b?`, the tool's r
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.types import Sample
 
 
-async def generate_with_lookup(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate_with_lookup(args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """`--custom-generate-function-path`: a turn of the model that ends with "?" calls the tool."""
     sample = await generate(args, sample, sampling_params)
     if sample.status is Sample.Status.COMPLETED and sample.response.endswith("?"):
@@ -25,7 +25,7 @@ async def generate_with_lookup(args: Namespace, sample: Sample, sampling_params:
     return sample
 
 
-async def score(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+async def score(args: RolloutArgs, sample: Sample, **kwargs: Any) -> float:
     """`--custom-rm-path`: 1 for the right call and answer; parts of it earn less, and show a random model the way."""
     call, _, answer = sample.response.partition("=")
     if call != f"{sample.prompt[0]}?":

@@ -19,15 +19,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.rollout.children.environment import child_environment
 from slime.rollout.children.pipes import read_json_line
 from slime.types import Sample
 from slime.types.errors import EngineError, counted
-
-if TYPE_CHECKING:
-    from slime.rollout.settings.plugin_args import RolloutArgs
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ MOST_WORKERS = 16
 SECONDS_BETWEEN_WARNINGS = 60.0
 
 
-async def reward(args: RolloutArgs, sample: Sample) -> float:
+async def reward(args: object, sample: Sample) -> float:
     label = str(sample.label)
     for pool in (_quick(), _slow()):
         answer = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.score, sample.response, label)
