@@ -145,7 +145,7 @@ def test_a_keeper_that_died_hangs_or_keeps_no_blobs_is_an_error_by_name(keeper: 
 
     process, pid = keeper((1, 1000), blobs=writer_of(store))
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match="1 blob of the buffer did not come .* within 0.5 s"):
+    with pytest.raises(DeadlineExceeded, match="1 blob of the buffer did not arrive .* within 0.5 s"):
         reader_of(store, process.actor, 0.5).read(wanted)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="1 blob of the buffer is gone from"):
