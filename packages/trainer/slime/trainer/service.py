@@ -41,7 +41,10 @@ class Worker:
         self._job = ""
 
     def run(self, job: str, work: Callable[[], T], timeout_seconds: float | None) -> T:
-        """Raises DeadlineExceeded where `work` has not ended in time (it goes on), WrongState while another runs."""
+        """Runs `work` on the worker thread and returns its result.
+
+        Raises DeadlineExceeded if it has not ended in time (it goes on), WrongState while another job runs.
+        """
         if not self._busy.acquire(blocking=False):
             raise WrongState(
                 f"{job}: {self._job} is still running", field="call", value=job, expected=f"{self._job} to end first"
@@ -139,8 +142,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ExportModelResponse(path=path)
 
     def _checked(self, path: str) -> str:
-        """Returns `path`; raises InvalidField, on every rank, where it is in no directory of the run. Links are
-        followed."""
+        """Returns `path`; raises InvalidField, on every rank, unless it is below a directory of the run once symbolic
+        links are followed."""
         self._trainer.ranks.together(lambda: self._check(path))
         return path
 
@@ -181,7 +184,7 @@ def _writer(message: buffer_pb2.Writer) -> Writer | None:
 
 
 def preload(train_backend: str) -> None:
-    """Imports what `serve` uses, which takes seconds, in a process that cannot serve yet. Sets nothing up."""
+    """Imports the modules that `serve` uses, which takes seconds, before this process can serve. Sets nothing up."""
     importlib.import_module("slime.trainer.trainer")
     if train_backend == "fsdp":
         importlib.import_module("slime.trainer.backends.fsdp.backend")
@@ -221,7 +224,7 @@ def serve(
         rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc)) if rollout_address else None
 
         def load() -> Any:
-            # Heavy, and torch has to be used on one thread from the start.
+            # Imported here because it takes seconds, and because torch must be used on one thread from the start.
             from slime.trainer.process.collective import Ranks
             from slime.trainer.trainer import Trainer, pick_device, prepare_process
 

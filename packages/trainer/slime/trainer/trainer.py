@@ -143,7 +143,7 @@ class Trainer:
         self._memory.need(*PARTS, late=True)
         onload_done = time.perf_counter()
         try:
-            # A plug-in that converts samples gives them other places.
+            # A plug-in that converts samples changes their positions.
             metrics = self._step.run(plan, read, frozenset() if self._convert else positions)
         except DataLoss:
             # The step will be repeated with other samples, and the engines may need this memory to generate them.
@@ -220,7 +220,7 @@ class Trainer:
             **self._weight_sender.metrics,
         }
         if self._memory.enabled:
-            # Training needs no more than it did where rows have a largest size.
+            # Only if rows have a maximum size is it certain that training will need no more memory than it did.
             stays = self._memory.work_has_room and self.settings.use_dynamic_batch_size
             metrics["perf/train_memory_stays"] = float(all(self.ranks.gather(stays)))
         return metrics

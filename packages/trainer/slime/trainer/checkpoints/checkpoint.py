@@ -58,7 +58,7 @@ class Checkpoints(Protocol):
     """Saves and restores a backend; every method is collective."""
 
     def load(self, path: str, state: TrainerState) -> None:
-        """Loads what the construction of the backend leaves out. Raises MissingFile or InvalidFile naming --load."""
+        """Loads the state that constructing the backend does not. Raises MissingFile or InvalidFile naming --load."""
 
     def save(self, path: Path, state: TrainerState, *, optimizer: bool = True, place: bytes | None = None) -> None:
         """Begins to write; raises OutOfSpace. place: in the data, for PLACE_FILE; on the first rank."""
@@ -126,7 +126,7 @@ def read_state(path: str) -> TrainerState:
 
 
 def _state_file(path: Path) -> Path:
-    """Finds it in the newest of the checkpoints in `path`, where it holds several as Megatron keeps them."""
+    """Returns the path of trainer.json: of the newest checkpoint where `path` holds several, as Megatron's do."""
     tracker = path / TRACKER
     number = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     return (path / f"iter_{int(number):07d}" if number.isascii() and number.isdigit() else path) / STATE_FILE
@@ -147,7 +147,7 @@ def _load_optimizer(backend: FsdpBackend, path: str, state: TrainerState) -> Non
 
 
 def read_optimizer(path: str) -> Callable[[str], Tensor]:
-    """Finds an optimizer tensor of a checkpoint by name, and reads that one. Raises InvalidFile naming --load."""
+    """Returns a function that reads one optimizer tensor of a checkpoint by name. Raises InvalidFile naming --load."""
     tensors = SafetensorsDir(Path(path) / OPTIMIZER_DIR)
 
     def read(name: str) -> Tensor:
@@ -172,8 +172,8 @@ def save_checkpoint(
     """Writes a checkpoint; collective, rank 0 writes. `source` is the directory that config and tokenizer files come
     from.
 
-    Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint; then and after any other failure nothing
-    lies at `path` but what lay there before.
+    Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint. After these and any other failure, `path`
+    is as it was before.
     """
     parts = [_Part(backend, state, optimizer)]
     if critic is not None:
@@ -233,7 +233,7 @@ def write_model(
     """Writes a Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights. Raises as
     `save_checkpoint` does.
 
-    untrained: names of tensors that, where `source` has them, are its own.
+    untrained: names of tensors that are copied from `source` if it has them.
     """
     kept = SafetensorsDir(source).tensors if (names := list(untrained)) else {}
     names = [name for name in names if name in kept]

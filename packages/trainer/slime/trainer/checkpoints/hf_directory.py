@@ -1,4 +1,4 @@
-"""Weights by name as a Hugging Face directory takes them, and the files beside them."""
+"""Weights in the data type of a Hugging Face directory, and the files beside them."""
 
 from __future__ import annotations
 

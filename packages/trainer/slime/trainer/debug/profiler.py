@@ -15,7 +15,7 @@ from slime.trainer.settings.trainer import TrainerSettings
 
 
 class Profiler:
-    """Traces what `settings` name, into TARGET-rollout-N-rank-R.json.gz."""
+    """Traces the parts that --profile-target names, each into a file TARGET-rollout-N-rank-R.json.gz."""
 
     def __init__(self, settings: TrainerSettings, args: Any, rank: int) -> None:
         """args: of plug-ins; where it has `output_dir`, traces lie below it by default."""

@@ -32,8 +32,8 @@ class Ranks:
         device_type: str = "cpu",
         backend: str | None = None,
     ) -> None:
-        """master_address: "host:port" where rank 0 listens, or "file:///path" for one machine. Blocks until all
-        joined. backend: "nccl" or "gloo", by `device_type` where it is None; raises InvalidSetting.
+        """master_address: "host:port" where rank 0 listens, or "file:///path" for one machine. backend: "nccl" or
+        "gloo"; None chooses by `device_type`. Blocks until all ranks have joined. Raises InvalidSetting.
         """
         backend = _process_groups(backend, device_type, world_size)
         self.rank = rank
@@ -82,10 +82,10 @@ class Ranks:
         return [json.loads(text[: int(size)].numpy().tobytes()) for size, text in zip(sizes, texts, strict=True)]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Returns `work()` of this rank, unless it failed on any: then every rank raises and names the failed one.
+        """Returns `work()` of this rank. If it failed on any rank, every rank raises, and names the one that failed.
 
-        A DataLoss of one rank is one on all. For work without collective calls inside, before the ranks start such
-        calls.
+        A DataLoss on one rank is raised as a DataLoss on all. `work` must make no collective calls: this is for work
+        before such calls begin.
         """
         result, error = None, None
         try:
@@ -93,7 +93,7 @@ class Ranks:
         except Exception as failure:  # kept until the other ranks know
             error = failure
         failures = self.gather(_described(error))
-        # Where samples are lost on one rank the others may not find the step any more: a caller handles the loss.
+        # Once a rank has lost samples, others may fail because the step is gone: raise the loss, which callers handle.
         lost = next((rank for rank, fields in enumerate(failures) if fields.get("type") == DataLoss.__name__), None)
         if lost is not None and lost != self.rank:
             raise _rebuilt(lost, failures[lost]) from error

@@ -13,7 +13,8 @@ import torch.distributed as dist
 def listening_store(host: str, port: int, timeout: datetime.timedelta, *, members: int | None = None) -> dist.TCPStore:
     """Opens the store of rank 0 at `host`, an address of this machine; port 0 takes a free one.
 
-    A host name is not bound, because it may belong to a service in front of this machine: then all addresses are.
+    Given a host name other than localhost, the store listens on all addresses, because the name may belong to a service
+    in front of this machine.
     members: number of ranks to wait for; None waits for none.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

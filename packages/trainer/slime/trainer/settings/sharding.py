@@ -40,6 +40,6 @@ def keeps_weights_whole(
         return bf16 and (ranks == 1 or choice == "optimizer")
     if gpu_bytes is None:
         return True
-    # Policy and critic decide by themselves, and are on the same GPUs.
+    # Policy and critic decide separately, and share the same GPUs.
     room = LARGEST_SHARE / (2 if settings.use_critic else 1) * gpu_bytes
     return whole_bytes(parameters, ranks, compared) <= room

@@ -13,7 +13,7 @@ from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
 
-# Named by Hugging Face, whole, and in an order that repeats.
+# Whole tensors by their Hugging Face names, in the same order every time.
 Weights = NamedTensors
 
 
@@ -30,7 +30,7 @@ class WeightTransport(abc.ABC):
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         """Sends the tensors of `weights`, taken one at a time in the type of the wire; returns the bytes sent.
 
-        in_place: they are parts of memory that stays, so that all of them may be taken at once.
+        in_place: the tensors are views of memory that stays allocated, so holding all of them at once costs nothing.
 
         Raises EngineError or DeadlineExceeded naming rank, engine and bucket, NotAvailable for an engine that does not
         take weights by this transport.
@@ -56,10 +56,10 @@ class WeightTransport(abc.ABC):
 
 
 def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Yields (tensors of one dtype, at most `max_bytes`, whether it is the last). A larger tensor is alone in its
-    bucket.
+    """Yields (bucket, whether it is the last). A bucket is tensors of one dtype by name, at most `max_bytes` together;
+    a larger tensor has a bucket of its own.
 
-    A bucket that its user clears is not kept.
+    A caller that clears a bucket frees its tensors: nothing here refers to them any more.
     """
     bucket: dict[str, Tensor] = {}
     size, dtype = 0, None

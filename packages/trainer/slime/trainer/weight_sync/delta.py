@@ -1,7 +1,7 @@
 """--update-weight-mode delta: engines that hold the last version get what changed since, the others all weights.
 
-The first update is whole. So is one for an engine that was started again, that has another version, or whose weights
-turn out to be others when it verifies a delta: it refuses that delta, and gets all weights within the same update.
+An engine gets all weights in the first update, after a restart, and if it has another version. An engine that verifies
+a delta and finds that its own weights are not the delta's base refuses it, and gets all weights in the same update.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeltaTransport(WeightTransport):
         if not engines:
             return 0
         sent, refused, base = 0, dict[str, EngineError](), self._snapshot.version
-        # A version that is sent again may have other weights than it had: who holds it is not known by its number.
+        # A version that is sent again may have different weights, so its number does not tell who holds them.
         holders = [engine for engine in engines if engine.weight_version == base != version]
         if holders and base is not None:
             about = VersionDelta(version, base, self._lineage, self._encoding, self._checksum)
@@ -76,7 +76,7 @@ class DeltaTransport(WeightTransport):
         else:
             self._metrics.pop("perf/update_weights_changed", None)
             if not self._snapshot.take(version, weights):
-                # A version of a lineage has one content, whatever failed before.
+                # Within a lineage, a version has one content: new content begins a lineage, also after a failure.
                 self._lineage = next(self._lineages)
         for error in refused.values():
             log.warning("all weights are sent in place of a delta: %s", error)

@@ -26,8 +26,8 @@ from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas import PULL, checkpoint_name
 from slime.types.weight_deltas.buckets import VersionDelta, write_index
 
-# Status of the answer of an engine whose weights are not the base of a delta: it has compared the two, or it finds no
-# checkpoint to load, which is made from a delta of the version before only.
+# HTTP statuses of an engine whose weights are not the base of a delta: either it has compared the two, or it finds no
+# checkpoint to load, because one is made only from a delta of the version before.
 NOT_THE_BASE, NO_CHECKPOINT = "409", "400"
 
 
@@ -74,9 +74,9 @@ class TensorCarrier(DeltaCarrier):
 class DiskCarrier(DeltaCarrier):
     """Directories of versions, which are removed when the engines have read them, unless `keep_files`.
 
-    An engine reads a directory itself, or, by the carrier `checkpoint`, loads whole Hugging Face directories only: on
-    its host, one below `local_directory` is brought to each version first, by a function of ours that it runs as a
-    weight loader.
+    Some engines read these directories themselves. Others (carrier `checkpoint`) load only whole Hugging Face
+    directories: such an engine first runs a function of ours as its weight loader, which brings a directory below
+    `local_directory` on the engine's host up to the version.
     """
 
     name = "disk"
@@ -135,7 +135,7 @@ class DiskCarrier(DeltaCarrier):
             assert self._local is not None
             local = f"{self._local}/{checkpoint_name(version, lineage)}"
             order = {"source": str(path), "directory": self._local, "version": version, "lineage": lineage}
-            # It cannot fail, for that would end the engine; where it has not succeeded, `local` does not exist.
+            # A pull reports no failure, because that would end the engine. If it failed, `local` does not exist.
             pulls = [
                 self._requests.start(e, "/update_weights_from_tensor", _pull(e, order), what) for e in with_checkpoint
             ]
@@ -154,7 +154,7 @@ class DiskCarrier(DeltaCarrier):
 
 
 def refusals(engines: Sequence[Engine], answers: Sequence[Any]) -> dict[str, EngineError]:
-    """Waits for the answers. Raises every other error than the refusal of a delta."""
+    """Waits for the answers; returns the errors of engines that refused a delta, by name. Raises any other error."""
     refused: dict[str, EngineError] = {}
     wait(answers)
     for engine, answer in zip(engines, answers, strict=True):

@@ -1,9 +1,10 @@
 """Compares an engine's weights after an update with the same weights from a directory (--check-weight-update-equal).
 
-The names, the fused matrices and the shards of an engine are its own, so values are compared inside it: its checksums
-after the transfer, then its tensors made random, then the same weights loaded by its own loader from a directory that
-is written here, then its checksums again. A tensor that the transfer missed, moved or rounded differs, and so does one
-that neither way reaches. The engine is left with the weights of the version. It costs a copy of the model on disk.
+An engine has its own names, fused matrices and shards, so values are compared inside it: it computes checksums after
+the transfer, fills its tensors with random numbers, loads the same weights with its own loader from a directory that is
+written here, and computes checksums again. A tensor that the transfer missed, moved or rounded differs, and so does one
+that neither way reaches. The engine is left with the weights of the version. The check costs a copy of the model on
+disk.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ CHECKER = "/weights_checker"
 
 
 class EqualityCheck:
-    """The check of --check-weight-update-equal. directory: readable by the engines too; None: the system's for
-    temporary files.
+    """Compares the weights of engines with those sent. directory: where the weights are written, readable by the
+    engines too; None for the system's directory of temporary files.
 
     write_directory(path, weights) writes a whole Hugging Face directory.
     """

@@ -1,8 +1,8 @@
 """A process group of the trainer's rank 0 and the ranks of engines, apart from the trainer's own group.
 
-SGLang's side makes its own with torch's `rendezvous` and a group name; this one meets it under the same keys of the
-store. Calls block in C++ and may do so for ever when another member is gone: they belong on a thread that can be given
-up, and `abort` ends them.
+SGLang makes its side of the group with torch's `rendezvous` and a group name; this side meets it under the same keys of
+the store. Calls block in C++, possibly for ever when another member is gone: make them on a thread that can be
+abandoned; `abort` ends them.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class UpdateGroup:
 
 
 def set_nccl_environment() -> None:
-    """Sets what SGLang's engines set for themselves: peers that allocate in different ways cannot talk to each other.
+    """Sets the variables that SGLang's engines set for themselves: peers that allocate memory in different ways cannot
+    talk to each other.
 
-    NCCL reads it at its first use in a process.
+    NCCL reads them at its first use in a process.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

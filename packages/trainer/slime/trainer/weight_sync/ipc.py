@@ -2,14 +2,14 @@
 
 POST {engine}/update_weights_from_tensor, load_format "flattened_bucket", with a CUDA IPC handle for each of its
 tensor-parallel ranks. Only a process on a GPU can make a handle to its memory: every rank lays the whole bucket out on
-its own GPU, makes the handle, and waits while rank 0 posts the handles of all. The GPUs of the engines are, in the
-order of the engines, those of the trainer's ranks in their order, one rank each.
+its own GPU, makes the handle, and waits while rank 0 posts the handles of all. The engines' GPUs, engine by engine, are
+the GPUs of the trainer's ranks in rank order, one rank per GPU.
 
-Weights that lie end to end in memory that stays, in the type of the wire, are neither copied nor divided: the handle is
-one to that memory.
+Weights that already lie end to end in memory that stays allocated, in the dtype of the wire, are neither copied nor
+divided into buckets: the handle points to that memory.
 
-A handle travels as a pickle, since that is what SGLang reads, of names that its unpickler lets through: torch's own,
-and builtins. It goes to engines that this run started, and nothing that engines send is unpickled here.
+A handle travels as a pickle, because SGLang reads nothing else. The pickle uses only names that SGLang's unpickler
+allows: torch's and builtins. It goes to engines that this run started, and nothing that engines send is unpickled here.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ DEVICE_ARGUMENT = 6
 
 
 class IpcTransport(WeightTransport):
-    """Shares GPU memory with engines. bucket_bytes: of weights that are copied first; a GPU holds the tensors of one
-    bucket and a flat copy of them."""
+    """Shares GPU memory with engines. bucket_bytes: largest bucket of weights that have to be copied first; a GPU holds
+    the tensors of one bucket and a flat copy of them."""
 
     name = "ipc"
     on_every_rank = True
@@ -160,7 +160,7 @@ def _pieces(weights: Weights) -> tuple[list[dict[str, Tensor]], Weights]:
 def _memory(piece: Mapping[str, Tensor]) -> Tensor:
     """Returns all the memory that the tensors of `piece` are parts of, as bytes.
 
-    A storage of its own over it: torch never forgets that it has shared a storage with another process.
+    The result has a storage of its own, because torch never forgets that a storage was shared with another process.
     """
     storage = next(iter(piece.values())).untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -5,8 +5,8 @@ POST {engine}/init_weights_update_group once, while rank 0 joins the same group;
 a bucket, the next one is made and announced. The group stays until the engines are others, an update fails, or the
 trainer ends (/destroy_weights_update_group).
 
-Every rank gives its parts to rank 0, which sends: one sender whatever the trainer's layout. A sender for each
-pipeline stage would save the way to rank 0.
+Every rank gives its parts to rank 0, the only sender, whatever the trainer's layout. A sender for each pipeline stage
+would avoid the detour over rank 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 # Seconds to wait for an engine's own report of a failure, and for it to leave the group at the end.
 AFTERMATH_SECONDS = 5.0
-# A broadcast of so many bytes does not end before its receivers have begun: it is more than connections buffer. The
-# engine has the request for this bucket then, and cannot take the next one for it.
+# A broadcast of this many bytes, more than connections buffer, does not end before its receivers have begun. By then an
+# engine has the request for this bucket, and cannot mistake the next request for it.
 ACKNOWLEDGED_BYTES = 256 << 20
 _numbers = itertools.count()
 
@@ -68,7 +68,7 @@ class NcclTransport(WeightTransport):
         try:
             return self._send_all(self._join(engines), version, weights)
         except BaseException:
-            # After a failure its members may be at any place in the sequence of broadcasts.
+            # After a failure the members may be at different places in the sequence of broadcasts.
             if self._group is not None:
                 self._group.abort()
             self._group = None
@@ -129,8 +129,8 @@ class NcclTransport(WeightTransport):
         return body
 
     def _supervise(self, broadcast: Callable[[], None] | None, asked: Asked, needed: Asked) -> None:
-        """Returns when `broadcast` is done and `needed` is answered. Gives up on all of them when one of these, or an
-        answer to `asked`, fails, or when time is up."""
+        """Returns when `broadcast` is done and `needed` is answered. Gives up on all of them when one of them or an
+        answer to `asked` fails, or at the deadline."""
         ours = [] if broadcast is None else [in_background(broadcast)]
         required: set[Future[Any]] = {*ours, *needed.answers}
         waiting = required | set(asked.answers)

@@ -4,8 +4,8 @@
         slime-weights-XXXXXXXX/run/weight_v000007    until the engines have read it
         slime-weights-YYYYYYYY/weight_v000007        with --update-weight-disk-keep-files
 
-A trainer process makes a directory that no other has. So runs may share the one above: none publishes under the names
-of another, and each removes its own versions only.
+Each trainer process makes a directory of its own. Runs may therefore share --update-weight-disk-dir: none publishes
+under another's names, and each removes only its own versions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class PublishedVersions:
-    """Directories of versions. keep: leave them when the engines have read them.
+    """Publishes each version as a directory. keep: leave a version in place after the engines have read it.
 
-    Without it, the next process of this host removes what this one leaves if it is killed. Files of others in a version
-    stay, and so does what processes of other hosts left; each is said once.
+    Without `keep`, if this process is killed, the next one on this host removes what it left. Files that others put
+    into a version stay, and so do versions left by processes on other hosts; the log says so once.
     """
 
     def __init__(self, directory: str, *, keep: bool) -> None:
@@ -43,7 +43,7 @@ class PublishedVersions:
 
     @contextmanager
     def version(self, version: int) -> Iterator[Path]:
-        """Yields the directory to write, and has it removed at the end of the block."""
+        """Yields the directory to write; removes it at the end of the block, unless versions are kept."""
         path = self._open() / f"weight_v{version:06d}"
         try:
             yield path

@@ -1,4 +1,4 @@
-"""POST requests of rank 0 to engines: with a deadline, without retries, since a bucket must not arrive twice."""
+"""POST requests of rank 0 to engines, each with a deadline and without retries: no bucket may arrive twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES = "application/octet-stream"
 
 
 class EngineRequests:
-    """`what` names the content of a request in errors, which are EngineError and DeadlineExceeded."""
+    """Sends requests to engines. Raises EngineError and DeadlineExceeded, in which `what` names a request's content."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -31,7 +31,7 @@ class EngineRequests:
         wait_for(self._start_each(engines, path, body, content_type, what))
 
     def start_each(self, engines: Sequence[Engine], path: str, body: bytes, what: str) -> list[Future[Any]]:
-        """Returns the futures of the same request of bytes to all engines."""
+        """Starts the same request, with a body of bytes, to every engine; returns one future for each."""
         return self._start_each(engines, path, body, BYTES, what)
 
     def _start_each(
@@ -41,7 +41,7 @@ class EngineRequests:
         return [in_background(post) for post in posts]
 
     def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
-        """Returns the request's future JSON answer. It may be left alone: its thread does not outlive the process."""
+        """Starts a request; returns a future of its JSON answer. Nobody has to wait for it: its thread is a daemon."""
         data = json.dumps(body).encode()
         return in_background(lambda: self._post(engine, path, data, JSON, what))
 
@@ -75,7 +75,7 @@ class EngineRequests:
 
 
 def wait_for(answers: Sequence[Future[Any]]) -> None:
-    """Waits for all, and raises the error of the first, in their order, that failed."""
+    """Waits for all answers; if any failed, raises the error of the first of them in the order given."""
     wait(answers)
     for answer in answers:
         answer.result()

@@ -1,4 +1,4 @@
-"""Host memory with the last weights that engines were sent, from which deltas are made."""
+"""The weights that engines were sent last, kept in host memory as the base of the next delta."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slime.types.weight_deltas.encoding import Bytes
 class Snapshot:
     """The last weights that were sent, by name, on the CPU.
 
-    version: of the weights here; None while they are none, or those of two versions.
+    version: that of the weights; None while there are none, or while they are a mixture of two versions.
 
-    elements, changed: how many elements the last delta was made of, and how many of them were different.
+    elements, changed: number of elements in the last delta's tensors, and how many of them had changed.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Snapshot:
         return sum(data.nbytes for _, _, data in self._held.values())
 
     def take(self, version: int, weights: Weights) -> bool:
-        """Replaces all of it, in the memory that it has; returns whether the same version with the same weights was
-        here."""
+        """Replaces the weights, reusing their memory; returns True if they were already the same weights of the same
+        version."""
         same, self.version = version == self.version, None
         earlier, self._held = self._held, {}
         for name, tensor in weights:
@@ -49,7 +49,7 @@ class Snapshot:
         return same and not earlier
 
     def deltas(self, about: VersionDelta, weights: Weights) -> Iterator[TensorDelta]:
-        """Yields the change of each tensor while it takes the weights; the version counts once all are through."""
+        """Takes the weights and yields the change of each tensor; sets `version` once all of them are taken."""
         assert self.version == about.base_version
         self.version, self.elements, self.changed = None, 0, 0
         for name, tensor in weights:

@@ -65,7 +65,7 @@ def push(
 
 
 def _finish(rollout: Engines, version: int, timeout_seconds: float) -> None:
-    # Engines that released their memory have only that of the weights back; for others this does nothing.
+    # Engines that released their memory have got back only the memory of the weights; for others this does nothing.
     rollout.onload(timeout=timeout_seconds)
     rollout.commit_weight_update(version, timeout=timeout_seconds)
 
