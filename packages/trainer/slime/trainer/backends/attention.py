@@ -76,7 +76,7 @@ def _tell(dtype: torch.dtype, width: int) -> None:
 def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
     width, value_width = query.shape[-1], value.shape[-1]
     if value_width != width:
-        # The kernel has one width for all three; zeros behind the values are cut off again.
+        # The kernel takes one width for queries, keys and values; the zeros behind the values are cut off again.
         value = F.pad(value, (0, width - value_width))
     if window is not None and runs.shared is not None:
         raise NotAvailable.unavailable("sliding_window over shared prompts", "their keys have to be gathered")
@@ -94,7 +94,7 @@ def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float 
     if not query.is_cuda and dtype.itemsize < 4 and longest <= _SHORT:
         query, key, value = query.float(), key.float(), value.float()
     queries, keys, values = query.split(q_lengths), key.split(k_lengths), value.split(k_lengths)
-    # A slice of the whole row has a gradient as long as the row, for each response.
+    # Split once: the gradient of a slice is as long as the whole row, and each response would have its own.
     starting = dict(zip(itertools.accumulate(k_lengths, initial=0), zip(keys, values, strict=True), strict=False))
     outputs = []
     for q, k, v, prompt in zip(queries, keys, values, prompts, strict=True):

@@ -41,13 +41,13 @@ TRAINING = "training"
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Per response token, [K] float32; 0 where the loss mask is."""
+    """Outputs per response token, [K] float32; 0 where the loss mask is 0."""
 
     # Empty for a critic.
     log_probs: Tensor
-    # None unless it was asked for, and with a gradient only if that was.
+    # None unless it was requested; has a gradient only if that was requested too.
     entropy: Tensor | None
-    # [J, V] at the tokens with loss mask 1, before the temperature; None unless it was asked for.
+    # [J, V] at the tokens with loss mask 1, before the temperature; None unless requested.
     logits: Tensor | None = None
     # A critic's only output.
     values: Tensor | None = None
@@ -55,7 +55,7 @@ class Outputs:
 
 # (number of the micro-batch, its rows, the model's outputs for them) -> scalar.
 LossFunction = Callable[[int, PackedBatch, Outputs], Tensor]
-# One micro-batch; None where a rank only keeps the others company in collective calls.
+# One micro-batch; None on a rank that has none left and only takes part in the collective calls of the others.
 MaybeBatch = PackedBatch | None
 
 
@@ -124,11 +124,11 @@ class Backend(abc.ABC):
 
     @property
     def only_updates_read_training(self) -> bool:
-        """True if `optimizer_step` and `reset_optimizer` alone read what TRAINING has of values that matter."""
+        """True if only `optimizer_step` and `reset_optimizer` read those values of TRAINING that matter."""
         return False
 
     def memory_stays(self, stays: bool) -> None:
-        """Says that from now on the memory of `device_tensors` stays where it is between steps, or moves."""
+        """Called when it changes whether the memory of `device_tensors` stays in place between steps."""
         return None
 
     def begin_update(self, step: int, update: int) -> None:
@@ -139,7 +139,7 @@ class Backend(abc.ABC):
     def forward_backward(
         self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
     ) -> None:
-        """Adds the gradient of the sum of `loss(i, batches[i], outputs)` to the gradients; replicas add up.
+        """Adds the gradient of the sum of `loss(i, batches[i], outputs)` to the gradients, summed over replicas.
 
         `loss` is called on the ranks that have the outputs; the rank that leads the replica is one of them.
         entropy: "none", "value" (no gradient) or "gradient".
@@ -162,9 +162,9 @@ class Backend(abc.ABC):
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
         """Yields every weight once, whole, by its Hugging Face name, one at a time; a tied one by its first name.
 
-        On the device of the model. Floating-point ones in `dtype`, which is also what travels between ranks; without it
-        in float32 or the type the model keeps them in. Unless `everywhere`, ranks other than the first may get an empty
-        tensor in its place.
+        Tensors are on the device of the model. Floating-point ones have `dtype`, also on their way between ranks, or
+        without it float32 or the type that the model keeps. Unless `everywhere`, ranks other than the first may get an
+        empty tensor in place of a weight.
         """
 
     def parts_of_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Routing replay: passes over a mixture of experts that send each token to the experts that an earlier pass chose.
 
-The engine and the trainer compute the scores of experts with other kernels, and a small difference sends a token to
-other experts, which makes log-probs differ by much. With --use-rollout-routing-replay every pass of the policy uses
-the experts of the engine, with --use-routing-replay passes that train use those of the pass that computed the old
-log-probs. Scores of experts are always the pass's own, so routers learn as without replay.
+The engine and the trainer compute the scores of experts with different kernels. A small difference can send a token to
+other experts, and then its log-probs differ a lot. With --use-rollout-routing-replay every pass of the policy uses the
+engine's experts; with --use-routing-replay passes that train use those of the pass that computed the old log-probs. The
+scores of the experts are always the pass's own, so routers learn as without replay.
 
 Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
 """
@@ -39,7 +39,7 @@ class LayerRouting:
         self._to_recompute: deque[Tensor | None] = deque()
 
     def choose(self, scores: Tensor, own_choice: Choice) -> tuple[Tensor, Tensor]:
-        """(scores of the experts, experts), [t, k] each, of `scores` [t, experts]."""
+        """Returns (scores of the chosen experts, their numbers), [t, k] each. scores: [t, experts]."""
         values, experts = own_choice()
         if self.replayed is not None:
             experts = torch.where(self.replayed < 0, experts, self.replayed)
@@ -48,8 +48,8 @@ class LayerRouting:
         return values, experts
 
     def forward(self, scores: Tensor, own_choice: Choice, *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Calls `choose`, where other rows may come between a forward pass without gradient and its repetition with
-        one."""
+        """Calls `choose` in a pass whose activations are recomputed: other rows may come between the forward pass
+        without gradient and its repetition with one, which has to replay the experts of its own row."""
         if trains and not torch.is_grad_enabled():
             self._to_recompute.append(self.replayed)
         elif self._to_recompute:
@@ -118,7 +118,7 @@ class RoutingReplay:
                 layer.replayed = experts[:, layer.layer].long()
 
     def end(self, batch: PackedBatch | None, some: Sequence[LayerRouting] = ()) -> None:
-        """Ends the forward pass of a row. Raises NotAvailable where no router asked: nothing was replayed."""
+        """Ends the forward pass of a row. Raises NotAvailable if no router asked for experts, so none were replayed."""
         layers = some or self.layers
         if batch is not None and all(layer.chosen is None for layer in layers):
             raise NotAvailable(

@@ -39,7 +39,7 @@ def attend_runs(
 
 
 def _inside(limits: Tensor, tokens: int) -> Tensor:
-    """[T] bool: tokens from the first limit to the last. Kernels leave what is outside as memory was."""
+    """[T] bool: tokens from the first limit to the last. Outside of them, kernels do not write their output."""
     places = torch.arange(tokens, device=limits.device)
     return (places >= limits[0]) & (places < limits[-1])
 
@@ -52,10 +52,10 @@ def merge(
     prompt_lse = torch.where(inside & prompt_lse.isfinite(), prompt_lse, float("-inf"))
     lse = torch.logaddexp(causal_lse, prompt_lse)
     weights = (prompt_lse - lse).exp().float().t()[..., None]
-    # Masked, not weighted with 0: what is outside may be anything.
+    # Masked, not multiplied by 0: outside lies whatever was in memory, which may be NaN.
     prompt = torch.where(inside[:, None, None], prompt, 0.0)
     output = torch.lerp(causal.float(), prompt.float(), weights).to(causal.dtype)
-    # A compiler may lay them out otherwise, and what calls the operator is told that they lie as the queries do.
+    # A compiler may choose another layout, but callers of the operator are promised the layout of the queries.
     return output.contiguous(), lse.contiguous()
 
 
@@ -81,7 +81,7 @@ _fused = _Fused()
 
 
 def fuse(compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Makes each of them one kernel, which reads and writes a quarter; the operator itself is not compiled."""
+    """Compiles `merge` and `add` into one kernel each, a quarter of the memory traffic; not the operator itself."""
     _fused.merge, _fused.add = compiled(merge), compiled(add)
 
 

@@ -16,7 +16,7 @@ class Snapshots:
     """Copies of the weights of `chunks` by name: this rank's part of parameters and persistent buffers."""
 
     def __init__(self, chunks: Chunks) -> None:
-        """chunks: modules, which may be sharded as DTensors; then with whole parameters nowhere when this is used."""
+        """chunks: modules, which may be sharded as DTensors; then no parameter may be gathered while this is used."""
         self._chunks = chunks
         self._kept: dict[str, list[Tensor]] = {}
 

@@ -12,7 +12,7 @@ from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
 
 _NAME = "slime_packed"
-# Arguments of attention functions that change its numbers, of layers that only few models have.
+# Arguments of attention functions that change the result, which only a few models pass and which are not supported.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
@@ -50,7 +50,7 @@ def packed_attention(
         what = "does not tell its layers which tokens see which" if runs is None else f"has attention with {unknown[0]}"
         reason = f"{type(module).__name__} {what}"
         raise NotAvailable.unavailable("packed rows of this model", reason).at("--hf-checkpoint")
-    # Read, so that what is compiled for any length is not taken for the one that has kernels of its own.
+    # Read so that torch guards on it: code compiled for any length must not run for the length with its own kernels.
     bool(runs.one_length)
     q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
     # Some models have float32 rotary embeddings beside bfloat16 weights.

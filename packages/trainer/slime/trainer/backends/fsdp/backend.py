@@ -2,8 +2,7 @@
 
 With bfloat16, every rank computes with a whole bfloat16 copy of the weights, and holds a shard of the float32 originals
 (master.py). If that takes too much of a GPU's memory, and always in float32, FSDP2 shards weights and gradients too,
-and
-gathers the weights of a layer when it runs.
+and gathers the weights of a layer when it runs.
 """
 
 from __future__ import annotations

@@ -91,6 +91,6 @@ COMPILE_ERRORS = _compile_errors()
 
 
 def keep_compiled_code() -> None:
-    """Has torch keep what it compiles where a later process finds it, unless TORCHINDUCTOR_CACHE_DIR says where."""
+    """Makes torch keep compiled code where later processes find it, unless TORCHINDUCTOR_CACHE_DIR names a place."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache) / "slime" / "torchinductor"))

@@ -62,7 +62,7 @@ def load_critic(path: str, *, flag: str) -> nn.Module:
     """
     from transformers.utils import logging
 
-    # That the files have another output layer, or none, is no news.
+    # transformers would warn that the files have another output layer, or none, which is expected here.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

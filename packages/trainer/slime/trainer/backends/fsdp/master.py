@@ -120,7 +120,7 @@ class MasterWeights:
         torch._foreach_add_([into for into, _ in pairs], [g for _, g in pairs])
 
     def sum_gradients(self) -> None:
-        """Has `master.grad` of every piece be the sum over ranks. Collective; once an update."""
+        """Sets `master.grad` of every piece to the sum over ranks. Collective; called once per update."""
         for piece in self.trained if self.ranks > 1 else ():
             assert piece.master.grad is not None
             if len(piece.gradient):

@@ -1,6 +1,6 @@
 """Tensors of the model as the files of a Hugging Face directory have them, where transformers keeps another form.
 
-It holds the experts of a layer in two tensors, which the files have as three matrices an expert.
+transformers holds the experts of a layer in two tensors; the files have three matrices per expert.
 """
 
 from __future__ import annotations

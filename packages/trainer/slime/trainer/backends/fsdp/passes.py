@@ -83,7 +83,7 @@ class Passes:
         return found
 
     def _fuses(self, batch: PackedBatch) -> bool:
-        """Tells whether log-probs and entropies come from one reading of the logits: over the whole vocabulary."""
+        """Tells whether log-probs and entropies come from one reading of the logits: compiled, over all tokens."""
         return self._compiler is not None and not self._compiler.failed and batch.nuclei is None
 
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:

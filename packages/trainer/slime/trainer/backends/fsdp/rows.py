@@ -2,10 +2,10 @@
 
     T  tokens of a shape        J  trained ones        R  runs        P  prompts that several responses see
 
-Padding is sequences of its own that nothing is trained on. Compiled layers take any shape; a graph has one, with room
-for other rows. The room is tight: FlashAttention launches blocks for every run that there may be, times every block of
-the longest. Rows that find no graph run as compiled code, which costs less than many graphs; a graph is captured for
-them once they have cost as much as that takes.
+The padding is made of sequences of its own, on which nothing is trained. Compiled layers take any shape; a graph has
+one shape, with room for other rows. The room is tight, because FlashAttention launches as many blocks for every
+possible run as the longest run needs. Rows that fit no graph run as compiled code, which costs less than many graphs; a
+graph is captured for such rows once they have cost as much time as a capture.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from slime.trainer.batching.runs import Runs, SharedPrompts
 
 log = logging.getLogger(__name__)
 
-# A row is padded to eighths of the most tokens that a row may have.
+# A row is padded to a multiple of an eighth of the largest number of tokens in a row.
 _PARTS = 8
-# Runs that there may be, times the longest, in rows of tokens: more begins to cost attention time.
+# Largest product of a shape's runs and its longest run, as a multiple of its tokens: above it attention takes longer.
 _MOST_ROOM = 16
-# Room that a shape has for longer or more runs than it was made for, as much as _MOST_ROOM allows.
+# Factors by which a shape has room for more and longer runs than it was made for; the first that _MOST_ROOM allows.
 _SLACKS = (1.5, 1.25, 1.0)
 _LARGEST_WASTE = 1.25
-# Logits that nothing is trained on, as a part of the tokens.
+# A shape may have logits on which nothing is trained: one for this many tokens.
 _TRAINED_WASTE = 4
 _MAX_SHAPES = 4
-# Shapes follow the rows that come for so many updates and rows. Later, so many rows without a graph are worth one.
+# For the first updates and rows, a shape is made or widened for each row that fits none. After that, only once so many
+# rows had no graph.
 _FIRST_UPDATES = 3
 _FIRST_ROWS = 8
 _ROWS_WORTH_A_GRAPH = 64
@@ -42,7 +43,7 @@ _ROWS_WORTH_A_GRAPH = 64
 Outcome = tuple[Tensor, Tensor]
 # (model, tokens [1, T], position_ids [1, T], runs, rows [J], targets [J]) -> log-probs and entropies, [J].
 Forward = Callable[[nn.Module, Tensor, Tensor, Runs, Tensor, Tensor], Outcome]
-# Adds to the gradients of weights: (what makes log-probs and entropies once more, they, their gradients or None).
+# Adds to the gradients of weights: (function that recomputes log-probs and entropies, these, their gradients or None).
 Backward = Callable[[Callable[[], Outcome], Outcome, tuple[Tensor, Tensor | None]], None]
 
 
@@ -52,14 +53,14 @@ class RowShape:
     trained: int
     runs: int
     longest: int
-    # Shared prompts: their number, the longest, and the most response tokens that one has.
+    # Shared prompts: their number, the longest, and the largest number of response tokens that follow one.
     prompts: int = 0
     longest_prompt: int = 0
     most_responses: int = 0
 
     @staticmethod
     def of(batch: PackedBatch, max_tokens: int | None, tokens: int = 0) -> RowShape:
-        """Returns the smallest shape for a row, of at least `tokens`. max_tokens: of a row, as a rule."""
+        """Returns the smallest shape for a row, of at least `tokens`. max_tokens: limit that most rows keep to."""
         length = batch.tokens.shape[1]
         unit = max(1, -(-(max_tokens or max(128, 1 << max(0, length - 1).bit_length())) // _PARTS))
         tokens = max(tokens, -(-length // unit) * unit)
@@ -80,11 +81,11 @@ class RowShape:
 
     @property
     def roomy(self) -> bool:
-        """True if attention spends its time on blocks that no row fills."""
+        """True if attention would spend its time on blocks that no row fills."""
         return max(self.runs * self.longest, self.prompts * self.most_responses) > _MOST_ROOM * self.tokens
 
     def takes(self, batch: PackedBatch, wanted: RowShape) -> bool:
-        """Returns True if a row that needs `wanted` may have this shape at little cost."""
+        """Returns True if a row that needs `wanted` fits this shape, at little cost."""
         padding = self.tokens - batch.tokens.shape[1]
         return (
             wanted.tokens <= self.tokens <= _LARGEST_WASTE * wanted.tokens
@@ -94,7 +95,7 @@ class RowShape:
         )
 
     def widened(self, wanted: RowShape) -> RowShape | None:
-        """Returns this shape with room for `wanted` too; None where rows of either would pay for it."""
+        """Returns this shape with room for `wanted` too; None if that would slow down rows of either shape."""
         trained = max(self.trained, wanted.trained)
         if self.tokens != wanted.tokens or abs(self.trained - wanted.trained) > self.tokens // _TRAINED_WASTE:
             return None
@@ -136,7 +137,7 @@ class StaticRow:
             self.shared = SharedPrompts(q_limits, k_limits, shape.most_responses, shape.longest_prompt)
         self.runs = Runs([], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared, one_length)
         self._steps = torch.arange(1, shape.runs + 1, dtype=torch.int32, device=device) * shape.longest
-        # Different ones: gradients of many equal rows would be added up one after the other.
+        # Distinct row numbers: the gradients of one row that occurs many times would be added one after the other.
         self._any_rows = torch.arange(shape.trained, device=device)
 
     def run(self, forward: Forward, model: nn.Module) -> Outcome:
@@ -184,7 +185,7 @@ class _Slot:
 
 
 class StaticRows:
-    """Forward and backward passes over rows of few shapes. max_tokens: of a row, as a rule."""
+    """Forward and backward passes over rows of few shapes. max_tokens: limit that most rows keep to; None for none."""
 
     def __init__(self, forward: Forward, backward: Backward, device: torch.device, max_tokens: int | None) -> None:
         self._forward, self._backward = forward, backward
@@ -193,10 +194,10 @@ class StaticRows:
         self._graphs = False
         self._slots: list[_Slot] = []
         self._updates = self._met = 0
-        # Tokens of the first row, for which layers are compiled, and once more for other lengths; and of the shortest.
-        # torch may guard the latter by a least length, as what it fuses depends on sizes.
+        # Tokens of the first row, whose length layers are compiled for, and of the shortest row. Layers are compiled
+        # once more for all other lengths; torch may guard that code by a smallest length, as fusion depends on sizes.
         self._first_tokens = self._fewest_tokens = 0
-        # Rows that found no shape of theirs since the last change.
+        # Rows that fitted no shape since the shapes last changed.
         self._without = 0
         # The passes that ran without a graph in this update, with gradients of entropies or without.
         self._ran: dict[bool, nn.Module] = {}
@@ -204,14 +205,14 @@ class StaticRows:
         self.captured = 0
 
     def use_graphs(self, wanted: bool) -> None:
-        """Captures shapes that come again in CUDA graphs, and replays them; or drops the ones it has."""
+        """Captures recurring shapes as CUDA graphs and replays them; or, if not `wanted`, drops the graphs it has."""
         self._graphs = wanted
         if not wanted:
             self._slots.clear()
             self._pool = None
 
     def updated(self) -> None:
-        """Ends an update, whose shapes are captured now: what is not compiled yet, a capture cannot compile."""
+        """Ends an update and captures its shapes, now that their code is compiled: a capture cannot compile."""
         self._updates += 1
         for with_entropy, model in self._ran.items() if self._graphs else ():
             self._capture(model, with_entropy)
@@ -219,7 +220,7 @@ class StaticRows:
 
     @staticmethod
     def takes(batch: PackedBatch) -> bool:
-        """Returns False for rows whose keys are gathered or that have images: these go as they are."""
+        """Returns False for rows whose keys are gathered or that have images: these are not padded."""
         return batch.runs.keys is None and not batch.images
 
     @property
@@ -235,7 +236,8 @@ class StaticRows:
         return self._updates >= _FIRST_UPDATES and self._met >= _FIRST_ROWS
 
     def _wanted(self, batch: PackedBatch, trains: bool) -> RowShape:
-        """Returns the shape of a row; a longer one that has come, where a short row would be compiled for so late."""
+        """Returns the shape of a row; that of the shortest row so far for a shorter one that comes late, because layers
+        might have to be compiled again for it."""
         wanted = RowShape.of(batch, self._max_tokens)
         self._first_tokens = self._first_tokens or wanted.tokens
         if self._settled and wanted.tokens < self._fewest_tokens:
@@ -334,7 +336,7 @@ class StaticRows:
 
 
 class _Captured:
-    """The forward and backward pass of a shape as two graphs; between them comes the loss, which may be anyone's."""
+    """The forward and backward pass of a shape as two graphs. Between them runs the loss, which may be a user's."""
 
     def __init__(
         self,

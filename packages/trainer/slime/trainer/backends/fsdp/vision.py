@@ -12,10 +12,10 @@ from slime.types.errors import InvalidField
 
 
 def accept_images(model: Any) -> None:
-    """Its forward takes `images`, arguments of `get_image_features`, and `image_places`, [1, T] bool.
+    """Makes the model's forward take `images`, arguments of `get_image_features`, and `image_places`, [1, T] bool.
 
-    Tokens of images at those places are embedded as what the model sees in the images, in order; a token of the same id
-    elsewhere was written by the model, and is embedded as any other. Raises InvalidField where the images make another
+    Image tokens at those places are embedded as the features of the images, in order; a token of the same id elsewhere
+    was written by the model, and is embedded like any other. The forward raises InvalidField if the images make another
     number of tokens.
     """
     plain = model.forward
@@ -45,6 +45,6 @@ def accept_images(model: Any) -> None:
 
 
 def _seeing(model: Any) -> list[Tensor]:
-    """Returns parameters that train and are not of the language model."""
+    """Returns the trainable parameters outside the language model."""
     spoken = {id(p) for p in model.get_decoder().parameters()}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in spoken]

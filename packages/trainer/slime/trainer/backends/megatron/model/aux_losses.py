@@ -1,7 +1,7 @@
-"""Losses that a model adds by itself: those of routers, and that of layers that predict ahead.
+"""Losses that a model adds by itself: those of routers, and that of multi-token-prediction layers.
 
-They are sums over tokens of a micro-batch, and what they are divided by is the tokens of the update, so each is a mean
-over the micro-batches of the update, weighted by their tokens.
+Each is a sum over the tokens of a micro-batch, divided by the tokens of the update: together, a mean over the
+micro-batches of the update, weighted by their tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _OF_ROUTERS = {
 def use_whole_rows(config: Any) -> None:
     """Makes the losses of routers weigh the same however a row is cut over ranks.
 
-    A rank has a part of the row and of its loss. Where losses are sums over tokens megatron-core 0.16 multiplies the
-    part of the loss with the tokens of the part of the row, so all parts together weigh too little by the number of
-    ranks.
+    A rank has a part of the row and of its loss. Where losses are sums over tokens, megatron-core 0.16 multiplies that
+    part of the loss by the tokens in the rank's part of the row, so the sum of all parts is too small by a factor of
+    the number of ranks.
     """
     ranks = _ranks_of_a_row()
     coefficients = config.moe_aux_loss_coeff

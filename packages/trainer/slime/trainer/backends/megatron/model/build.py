@@ -96,7 +96,7 @@ def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    # Layers of a kind are one object.
+    # Layers of the same kind share one spec object.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention
@@ -136,7 +136,7 @@ def compile_layers(
 ) -> Compiler | None:
     """Compiles the layers of `chunks` in place and returns the compiler; None where they are left as they are.
 
-    Compiled are dense layers that one rank has whole; those of Transformer Engine are kernels already.
+    Only dense layers that one rank has whole are compiled; those of Transformer Engine are kernels already.
     """
     if (
         uses_transformer_engine(args) or config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
@@ -144,7 +144,7 @@ def compile_layers(
         or config.recompute_granularity
     ):  # fmt: skip
         return None
-    # Megatron's warns where a layer names no group, and a warning cuts what is compiled in two.
+    # Megatron's function warns if a layer names no group, and a warning breaks the compiled graph in two.
     parallel_layers.get_tensor_model_parallel_group_if_none = _group_or_default
     compiler = Compiler(activation_budget)
     for chunk in chunks:

@@ -16,7 +16,7 @@ from slime.types.errors import InvalidSetting
 
 _log = logging.getLogger(__name__)
 
-# Kernels that only Transformer Engine brings; without them other code makes the same numbers.
+# Kernels that only Transformer Engine has; without them other code computes the same numbers.
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 # Defaults of Megatron-LM's command line that differ from the fields of MLATransformerConfig.
 _LATENT_DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
@@ -33,7 +33,7 @@ def uses_transformer_engine(args: Mapping[str, Any]) -> bool:
 def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) -> TransformerConfig:
     """Makes the configuration for `args`, Megatron's arguments by attribute; MLATransformerConfig for latent attention.
 
-    An argument that is absent or None has Megatron's default. Fusions are on where their kernels are there. Raises
+    An argument that is absent or None has Megatron's default. Fused kernels are used where they are installed. Raises
     InvalidSetting naming an argument that Megatron does not have, or that contradicts another.
     """
     _check(args)
@@ -61,7 +61,7 @@ def _check(args: Mapping[str, Any]) -> None:
         row = by_dest().get(name)
         if row is None:
             raise InvalidSetting.unknown("argument of Megatron", name, by_dest())
-        # Where a family says so by itself these are Megatron's defaults; a switch that is off asks for nothing.
+        # Megatron's default is accepted too, because families name it; a switch that is off asks for nothing.
         if row.status == "same" and row.accepts and value not in (None, False, row.default, *row.accepts):
             expected = " or ".join(map(str, row.accepts))
             raise InvalidSetting.must_be(name, expected, got=value, reason=row.note)
@@ -76,7 +76,8 @@ def _check_sequence_parallel(args: Mapping[str, Any]) -> None:
     size = args.get("tensor_model_parallel_size") or 1
     needs = [name for name in ("num_experts", "multi_latent_attention") if args.get(name)]
     if size > 1 and needs and not args.get("sequence_parallel"):
-        # megatron-core does not train experts without; of keys that heads share ranks have parts of the gradient.
+        # Without it megatron-core does not train experts, and each rank has only a part of the gradient of keys that
+        # heads share.
         raise InvalidSetting.requires(f"tensor_model_parallel_size {size} with {needs[0]}", "sequence_parallel")
 
 
@@ -135,7 +136,8 @@ def _fusions(args: Mapping[str, Any]) -> dict[str, Any]:
         _log.info("without Transformer Engine the same numbers come without %s", ", ".join(missing))
     # Megatron's output layer needs Apex for this; layers of Transformer Engine do not.
     accumulation = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    # The kernel for packed rows turns halves of a head, whatever is asked for; that for latent attention needs YaRN.
+    # The kernel for packed rows rotates the halves of a head, whatever the flag says; that for latent attention needs
+    # YaRN.
     turns_halves = not args.get("rotary_interleaved") and not args.get("multi_latent_attention")
     fusions = {
         "apply_rope_fusion": engine and turns_halves and args.get("apply_rope_fusion", True),

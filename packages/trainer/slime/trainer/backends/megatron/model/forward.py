@@ -1,4 +1,4 @@
-"""Passes of micro-batches through a model that is cut into pipeline stages, and what the last stage makes of them."""
+"""Passes of micro-batches through a model that is cut into pipeline stages, and the outputs of the last stage."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ class Pipeline:
         fused: FusedLogProbs | None = None,
         routing: RoutingReplay | None = None,
     ) -> None:
-        """row_multiple: of tokens that a rank has of a row, times tensor parallel ranks where it is more than 1.
+        """row_multiple: a rank's tokens of a row are padded to a multiple of it; above 1, also of the tensor-parallel
+        size.
 
-        recompute: make log-probs and entropies again in the backward pass, and keep none of their float32 logits.
-        fused: makes them where a rank has the whole vocabulary, without chunks.
+        recompute: compute log-probs and entropies again in the backward pass, and keep none of their float32 logits.
+        fused: computes them if a rank has the whole vocabulary, without chunks and without `recompute`.
         """
         self.chunks = chunks
         self.routing = routing
@@ -76,7 +77,8 @@ class Pipeline:
             return logits.new_zeros(()), torch.stack(self._numbers(outputs))
 
         if self.routing is not None:
-            # Before another model too: its weights are in layers that the policy's last row told what to choose.
+            # Also for another model: its weights use the same layers, which still hold the experts of the policy's
+            # last row.
             self.routing.scores()
         with torch.no_grad():
             results = self._from_last_stage(

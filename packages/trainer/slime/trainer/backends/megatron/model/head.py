@@ -1,4 +1,4 @@
-"""A GPTModel whose head works only where something is trained.
+"""A GPTModel whose head computes logits only for the tokens that need them.
 
 Megatron's own makes logits of every token, and with multi-token prediction it returns a loss in their place. Here the
 logits are those of chosen rows, and the loss of multi-token prediction joins the backward pass beside them.
@@ -42,7 +42,7 @@ class PolicyModel(GPTModel):
     """
 
     head: Head | None = None
-    # [2] float32, in training: the sum of losses of multi-token prediction, and of how many tokens; None after a clear.
+    # [2] float32, in training: sum of multi-token-prediction losses, number of their tokens. None after a clear.
     prediction_sums: Tensor | None = None
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\..+)")
-# Grouped experts of Transformer Engine: one parameter an expert, the number behind its name.
+# Grouped experts of Transformer Engine: one parameter per expert, whose name ends in the expert's number.
 _GROUPED_EXPERT = re.compile(r"(.*mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 # Transformer Engine keeps a norm inside the linear layer behind it.
 _FUSED_NORMS = {

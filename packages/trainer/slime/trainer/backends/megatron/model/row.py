@@ -45,10 +45,11 @@ class RankRow:
 def cut(
     batch: PackedBatch | None, rank: int, size: int, multiple: int, device: torch.device, length: int | None = None
 ) -> RankRow:
-    """Cuts the part of `batch` for context parallel rank `rank` of `size`; for None one token that predicts nothing.
+    """Cuts the part of `batch` for context parallel rank `rank` of `size`. A `batch` of None makes a row of one token
+    that predicts nothing.
 
-    multiple: L is one of it, for sequence parallelism. length: L, where it has to be longer than needed. A batch with
-    prompts that several responses see takes one rank.
+    multiple: L is a multiple of it, for sequence parallelism. length: L, where it has to be longer than needed. A batch
+    with prompts that several responses see requires a `size` of 1.
     """
     if batch is None:
         tokens = firsts = np.zeros(1, dtype=np.int64)
@@ -62,7 +63,7 @@ def cut(
     starts = np.cumsum(lengths) - lengths
     unit = 2 * size if size > 1 else 1
     padded = -(-lengths // unit) * unit
-    # A sequence of padding alone makes the whole fit; what it holds nobody sees.
+    # A sequence of nothing but padding completes the multiple; no other sequence sees it.
     extra = -int(padded.sum()) % (multiple * unit if size > 1 else multiple)
     if length is not None:
         extra = length * size - int(padded.sum())
@@ -82,7 +83,7 @@ def cut(
     follower = np.append(source[1:], -1)
     follower[ends - 1] = -1
 
-    place = np.full(len(tokens) + 1, -1, dtype=np.int64)  # of a token of the row in what is held
+    place = np.full(len(tokens) + 1, -1, dtype=np.int64)  # of each token of the row among those held here
     place[source[held]] = np.arange(len(held))
     place[-1] = -1
     predicting = place[rows]

@@ -1,4 +1,4 @@
-"""The part of the vocabulary that a rank has logits of; the rows of padding behind the vocabulary weigh nothing."""
+"""The part of the vocabulary whose logits a rank has, without the rows that pad the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.trainer.algorithms.logprobs import VocabularyShard
 
-# A logit whose exp() is 0 beside any other, and that is finite, so that it can be multiplied with that 0.
+# A logit whose exp() is 0 beside any real one; finite, because infinity times that 0 would be NaN.
 _NOTHING = -1e30
 
 
@@ -23,9 +23,10 @@ class Scoring:
 
 
 def real_columns(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[Tensor, VocabularyShard | None]:
-    """[K, padded vocabulary / ranks of `group`] -> those of tokens, and where they lie; no shard for a group of one.
+    """[K, padded vocabulary / ranks of `group`] -> ([K, V] logits of real tokens, their shard of the vocabulary).
 
-    A rank that has padding alone keeps it, at a value that counts for nothing: it takes part in the sums of the others.
+    The shard is None for a group of one rank. A rank that has only padding keeps it, at a value that counts for
+    nothing, because it takes part in the sums of the others.
     """
     first = logits.shape[-1] * group.rank()
     real = vocab_size - first

@@ -49,8 +49,8 @@ def allocate(optimizer: HybridDeviceOptimizer, updates: int) -> None:
 
 @torch.no_grad()
 def settle(optimizer: HybridDeviceOptimizer) -> None:
-    """Has what was loaded lie where it is updated: where Transformer Engine is missing, one class of optimizer is on
-    both sides, and megatron-core takes all of it for the host's."""
+    """Moves loaded states to the device of their parameters. Without Transformer Engine, host and GPU have the same
+    class of optimizer, and megatron-core loads all of its states to the host."""
     for part in optimizer.sub_optimizers:
         for parameter, state in part.state.items():
             for name, value in state.items():

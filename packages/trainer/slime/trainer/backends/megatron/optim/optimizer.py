@@ -104,13 +104,13 @@ class Optimizer:
         } | _fields_of(OptimizerConfig, args)  # fmt: skip
         config = OptimizerConfig(**options)
         self.wrapped = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
-        # Gradients are divided by this before the update; what the backward pass multiplied the loss with.
+        # The factor of the loss in the backward pass; gradients are divided by it before the update.
         self.scale = 1.0
         self._biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         chunks[0].config.finalize_model_grads_func = self._finalize
 
     def _finalize(self, chunks: Chunks, num_tokens: Any = None, **kwargs: Any) -> None:
-        # Megatron moves the biases of routers here, before anyone knows whether the gradient is finite.
+        # Megatron moves the biases of routers here, before it is known whether the gradient is finite.
         biases = [b for chunk in chunks for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
         self._biases = [(bias, bias.clone()) for bias in biases]
         finalize_model_grads(chunks, None, **kwargs)
@@ -119,7 +119,8 @@ class Optimizer:
                 chunk.scale_gradients(1.0 / self.scale)
 
     def settle(self) -> None:
-        """Gathers weights whose gathering is left to the next forward pass, for others to read. Collective."""
+        """Gathers the weights that Megatron would only gather in the next forward pass, so that they can be read.
+        Collective."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -131,7 +132,7 @@ class Optimizer:
                 yield wrapped.optimizer
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the weights that it updates, which may be the model's, and what it keeps of each."""
+        """Yields the weights that it updates, which may be the model's own, and the state that it keeps for each."""
         for optimizer in self._each():
             for group in optimizer.param_groups:
                 yield from (parameter.detach() for parameter in group["params"])

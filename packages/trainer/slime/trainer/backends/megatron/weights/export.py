@@ -1,7 +1,7 @@
 """Whole Hugging Face tensors on the first rank or on all, gathered in buckets from the ranks that hold their parts.
 
-Every part travels once to whoever needs it. No rank holds more than its own model, one bucket, and where tensors become
-whole that bucket's tensors.
+Every part travels once to each rank that needs it. A rank holds at most its own model, one bucket and, if it assembles
+tensors, the whole tensors of that bucket.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def gather(
             _fill(whole, by_rank[rank], buffer)
         del flat, mine
         while whole:
-            # Whoever takes a tensor decides how long it stays.
+            # No reference is kept here: the caller decides how long a tensor stays in memory.
             name = next(iter(whole))
             yield name, whole.pop(name)
 

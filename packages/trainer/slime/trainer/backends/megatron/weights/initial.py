@@ -32,7 +32,8 @@ def load(chunks: Chunks, args: Mapping[str, Any], config: Mapping[str, Any], pat
 
 
 def _check_shapes(checkpoint: TorchDist, args: Mapping[str, Any], config: Mapping[str, Any], flag: str) -> None:
-    """Refuses other shapes: a part of a larger tensor would be read as the whole. Missing ones are found by reading."""
+    """Raises InvalidFile for tensors of other shapes: a part of a larger tensor would be read as the whole. Missing
+    tensors are found when they are read."""
     found = Parameters(checkpoint, args)
     for parameter in hf.table(args, config).values():
         if parameter.name == hf.OUTPUT and hf.has_value_head(config):

@@ -138,8 +138,8 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
         optimizer.load_state_dict(state)
         return
-    # It takes the counters of torch's AdamW for tensors of the checkpoint, so they stand aside; and it had given all
-    # parameters one counter, which each of them would advance.
+    # Megatron takes the step counters of torch's AdamW for tensors of the checkpoint, so they are set aside meanwhile.
+    # All parameters share one counter, which each of them would advance: give each a copy.
     inner = optimizer.optimizer.state
     steps = {parameter: of.pop("step") for parameter, of in inner.items() if "step" in of}
     optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
@@ -150,8 +150,8 @@ def _restore(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _allocate(optimizer: Any, updates: int) -> None:
-    """Makes room for state, which Megatron's optimizers lack before the first update; they lay out what they load after
-    it."""
+    """Allocates the state that Megatron's optimizers lack before the first update: they load into the layout of
+    existing state."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -160,7 +160,7 @@ def _allocate(optimizer: Any, updates: int) -> None:
             continue
         part.init_state_fn(part.optimizer, part.config)
         if not isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            # Fused kernels of others count the steps of a group, and know no such state.
+            # Other optimizers have fused kernels, which count steps per group and not per parameter.
             for group in part.optimizer.param_groups:
                 group["step"] = updates
             continue
