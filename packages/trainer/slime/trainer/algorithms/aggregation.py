@@ -7,8 +7,8 @@
     per-token mean
         L = sum_{samples, t} m * l / sum_samples max(1, sum_t m)
 
-B is the number of trajectories in the optimizer update. Both are sums over samples of weight * sum_t m * l, with
-weights that are known before anything is split: micro-batches and ranks add up to the same number however they are cut.
+B is the number of trajectories in the optimizer update. All three are sums over samples of weight * sum_t m * l, with
+weights that are known before the update is split: micro-batches and ranks add up to the same number however it is cut.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ For the trajectories of a group with rewards r (see `algorithms.rewards`), then 
     l   = loss(ratio, A)                         `algorithms.policy_loss`
 
 An entry states all five, so these formulas, the entry and the functions that it names are the whole estimator. A new
-one is an entry, and beside it as a pure function whatever it does that no other one does. This module imports no
-torch: settings, `--help` and the documentation read it.
+estimator is an entry, and a pure function for each formula that no other estimator has. This module imports no torch:
+settings, `--help` and the documentation read it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Rewards:
     """Inputs of advantages: rewards [S] of S samples; of their tokens, KL to the reference, loss mask and values [K].
 
-    values: of a critic, where the estimator has one.
+    values: those of the critic; None for an estimator without one.
     """
 
     rewards: Tensor
@@ -90,7 +90,7 @@ def less_the_kl(x: Rewards) -> Tensor:
 
 
 def discounted(x: Rewards) -> Tensor:
-    """A_t = sum_{s>=t} gamma^(s-t) * r_s, with r_s = -kl_coef * KL_s, plus rho at the last trained token."""
+    """A_t = sum_{s>=t} gamma^(s-t) * r_s, with r_s = -kl_coef * KL_s * mask_s, plus rho at the last trained token."""
     from slime.trainer.algorithms.advantages import reinforce_plus_plus
 
     return reinforce_plus_plus(x.rewards, x.kl, x.mask, x.lengths, kl_coef=x.kl_coef, gamma=x.gamma)
@@ -117,7 +117,7 @@ def ratio_of_tokens(x: PolicyTerms) -> tuple[Tensor, Tensor]:
 
 
 def ratio_of_sequences(x: PolicyTerms) -> tuple[Tensor, Tensor]:
-    """l_t = max(-ratio * A_t, -clip(ratio) * A_t), ratio the geometric mean of those of the sample's tokens."""
+    """l_t = max(-ratio * A_t, -clip(ratio) * A_t); ratio is the geometric mean over the sample's trained tokens."""
     from slime.trainer.algorithms.policy_loss import clipped_loss
 
     return clipped_loss(x.sample_mean(x.ppo_kl), x.advantages, x.eps_clip, x.eps_clip_high, x.eps_clip_c)
@@ -198,7 +198,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def find_estimator(name: str) -> Estimator:
-    """Raises InvalidSetting with the nearest name."""
+    """Returns the estimator of that name. Raises InvalidSetting, which names the nearest one."""
     if name not in ESTIMATORS:
         raise InvalidSetting.one_of("--advantage-estimator", ESTIMATORS, got=name)
     return ESTIMATORS[name]

@@ -35,7 +35,7 @@ def gradient_of_logits(
     of_entropy: Tensor,
     temperature: float,
 ) -> None:
-    """Writes the gradient over `logits`."""
+    """Overwrites `logits` [J, V] with their gradient. The other tensors are [J]; of_*: gradients of the outputs."""
     log_p = logits.float() / temperature - log_sum[:, None]
     p = log_p.exp()
     columns = torch.arange(logits.shape[-1], device=logits.device)
@@ -55,7 +55,7 @@ class FusedLogProbs:
         self._gradient = compiled(gradient_of_logits)
 
     def __call__(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [J] float32. If a gradient follows, `logits` is overwritten."""
+        """Returns (log-probs, entropies), [J] float32 each. The backward pass, if any, overwrites `logits`."""
         _rows_vary(logits, targets)
         if torch.is_grad_enabled() and logits.requires_grad:
             found: tuple[Tensor, Tensor] = _Fused.apply(logits, targets, temperature, self._statistics, self._gradient)

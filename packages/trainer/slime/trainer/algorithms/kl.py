@@ -16,7 +16,7 @@ def approximate_kl(
 
     k1: D      k2: D^2 / 2      k3, low_var_kl: exp(-D) - 1 + D      (low_var_kl is clamped to [-10, 10])
 
-    exp(-D) of k3 and low_var_kl stops growing at D = -20, with gradient 0 below.
+    Below D = -20, k3 and low_var_kl keep the value that they have there, with gradient 0.
 
     importance_ratio (same shape) multiplies the estimate before the clamp.
     """

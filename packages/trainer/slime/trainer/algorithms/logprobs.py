@@ -79,7 +79,7 @@ def _rows_at_once(logits: Tensor, chunk: int) -> int:
 
 
 def _again_backwards(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Keeps the inputs alone for the backward pass; nothing here is random."""
+    """Calls `function` and keeps only its inputs; the backward pass calls it again. It must not be random."""
     output: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
@@ -107,9 +107,9 @@ def _row_maxima(scaled: Tensor, shard: VocabularyShard) -> Tensor:
 
 
 def replicated_sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over `group` of values from which every rank then computes the same.
+    """Returns the sum of `values` over `group`, from which every rank then computes the same result.
 
-    Each rank's gradient is already that of the whole, so it passes backwards unchanged.
+    The gradient on each rank is therefore that of the whole already, and passes backwards unchanged.
     """
     return _ReplicatedSum.apply(values, group)
 

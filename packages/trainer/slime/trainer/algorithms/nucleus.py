@@ -30,7 +30,7 @@ class Nuclei:
     targets: Tensor  # [J] places in `ids` of the tokens that were drawn
 
     def take(self, rows: Tensor) -> Nuclei:
-        """Returns those of the rows [j], none twice, which become rows 0 to j - 1."""
+        """Returns the nuclei of `rows` [j], which has no row twice; they become rows 0 to j - 1."""
         place = self.targets.new_full((len(self.targets),), -1)
         place[rows] = torch.arange(len(rows), device=rows.device, dtype=place.dtype)
         place_of_each = place[self.rows]
@@ -42,7 +42,7 @@ class Nuclei:
 def nucleus_log_probs(
     logits: Tensor, nuclei: Nuclei, temperature: float = 1.0, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """[J, V] any float dtype -> [J] float32."""
+    """Returns the log-prob of each row's target in its nucleus: logits [J, V] of any float dtype -> [J] float32."""
     first = 0 if shard is None else shard.first
     local = nuclei.ids - first
     here = (local >= 0) & (local < logits.shape[-1])

@@ -46,7 +46,7 @@ def cispo_loss(
 def sequence_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     """[K] -> [K]: each value replaced by the masked mean over its sample; 0 where a sample has no token with mask 1.
 
-    Of ppo_kl it is minus the logarithm of GSPO's ratio (arXiv:2507.18071).
+    For ppo_kl the result is minus the logarithm of GSPO's ratio (arXiv:2507.18071).
     """
     zeros = values.new_zeros(num_segments)
     totals = zeros.index_add(0, segments, values.where(mask != 0, 0.0) * mask)
@@ -57,6 +57,9 @@ def sequence_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: 
 def off_policy_weights(
     ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, delta: float
 ) -> Tensor:
-    """Returns OPSM's weights: 0 where A < 0 in sequences whose masked mean of ppo_kl is above `delta`, else 1."""
+    """Returns weights [K]: 0 where A < 0 in sequences whose masked mean of ppo_kl is above `delta`, else 1.
+
+    Source: off-policy sequence masking (OPSM) of DeepSeek-V3.2 (2025).
+    """
     far = sequence_mean(ppo_kl.detach(), mask, segments, num_segments) > delta
     return 1.0 - (far & (advantages < 0)).to(ppo_kl.dtype)
