@@ -11,7 +11,7 @@ from slime.trainer.algorithms.nucleus import Nuclei
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
 
-# Places of ids are int32.
+# Offsets into the ids are int32.
 MOST = 2**31 - 1
 
 
@@ -56,7 +56,7 @@ def lay_nuclei(
 ) -> Nuclei:
     """Lays out the nuclei of tokens with loss mask 1, of samples that passed `check_nuclei`.
 
-    masks: float32 [R] each; targets: int [J] ids of these tokens. One that its nucleus does not have is added to it.
+    masks: float32 [R] each; targets: int [J] ids of these tokens. A target that its nucleus lacks is added to it.
     """
     ids, sizes = [], []
     for sample, mask in zip(samples, masks, strict=True):

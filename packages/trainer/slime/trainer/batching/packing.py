@@ -50,7 +50,7 @@ class PackedBatch:
     image_places: Tensor | None = None  # [1, T] bool: of prompts that have images
     experts: Tensor | None = None  # [T, layers, k] int16: experts that the engine chose; -1 where it chose none
     nuclei: Nuclei | None = None  # of J tokens, where they were sampled from a part of the vocabulary
-    grid_positions: Tensor | None = None  # [3, 1, T] what position_ids are to a model that counts images by their grid
+    grid_positions: Tensor | None = None  # [3, 1, T] position ids of a model that numbers image tokens by their grid
 
     @property
     def num_samples(self) -> int:
@@ -79,7 +79,7 @@ def loss_mask(sample: Sample) -> np.ndarray:
 def check_sample(
     sample: Sample, vocab_size: int, *, needs_log_probs: bool = False, vision: Vision | None = None
 ) -> None:
-    """Raises InvalidField, or NotAvailable for images without `vision`, where the model cannot be fed with it."""
+    """Raises InvalidField, or NotAvailable for images without `vision`, if the model cannot train on the sample."""
     tokens, response = sample.array("tokens"), sample.response_length
     total = len(tokens)
     if not 0 <= response < max(total, 1):
@@ -111,7 +111,7 @@ def check_sample(
 def check_experts(sample: Sample, layers: int, top_k: int, experts: int) -> None:
     """Raises InvalidField where the sample does not say which of `experts` its tokens were sent to.
 
-    One that trains nothing need not.
+    A sample that trains nothing may leave that out.
     """
     found, rows = sample.rollout_routed_experts, len(sample.array("tokens")) - 1
     if found is None and not loss_mask(sample).any():
@@ -133,7 +133,7 @@ def check_experts(sample: Sample, layers: int, top_k: int, experts: int) -> None
 def check_teacher(sample: Sample) -> None:
     """Raises InvalidField where the sample has no log-probs of a teacher for its response tokens.
 
-    One that trains nothing needs none: it may have failed before a teacher saw it.
+    A sample that trains nothing needs none: it may have failed before a teacher saw it.
     """
     found = sample.array("teacher_log_probs")
     if found is None and not loss_mask(sample).any():
@@ -164,7 +164,7 @@ def pack(
 
     share_prompts: whether equal prompts are laid out once; they come first in the row, and their responses behind them.
     gather: the keys of such a prompt are copied for each response, which attention with a window needs.
-    multiple: T is one of it, by a sequence of padding.
+    multiple: T is padded to a multiple of it, by a sequence of padding.
     experts: (layers, k) to lay out the experts of the samples' tokens too. nuclei: whether their nuclei are laid out,
     which passed `check_nuclei`.
     """
@@ -300,7 +300,7 @@ def _predictors(responses: Sequence[tuple[int, int]], lengths: Sequence[int]) ->
 def _grid_positions(
     places: np.ndarray, owner: np.ndarray, branch: np.ndarray, counted: dict[int, np.ndarray]
 ) -> np.ndarray:
-    """[3, T]: those of prompts with images, and of their responses, which go on behind the largest."""
+    """[3, T]: grid positions of prompts with images, and of their responses, which continue after the largest."""
     found = np.tile(places, (3, 1))
     for prompt, positions in counted.items():
         found[:, (owner == prompt) & (branch == 0)] = positions
@@ -326,7 +326,7 @@ def _prompt_of(sample: Sample) -> tuple[bytes, str | None] | None:
 
 
 def prompt_digest(sample: Sample) -> str:
-    """Differs where prompts do."""
+    """Returns a text that differs where prompts differ."""
     prompt = _prompt_of(sample)
     if prompt is None:
         return f"alone {id(sample)}"

@@ -18,9 +18,9 @@ class SharedPrompts:
     """Prompts at the start of a row, and the responses that see them, which follow the last prompt in the prompts'
     order.
 
-    q_limits: [prompts + 1] int32, where the responses of each prompt start, and the end; k_limits: [prompts + 1] int32,
-    the same
-    for the prompts. max_q, max_k: bounds on their lengths, as in Runs.
+    q_limits: [prompts + 1] int32, where the responses of each prompt start, and the end.
+    k_limits: [prompts + 1] int32, the same for the prompts.
+    max_q, max_k: bounds on their lengths, as in Runs.
     """
 
     q_limits: Tensor
@@ -63,7 +63,7 @@ class Runs:
     max_k: int
     shared: SharedPrompts | None = None
     one_length: bool = False
-    # Not a field: copies with other tensors, as FSDP2 makes them, have other ones.
+    # Not a field: a copy with other tensors, as FSDP2 makes, has to compute its own.
     operands: ClassVar[Operands]
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Runs:
 
 
 def varies(tensor: Tensor, dim: int) -> Tensor:
-    """Returns `tensor`, of which torch.compile takes any length of `dim` from the start."""
+    """Returns `tensor`, marked so that torch.compile takes any length of `dim` from the start."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
 

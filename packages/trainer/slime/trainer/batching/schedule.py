@@ -10,14 +10,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from slime.types.errors import counted
 
-# Positions of one forward pass; empty where a rank only keeps the others company in collective calls.
+# Positions of one forward pass; empty where a rank only takes part in the collective calls of the others.
 MicroBatch = list[int]
 Cost = Callable[[int], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of samples as micro-batches have them: a prompt that several samples of one share is there once.
+    """Tokens of samples in micro-batches, where a prompt that several samples share is laid out once.
 
     total: by position; prompts: (which prompt, its tokens) by position, for samples that may share one.
     """
@@ -43,7 +43,7 @@ class Lengths:
         return [position for position, (which, _) in self.prompts.items() if members[which] > 1]
 
     def told_apart(self, digests: Mapping[int, str]) -> Lengths | None:
-        """Returns lengths where only samples with equal digests share a prompt; None where those are these."""
+        """Returns lengths where only samples with equal digests share a prompt; None if that changes nothing."""
         seen: dict[Hashable, set[str]] = {}
         for position, digest in digests.items():
             if position in self.prompts:
@@ -100,7 +100,7 @@ def schedule(
 def regroup(
     shares: Sequence[Sequence[MicroBatch]], lengths: Lengths, max_tokens: int, multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Returns the positions that each replica has in `shares`, in other micro-batches of up to `max_tokens`.
+    """Regroups the positions that each replica has in `shares` into micro-batches of up to `max_tokens`.
 
     Every replica gets the same number of them, a multiple of `multiple`.
     """
@@ -114,9 +114,10 @@ def regroup(
 def fewest_bins(positions: Sequence[int], lengths: Lengths, max_tokens: int) -> list[MicroBatch]:
     """Returns bins of up to `max_tokens`; a longer sample is alone.
 
-    Samples that share a prompt are one item, or several where they are too many for a bin, which have the prompt once
-    each. Items stay in their order, first-fit, unless best-fit of the largest first makes fewer bins, or cutting items
-    wherever a bin is full, or at every sample: a row that is not full costs what a full one does.
+    Samples that share a prompt are one item, or several items, each with the prompt, if one bin cannot take them all.
+    Items are packed first-fit in their order, unless there are fewer bins with best-fit, the largest first, or with
+    items cut wherever a bin is full, or with every sample on its own. The number of bins is what counts, because a row
+    that is not full costs as much as a full one.
     """
     families = lengths.families(positions)
     items = [piece for family in families for piece in _pieces(family, lengths, max_tokens)]
@@ -154,7 +155,7 @@ def _pieces(family: Sequence[int], lengths: Lengths, max_tokens: int | None) -> 
 
 
 def _filled_in_order(families: Sequence[MicroBatch], lengths: Lengths, max_tokens: int) -> list[MicroBatch]:
-    """Returns bins filled one after the other; what of a family is left when one is full begins the next."""
+    """Returns bins filled one after the other; the part of a family that a bin has no room for begins the next."""
     bins: list[MicroBatch] = []
     room = 0
     for family in families:

@@ -66,10 +66,10 @@ class DeviceMemory:
         self._away: dict[str, list[_Away]] = {}
         # Host copies of each part, kept for the next release: pinned memory is slow to allocate.
         self._host: dict[str, dict[int, Tensor]] = {}
-        # TRAINING on its way to the host, whose memory is not free yet, and what says that it is there.
+        # TRAINING on its way to the host, whose device memory is not free yet, and the event that marks its arrival.
         self._leaving: list[_Away] = []
         self._left: torch.cuda.Event | None = None
-        # Says that TRAINING is back on the device; None where it is.
+        # The event that marks the arrival of TRAINING on the device; None if nothing is under way.
         self._arrived: torch.cuda.Event | None = None
         on_gpu = backend.device.type == "cuda" and torch.cuda.is_available()
         self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
@@ -98,7 +98,7 @@ class DeviceMemory:
             _synchronize()
 
     def arrive(self) -> None:
-        """Has the work that is queued from now on wait for what `need` left for later."""
+        """Makes work that is queued from now on wait for the tensors that `need` left for later."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
             self._arrived = None
@@ -144,7 +144,7 @@ class DeviceMemory:
         self._leaving, self._left = [], None
 
     def _beside(self, copies: Callable[[], object]) -> torch.cuda.Event | None:
-        """Runs `copies` beside what is queued later; returns what says that they are done, None where they are."""
+        """Runs `copies` beside work that is queued later; returns the event of their end, None if they have ended."""
         if self._stream is None:
             copies()
             return None
@@ -189,7 +189,7 @@ class DeviceMemory:
             return
         gc.collect()
         if not self._frozen:
-            # Without it every collection would go through all objects of the start, most of them modules.
+            # Without this, every collection would visit all objects made at the start, most of them Python modules.
             gc.freeze()
             self._frozen = True
         _synchronize()

@@ -39,7 +39,7 @@ class ReplicaReader:
                     self._source = next(rank for rank in members if places[rank][1])
 
     def read(self, read: ReadSamples, positions: Sequence[int]) -> list[Sample]:
-        """Reads the samples at `positions`, the same on every rank of a replica. An error on one rank is one on all."""
+        """Reads the samples at `positions`, the same on every rank of a replica. An error on one is raised on all."""
 
         def fetch() -> list[Sample]:
             if not positions or self._source != self._ranks.rank:

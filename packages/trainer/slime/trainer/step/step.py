@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class TrainStep:
     """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader.
 
-    before_update: called before what only updates read, the optimizer's state, is used.
+    before_update: called before each use of the optimizer's state, which only updates read.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TrainStep:
         shares, scored = self._assign(plan, lengths)
         samples = self._samples(read, shares)
         if lengths.prompts:
-            # Prompts of a group are mostly equal; who has read them knows.
+            # The prompts of a group are mostly equal; only the rank that has read them knows whether they are.
             known = [p for p in lengths.shared() if p in samples] if backend.leads_replica else []
             digests = {str(p): prompt_digest(samples[p]) for p in known}
             found = {int(p): digest for of_rank in self.ranks.gather(digests) for p, digest in of_rank.items()}
@@ -246,7 +246,7 @@ class TrainStep:
 
 
 def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Averages each metric over the updates that have it: one without samples to train has no entropy, for one."""
+    """Averages each metric over the updates that have it. An update without samples to train has no entropy, say."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

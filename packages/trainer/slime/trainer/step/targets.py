@@ -85,8 +85,8 @@ class Preparation:
         return metrics
 
     def _needs_old_log_probs(self, updates: int) -> bool:
-        """Returns False where the policy at the start of the update is the old policy: `log_probs.detach()` is the
-        same."""
+        """Returns False if the policy at the start of the update is the old policy: `log_probs.detach()` of the update
+        are the same numbers."""
         s = self.settings
         if s.loss_type == "sft_loss":
             return False
