@@ -1,4 +1,4 @@
-"""Reads tensors of a Hugging Face directory: any part of any, in any dtype, with fp8 converted back.
+"""Reads tensors of a Hugging Face directory, or any part of one, in any dtype, with fp8 converted back.
 
 DeepSeek's fp8 checkpoints keep `NAME.weight` in float8 and, for every block of 128 x 128 of it, a factor in
 `NAME.weight_scale_inv`; read here, such a weight is bfloat16.
@@ -27,8 +27,8 @@ SHOWN = 10
 
 
 class HfSource:
-    """The weights of a Hugging Face directory. weights: the headers. dtype(name): what `read` makes of a tensor by
-    default.
+    """The weights of a Hugging Face directory. weights: their headers. dtype(name): the dtype in which `load` reads a
+    tensor by default.
 
     Raises MissingFile, InvalidFile; NotAvailable for a quantisation other than fp8 in blocks.
     """
@@ -69,10 +69,10 @@ class HfSource:
         return torch.bfloat16 if dtype in FLOAT8 else dtype
 
     def check(self, parameters: Iterable[Parameter], ignored: Iterable[str]) -> None:
-        """Holds the headers against the tensors that the parameters are made of.
+        """Compares the headers with the tensors that the parameters are made of.
 
         ignored: patterns of names that may be there too. Raises InvalidFile naming missing and unexpected tensors,
-        those of another shape or of whole numbers, and fp8 without its factors.
+        tensors of another shape or of integers, and fp8 tensors without their factors.
         """
         wanted: dict[str, Shape] = {block.name: block.shape for p in parameters for block in p.blocks}
         found, patterns = self.tensors, [re.compile(pattern) for pattern in ignored]

@@ -121,8 +121,11 @@ def convert(
 def read_model(
     hf_checkpoint: str | Path, megatron_args: Mapping[str, Any], dtype: str | None, model_name: str | None = None
 ) -> Model:
-    """Raises MissingFile, InvalidFile, or InvalidSetting with each contradiction between flags and config,
-    or with a parallel size that the model cannot be cut by."""
+    """Reads the model's config and compares the flags with it.
+
+    Raises MissingFile, InvalidFile, or InvalidSetting naming each contradiction between flags and config, or a parallel
+    size that does not divide the model.
+    """
     path = Path(hf_checkpoint)
     if not path.is_dir():
         raise no_directory(path, "--hf-checkpoint")

@@ -144,7 +144,7 @@ class Leftovers:
         ]
 
     def write(self, where: dict[str, Stored]) -> None:
-        """Writes them; call it when all other tensors are written."""
+        """Writes these tensors. Called after all other tensors are written, which copies are read from."""
         with HfFiles(where) as files:
             for name, original in self._copies.items():
                 self._copy(files, name, where[original.name])

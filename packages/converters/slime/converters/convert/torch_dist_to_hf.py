@@ -1,8 +1,7 @@
 """Converts a torch_dist checkpoint into a Hugging Face directory, one parameter at a time, without a model.
 
 Checkpoints of slime-convert and slime's trainer carry their config and tokenizer; for those of other programs these
-come
-from the directory of the original model.
+come from the directory of the original model.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class TorchrunRanks:
             dist.destroy_process_group()
 
     def share(self, make: Callable[[], Result]) -> list[Result]:
-        """Returns the results of `make` on each rank, on all ranks; raises an error of one of them on every one."""
+        """Returns on every rank the results of `make` on all ranks; raises the error of one rank on every rank."""
         if self.size == 1:
             return [make()]
         import torch.distributed as dist

@@ -22,7 +22,7 @@ from slime.types.errors import NotAvailable
 # Constants of Llama 3's rotary scaling in Megatron's code, which no argument changes.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# A group's score is the sum over its best experts, this many; Megatron takes topk // chosen groups.
+# The score of a group is the sum over this many of its best experts; Megatron takes topk // chosen groups of them.
 BEST_OF_GROUP = 2
 
 

@@ -9,7 +9,7 @@ from slime.types.errors import InvalidFile, NotAvailable
 
 
 def required(config: Config, key: str) -> Any:
-    """Raises InvalidFile where the key is missing or null."""
+    """Returns the value of `key`. Raises InvalidFile if it is missing or null."""
     value = config.get(key)
     if value is None:
         raise InvalidFile(f"config.json has no {key}", field=key, expected=f"{key} of {config.get('model_type')}")
@@ -59,7 +59,7 @@ def rope(config: Config) -> dict[str, Any]:
 
 
 def rotary_base(config: Config) -> float:
-    """Returns the base as an int where it is whole: older versions of Megatron take no other."""
+    """Returns the base of the rotary embedding, as an int if it is whole: older versions of Megatron take only ints."""
     return whole(rope(config)["rope_theta"])
 
 

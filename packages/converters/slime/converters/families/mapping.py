@@ -2,7 +2,7 @@
 
 A `Parameter` is one Megatron parameter, whole (no tensor parallelism), under its name in a `GPTModel` of local layers
 with global layer and expert numbers: `decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`. It is made of
-`Block`s, rectangles that are cut out of Hugging Face tensors. Tables of them, one a family, are in `families/`.
+`Block`s, rectangles that are cut out of Hugging Face tensors. Tables of parameters, one per family, are in `families/`.
 Loading, exporting, checkpoint conversion and weight sync all ask `Parameter.slices` which part of which tensor a rank
 holds, so no layout is written down twice.
 
@@ -22,8 +22,8 @@ from slime.types.errors import InvalidField
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A rectangle of the Hugging Face tensor `name` [shape]: `size` elements a dimension, from `source` there, at
-    `target` in the Megatron parameter."""
+    """A rectangle of `size` elements that begins at `source` in the Hugging Face tensor `name` [shape], and at `target`
+    in the Megatron parameter."""
 
     name: str
     shape: Shape
@@ -51,7 +51,7 @@ class Parameter:
     """One Megatron parameter.
 
     split: the dimension that tensor parallelism cuts, None for a copy on every rank.
-    stacks: that many equal parts along dimension 0, each cut by itself (2: a rank's gate lies on its up projection).
+    stacks: number of equal parts along dimension 0, each cut by itself (2: a rank's gate and its up projection).
     padded: the vocabulary is dimension 0; a model may have more rows than `shape`, zeros that belong to no token.
     """
 
@@ -140,21 +140,21 @@ def _index(start: list[int], size: list[int]) -> Index:
 def copy(
     name: str, hf_name: str, shape: Shape, *, split: int | None = None, stacks: int = 1, padded: bool = False
 ) -> Parameter:
-    """Takes the Hugging Face tensor as it is; stacks: the equal parts that lie one above the other in it already."""
+    """Takes the Hugging Face tensor as it is; stacks: number of equal parts that it already has along dimension 0."""
     zero = (0,) * len(shape)
     block = Block(hf_name, shape, zero, zero, shape)
     return Parameter(name, shape, (block,), split=split, stacks=stacks, padded=padded)
 
 
 def stack(name: str, hf_names: tuple[str, ...], shape: Shape) -> Parameter:
-    """Takes equal tensors of `shape` one above the other, as in the gate and the up projection of a gated MLP."""
+    """Concatenates tensors of the same `shape` along dimension 0, as the gate and up projections of a gated MLP."""
     zero = (0,) * len(shape)
     blocks = tuple(Block(hf_name, shape, zero, (i * shape[0], *zero[1:]), shape) for i, hf_name in enumerate(hf_names))
     return Parameter(name, (len(hf_names) * shape[0], *shape[1:]), blocks, split=0, stacks=len(hf_names))
 
 
 def swapped(name: str, hf_name: str, shape: Shape, *, split: int | None = None) -> Parameter:
-    """Takes the Hugging Face matrix with the left half of its columns behind the right half."""
+    """Takes the Hugging Face matrix with the halves of its columns swapped."""
     rows, columns = shape
     left, right, size = (0, 0), (0, columns // 2), (rows, columns // 2)
     blocks = (Block(hf_name, shape, right, left, size), Block(hf_name, shape, left, right, size))
@@ -164,7 +164,7 @@ def swapped(name: str, hf_name: str, shape: Shape, *, split: int | None = None) 
 def qkv(
     name: str, hf_names: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, columns: int | None
 ) -> Parameter:
-    """Takes queries, keys and values by query group: the queries of group 0, its key, its value, then those of group 1.
+    """Interleaves queries, keys and values by query group: queries, key and value of group 0, then those of group 1.
 
     heads: query heads; groups: key and value heads; columns: None for biases.
     """

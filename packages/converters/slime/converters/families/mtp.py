@@ -38,9 +38,9 @@ def _around(hidden: int) -> Iterator[Parameter]:
 
 
 def without_missing(config: Config, tensors: Iterable[str]) -> dict[str, Any]:
-    """Returns `config` without MTP layers where none of `tensors`, the names in its checkpoint, is of one.
+    """Returns `config` without MTP layers if none of `tensors`, the names in its checkpoint, belongs to one.
 
-    transformers leaves such layers out when it saves a model, and their number in config.json.
+    When transformers saves a model it drops such layers, but leaves their number in config.json.
     """
     first = int(config.get("num_hidden_layers") or 0)
     for name in tensors:

@@ -19,8 +19,8 @@ SPARE_BYTES = 64 << 20
 def check_hf_output(target: Path, source: str, overwrite: bool) -> bool:
     """Returns whether `target` is complete and was made of the same source (a fingerprint) in the same way.
 
-    Raises InvalidSetting where it is something else that may not be replaced: what slime did not write, ever; what it
-    did, without `overwrite`.
+    Raises InvalidSetting for a directory that must not be replaced: one that slime did not write, and, without
+    `overwrite`, the result of another conversion.
     """
     check_replaceable(target, field="--output-dir")
     if overwrite or not target.exists() or not any(target.iterdir()):

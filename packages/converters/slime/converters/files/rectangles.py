@@ -1,7 +1,7 @@
 """Rectangles of tensors that lie in files row by row: read into memory and written from it, with nothing mapped.
 
-Every file format here ends in the same thing, a dense row-major array at some offset of a file. What is read goes
-straight into the tensor that wants it, so a rectangle costs its own size and at most one `BUFFER_BYTES`.
+In every file format here a tensor is a dense row-major array at some offset of a file. Data is read straight into its
+target tensor, so a rectangle costs its own size and at most one `BUFFER_BYTES`.
 """
 
 from __future__ import annotations

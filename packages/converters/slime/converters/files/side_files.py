@@ -15,7 +15,7 @@ _OURS = ("trainer.json", "slime.json")
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Lists them in sorted order, without hidden files and directories."""
+    """Lists the side files in sorted order, without hidden files and directories."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -27,7 +27,7 @@ def side_files(directory: Path) -> list[Path]:
 
 
 def copy_side_files(source: Path, target: Path, changes: Mapping[str, Any] | None = None) -> None:
-    """Copies them into `target`, which is made if needed.
+    """Copies the side files of `source` into `target`, which is made if needed.
 
     changes: of config.json's keys; None takes a key out. `dtype` goes under the name that the config has for it.
     Without a change the file keeps its bytes. Raises OutOfSpace.

@@ -1,4 +1,4 @@
-"""Compares two sets of weights, with a piece of a tensor of each in memory at a time."""
+"""Compares two sets of weights, holding one piece of a tensor of each in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Difference:
 def compare(first: str | Path, second: str | Path, *, atol: float = 0.0) -> Iterator[Difference]:
     """Yields differences between the tensors of two directories, files or checkpoints, by name in sorted order.
 
-    Two torch_dist checkpoints are compared by their keys, one with a Hugging Face directory as what it converts to.
+    Two torch_dist checkpoints are compared by their keys; one and a Hugging Face directory, by the tensors that the
+    checkpoint converts to.
     atol 0: every tensor has the same dtype, shape and bits, those of NaN included. Above 0: the same shape, and no two
     elements further apart than `atol`; dtypes may differ, NaN equals NaN.
     """

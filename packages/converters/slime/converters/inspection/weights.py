@@ -35,7 +35,7 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def open_two(first: str | Path, second: str | Path) -> tuple[Weights, Weights]:
-    """Opens two; if only one is torch_dist, as Hugging Face tensors. Raises as `open_weights`."""
+    """Opens two sets of weights; if only one is torch_dist, both as Hugging Face tensors. Raises as `open_weights`."""
     if is_torch_dist(first) == is_torch_dist(second):
         return open_weights(first), open_weights(second)
     if is_torch_dist(first):

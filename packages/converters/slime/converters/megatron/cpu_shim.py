@@ -4,8 +4,8 @@
     with cpu_shim.on_this_thread(): ...         in each other thread that calls Megatron
     ThreadPoolExecutor(1, initializer=cpu_shim.enter_thread)
 
-Where CUDA is available nothing below is replaced, but for `WITHOUT_TRANSFORMER_ENGINE`: three faults of Megatron's that
-are there on a GPU too, and only where Transformer Engine is missing. Each replacement is a function that says why.
+With CUDA, nothing below is replaced but `WITHOUT_TRANSFORMER_ENGINE`: three faults of Megatron that also occur on a GPU
+if Transformer Engine is missing. Each replacement is a function whose docstring says why it is needed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def streams() -> None:
 
 
 def synchronize() -> None:
-    """Has nothing wait for the device, as saving a torch_dist checkpoint and pipeline messages do."""
+    """Replaces waits for the device, which saving a torch_dist checkpoint and pipeline messages make, by nothing."""
     _replace(torch.cuda, synchronize=lambda *args: None, empty_cache=lambda: None)
 
 
@@ -191,7 +191,7 @@ def host_copies() -> None:
 
 
 def compiled_functions() -> None:
-    """Runs eagerly what Megatron decorates with torch.compile while it is imported (the router's functions, for one):
+    """Runs eagerly the functions that Megatron decorates with torch.compile while it is imported, such as the router's:
     on a CPU each costs seconds and a C++ compiler."""
     torch.compiler.set_stance("force_eager")
 
@@ -202,23 +202,24 @@ def devices() -> None:
 
 
 def router_matmul() -> None:
-    """Sets `te_general_gemm` to None, as moe_utils asks, which defines it only where Transformer Engine is there."""
+    """Sets `te_general_gemm` to None: moe_utils reads it always, and defines it only with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     _replace(moe_utils, te_general_gemm=None)
 
 
 def latent_attention() -> None:
-    """Says that Transformer Engine is absent: megatron.core.extensions.transformer_engine can be imported without it,
-    which multi_latent_attention takes for its presence, and asks for an instance of a placeholder that is no class."""
+    """Tells multi_latent_attention that Transformer Engine is absent. It concludes the opposite because
+    megatron.core.extensions.transformer_engine can be imported, and then calls isinstance with a placeholder that is
+    not a class."""
     from megatron.core.transformer import multi_latent_attention
 
     _replace(multi_latent_attention, HAVE_TE=False)
 
 
 def library_version() -> None:
-    """Gives Transformer Engine a version: OptimizerConfig asks whether it is new enough before it asks whether it is
-    there, and would compare None with a version."""
+    """Gives Transformer Engine a version: OptimizerConfig compares the version before it asks whether the package is
+    installed, and would compare None with a version."""
     from megatron.core import utils
 
     _replace(utils, _te_version=utils.PkgVersion("0"))

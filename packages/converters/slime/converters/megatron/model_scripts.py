@@ -124,8 +124,8 @@ def read_script(path: str | Path) -> list[str]:
 
 
 def check_script(path: str | Path, config: Config, *, source: str) -> None:
-    """Holds a shell file against a config. Raises what `read_script` and `check_model_args` raise, and InvalidSetting
-    for words among MODEL_ARGS that are no flag of Megatron."""
+    """Compares a shell file with a config. Raises as `read_script` and `check_model_args` do, and InvalidSetting for
+    words in MODEL_ARGS that are not flags of Megatron."""
     values, rest = parse_model_args(read_script(path))
     if rest:
         known = [flag for row in table() for flag in row.flags]

@@ -1,10 +1,10 @@
 """Megatron's parallel layout: the sizes of groups, the place of each rank, and the layers of each pipeline stage.
 
-Worked out from Megatron's arguments alone, without torch. Ranks count up along tensor, context, data and pipeline
-parallelism, in this order; those of experts along expert tensor, expert, expert data and pipeline parallelism.
+All of it follows from Megatron's arguments, without torch. Ranks count up along tensor, context, data and pipeline
+parallelism, in this order; for the experts, along expert tensor, expert, expert data and pipeline parallelism.
 
-Everything that lays out ranks asks here, so a layout is refused in the same words by the checks before a run, by the
-dry run, by the trainer and by the converters.
+Everything that lays out ranks uses this module, so the checks before a run, the dry run, the trainer and the converters
+refuse a layout in the same words.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Locates the elements of a tensor in a file of torch.save: a zip whose records are stored as they are.
 
-A .distcp file holds many such blobs one after the other. Knowing the place, a part of a tensor is read without the rest
-and nothing of it is unpickled but the description of one tensor, by an allow-list.
+A .distcp file holds many such blobs one after the other. Once its place is known, a part of a tensor is read without
+the rest of the tensor. Nothing but the description of that tensor is unpickled, with an allow-list.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MAX_OPEN_FILES = 64
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: `shape` elements from `start`, saved at [offset, offset + length) of `file`."""
+    """A rectangle of `shape` that begins at `start` of a tensor, saved in bytes [offset, offset + length) of `file`."""
 
     start: Shape
     shape: Shape

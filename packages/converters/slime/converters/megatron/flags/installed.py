@@ -1,7 +1,7 @@
 """Reads the flags of a Megatron-LM on the path: its parser has the last word on names, choices and defaults.
 
-Importing `megatron.training` takes seconds, so that happens once in a process of its own, and the table it gives is
-kept in the user's cache directory until Megatron-LM's `arguments.py` changes.
+Importing `megatron.training` takes seconds, so it happens once, in a process of its own. The resulting table is kept in
+the user's cache directory until Megatron-LM's `arguments.py` changes.
 """
 
 from __future__ import annotations

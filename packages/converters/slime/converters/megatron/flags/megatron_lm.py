@@ -39,13 +39,13 @@ DEST = {
 }
 
 # Defaults of Megatron-LM's command line that differ from those of the dataclasses.
-# That of the scale is slime's, which the trainer sets (slime.trainer.backends.build).
+# The default of mtp_loss_scaling_factor is slime's, which the trainer sets (slime.trainer.backends.build).
 DEFAULTS = {
     "q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "rope_type": None,
     "mtp_loss_scaling_factor": 0.2,
 }  # fmt: skip
 
-# Fields whose flag has fewer choices, or more than the type says.
+# Fields whose flag has fewer or more choices than the type says.
 CHOICES = {
     "transformer_impl": ("local", "transformer_engine"),
     "rope_type": ("rope", "yarn"),
@@ -102,7 +102,7 @@ REFUSED_FIELDS = {
     "an activation that no family here needs": "use_te_activation_func",
 }
 
-# Fields whose flag is taken where it says what is done anyway: field -> accepted values and the reason why no others.
+# Fields whose flag is taken with values that change nothing: field -> these values, and why no others are taken.
 SAME_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "hidden_dropout": ((0.0,), "log-probs of one policy must come out the same twice"),
     "attention_dropout": ((0.0,), "log-probs of one policy must come out the same twice"),
@@ -189,7 +189,8 @@ REFUSED = {
     "experimental parts of megatron-core": "enable-experimental",
 }
 
-# Field -> the help of its flag: Megatron's own sentences describe code, some end in the middle, and one is another's.
+# Field -> the help of its flag. Megatron's own sentences describe code, some are cut short, and one belongs to another
+# field.
 HELP: dict[str, str] = {
     "tensor_model_parallel_size": "Ranks that share each layer (tensor parallelism)",
     "pipeline_model_parallel_size": "Pipeline stages, each with a run of the layers",

@@ -30,7 +30,7 @@ CONFIGS = (
 class FlagRow:
     """One of Megatron's flags.
 
-    flags: its spellings, with dashes. A name that ends in `*` stands for all that begin so.
+    flags: its spellings, with dashes. A name that ends in `*` stands for every flag with that beginning.
     dest: the attribute of Megatron-LM's `args`.
     kind: on, off (switches that set True, False), int, float, str, number (an integer where it is one), pattern (an
         integer or a list of integers); one or more values with `*` behind it. Empty for names that are only refused.
@@ -39,7 +39,7 @@ class FlagRow:
         the attribute.
     status: used; hint (performance only, see `note`); same (taken with a value in `accepts`, refused with others);
         elsewhere (a setting of another package); refused.
-    note: why it is refused, or taken with no other value.
+    note: why it is refused, or why no other value is taken.
     """
 
     flags: tuple[str, ...]
