@@ -159,7 +159,7 @@ def test_sglang_loads_a_checkpoint_on_its_host_that_deltas_bring_up_to_date(
         assert updates.metrics["perf/update_weights_whole_engines"] == whole
         assert (sent >= updates.metrics["perf/update_weights_whole_bytes"]) is whole
         assert [path.name[:14] for path in local.glob("*weight_v*")] == [f"weight_v{version:06d}"]
-    assert "weight version 4 is a delta of it" in caplog.text
+    assert "weight version 4 is a delta to it" in caplog.text
     # Sent again, as one of an engine that was lost, but trained since.
     change(backend, 6)
     updates.push(5)
