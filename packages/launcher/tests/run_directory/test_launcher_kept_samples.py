@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,20 @@ def test_pages_of_a_large_file_are_read_by_row(tmp_path: Path) -> None:
     for start, stop in ((0, 5), (ROW_GROUP - 2, ROW_GROUP + 2), (2 * ROW_GROUP + 8, 3 * ROW_GROUP), (9999, 10000)):
         found = [row["index"] for row in read_rows(path, ["index"], start=start, stop=stop)]
         assert found == list(range(start, min(stop, 2 * ROW_GROUP + 10)))
+
+
+def test_no_thread_but_the_caller_s_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    KeptSamples(tmp_path, 0).write(0, [sample(index) for index in range(5)])
+    readers = set()
+
+    class Recorded(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            readers.add(threading.current_thread())
+            return super().read(size)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Recorded(path, mode))
+    assert len(read_rows(kept_files(tmp_path)[0].path)) == 5
+    assert readers == {threading.current_thread()}
 
 
 def test_the_page_lists_the_columns() -> None:

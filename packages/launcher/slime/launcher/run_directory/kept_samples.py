@@ -222,7 +222,9 @@ def iterate_rows(
     import pyarrow.parquet as pq
 
     wanted = [name for name, _, _ in SCHEMA] if columns is None else list(columns)
-    with _readable(path), path.open("rb") as opened, pq.ParquetFile(opened) as file:
+    # Read by this thread: pre-buffering reads a Python file on a thread of Arrow's, which can outlive the interpreter's
+    # lock and then aborts a process that ends right after its last row.
+    with _readable(path), path.open("rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         missing = sorted(set(wanted) - set(file.schema_arrow.names))
         if missing:
             raise _unreadable(path, f"it has no column {missing[0]}")
