@@ -14,6 +14,8 @@ from buffer_samples import complete, finish
 from slime.buffer.cli import main
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
+from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.objects import ObjectPayloads
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, Unavailable
 from slime.types.rpc import RpcSettings
@@ -129,6 +131,26 @@ def test_a_place_without_samples_yet_is_that_of_the_first_database(settings, tmp
     flags = [word for name, value in other.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert main(["check", *flags]) == 2 and "payloads-of" in capsys.readouterr().err
     serve(BufferSettings(**settings)).stop()
+
+
+def test_of_two_databases_that_claim_a_place_at_once_one_has_it(settings, tmp_path, monkeypatch):
+    other = settings | {"buffer_dir": str(tmp_path / "other")}
+    read = ObjectPayloads.owner
+
+    def claimed_meanwhile(payloads: ObjectPayloads) -> str | None:
+        monkeypatch.setattr(ObjectPayloads, "owner", read)
+        owner = payloads.owner()
+        serve(BufferSettings(**settings)).stop()
+        return owner
+
+    monkeypatch.setattr(ObjectPayloads, "owner", claimed_meanwhile)
+    with pytest.raises(InvalidFile, match="are not those of .*payloads-of"):
+        serve(BufferSettings(**other))
+    serve(BufferSettings(**settings)).stop()
+    files = FilePayloads(tmp_path / "files" / "payloads")
+    for owner in ("first", "second"):
+        files.claim(owner)
+    assert files.owner() == "first"
 
 
 def test_a_bucket_or_credentials_that_are_not_there_are_an_error_at_once(settings, tmp_path, monkeypatch):

@@ -263,4 +263,5 @@ class Payloads(ABC):
         """Returns the id of the store that these payloads belong to, as `claim` has set it; None if it has not."""
 
     @abstractmethod
-    def claim(self, owner: str) -> None: ...
+    def claim(self, owner: str) -> None:
+        """Sets the owner, unless another store has claimed the payloads in the meantime."""

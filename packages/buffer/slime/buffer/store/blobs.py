@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -134,8 +135,14 @@ class FilePayloads(Payloads):
             return None
 
     def claim(self, owner: str) -> None:
-        with whole_file(self._owner, "w") as file:
-            file.write(f"{owner}\n")
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if self.owner() is None:
+                with whole_file(self._owner, "w") as file:
+                    file.write(f"{owner}\n")
+        finally:
+            os.close(descriptor)
 
     def _files(self) -> set[str]:
         paths = (path for path in self.directory.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -26,6 +26,8 @@ OPTIONS = {
 }  # fmt: skip
 GONE = ("NoSuchKey", "404", "NotFound")
 SHORT = ("InvalidRange", "416")
+# Another claim was first, or is being written.
+CLAIMED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 FULL_STATUS = 507
 
 
@@ -119,8 +121,13 @@ class ObjectPayloads(Payloads):
             return None
 
     def claim(self, owner: str) -> None:
+        key = f"{self._prefix}payloads-of"
         with self._errors("owner"):
-            self._client.put_object(Bucket=self._bucket, Key=f"{self._prefix}payloads-of", Body=f"{owner}\n".encode())
+            try:
+                self._client.put_object(Bucket=self._bucket, Key=key, Body=f"{owner}\n".encode(), IfNoneMatch="*")
+            except self._client.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] not in CLAIMED:
+                    raise
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}payloads/{name}"

@@ -108,18 +108,25 @@ def _check_owner(store: Store, payloads: Payloads, *, existing: bool) -> None:
         return
     # A server that was killed before it claimed the payloads has left no samples.
     if owner is not None or payloads.exist() or store.payload_names():
-        mark = "" if owner is None else f"; payloads-of beside {payloads.name} names the database that claimed it"
-        raise InvalidFile(
-            f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
-            f"or name the place of that database's samples (a new place for a new database){mark}",
-            field="--buffer-store", value=store.name, expected="the database that the samples belong to",
-        )  # fmt: skip
+        raise _foreign(store, payloads, owner)
     if existing:
         return
     if known is None:
         with store.transaction():
             store.put(STORE_ID, known := uuid.uuid4().hex)
     payloads.claim(known)
+    # Two databases may find the same place unclaimed; the one whose claim is stored has it.
+    if (owner := payloads.owner()) != known:
+        raise _foreign(store, payloads, owner)
+
+
+def _foreign(store: Store, payloads: Payloads, owner: str | None) -> InvalidFile:
+    mark = "" if owner is None else f"; payloads-of beside {payloads.name} names the database that claimed it"
+    return InvalidFile(
+        f"the samples in {payloads.name} are not those of {store.name}: restore the database that they belong to, "
+        f"or name the place of that database's samples (a new place for a new database){mark}",
+        field="--buffer-store", value=store.name, expected="the database that the samples belong to",
+    )  # fmt: skip
 
 
 class Directory:
