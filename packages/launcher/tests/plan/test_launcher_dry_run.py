@@ -153,6 +153,20 @@ def test_memory_is_held_against_the_gpu(words: list[str], capsys: pytest.Capture
     assert sum("DOES NOT FIT" in line for line in large) == 2
 
 
+def test_memory_is_held_against_that_of_the_machine(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, code, verdict in ((8, 0, "fits"), (3, 3, "DOES NOT FIT")):
+        monkeypatch.setattr(probes, "memory_size", lambda size=size: size * GIB)
+        (line,) = (line for line in plan(words, capsys=capsys, code=code) if line.startswith("Host memory"))
+        assert f" of {size}.00 GiB: {verdict}, with 1 GiB per process" in line
+    # Other machines have other memory.
+    (line,) = (
+        x for x in plan(words, "--dry-run-gpus", "1", "--colocate", capsys=capsys) if x.startswith("Host memory")
+    )
+    assert "fit" not in line.lower()
+
+
 def test_an_engine_on_the_cpu_holds_packed_weights_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(words, capsys=capsys)
     at = next(i for i, line in enumerate(lines) if line.startswith("Memory of an engine"))

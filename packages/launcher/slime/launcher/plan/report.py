@@ -14,19 +14,21 @@ from slime.types.errors import counted
 
 
 def dry_run(config: RunConfig, *, asynchronous: bool = False) -> tuple[str, bool]:
-    """Returns (the report as text, whether the run fits into its GPUs' memory as far as that is known).
+    """Returns (the report as text, whether the run fits into its GPUs' and the machine's memory, as far as is known).
 
     Raises the errors that the run would raise before it starts anything, and InvalidFile.
     """
     plan = make_plan(config, hardware_of(config), asynchronous=asynchronous)
     sections = (_model, *((_preset,) if config.launcher.preset else ()), _placement, _batches, _memory)
     text = "\n\n".join("\n".join(section(plan)) for section in sections) + "\n"
-    return text, all(needed <= size for needed, size in plan.phases().values())
+    host = plan.hardware.host_bytes
+    in_host = host is None or plan.host_memory()[0] <= host
+    return text, in_host and all(needed <= size for needed, size in plan.phases().values())
 
 
 def hardware_of(config: RunConfig) -> Hardware:
     """Returns the GPUs that the flags set, or else those of this machine."""
-    from slime.launcher.platform.probes import gpus
+    from slime.launcher.platform.probes import gpus, memory_size
 
     settings = config.launcher
     set_size = settings.dry_run_gpu_gib * GIB if settings.dry_run_gpu_gib else None
@@ -34,13 +36,14 @@ def hardware_of(config: RunConfig) -> Hardware:
     if found:
         words = f"{counted(len(found), 'GPU')} of this machine"
         size = set_size or min(gpu.total_bytes for gpu in found)
-        return Hardware(tuple(gpu.name for gpu in found), size if size > 0 else None, words)
+        return Hardware(tuple(gpu.name for gpu in found), size if size > 0 else None, words, host_bytes=memory_size())
     if settings.dry_run_gpus is not None:
         count = settings.dry_run_gpus
         return Hardware(
             tuple(map(str, range(count))), set_size, f"{counted(count, 'GPU')}, by --dry-run-gpus", assumed=True
         )
-    return Hardware((), None, "no GPU on this machine: processes on the CPU (--dry-run-gpus N plans for N GPUs)")
+    words = "no GPU on this machine: processes on the CPU (--dry-run-gpus N plans for N GPUs)"
+    return Hardware((), None, words, host_bytes=memory_size())
 
 
 def _model(plan: Plan) -> Iterator[str]:
@@ -177,7 +180,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     disk, formula = checkpoint_bytes(plan.config.trainer, plan.parameters)
     yield f"A checkpoint takes {byte_size(disk)} of disk ({formula})"
     total, words = plan.host_memory()
-    yield f"Host memory: {byte_size(total)}, with 1 GiB per process ({words})"
+    host = plan.hardware.host_bytes
+    verdict = "" if host is None else f" of {byte_size(host)}: {'fits' if total <= host else 'DOES NOT FIT'}"
+    yield f"Host memory: {byte_size(total)}{verdict}, with 1 GiB per process ({words})"
     if plan.placement.has_gpus and plan.hardware.gpu_bytes is None:
         yield "Whether it fits is unknown: --dry-run-gpu-gib GIB sets the memory of a GPU"
     for phase, (needed, size) in plan.phases().items():

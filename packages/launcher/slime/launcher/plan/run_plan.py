@@ -27,13 +27,15 @@ class Hardware:
     """The GPUs of each node.
 
     gpus: their entries in CUDA_VISIBLE_DEVICES, or numbers. gpu_bytes: memory of the smallest GPU. words: the source of
-    these facts, for the report. assumed: whether the hardware is not that of this machine.
+    these facts, for the report. assumed: whether the hardware is not that of this machine. host_bytes: memory of the
+    machine; None if it is unknown.
     """
 
     gpus: tuple[str, ...]
     gpu_bytes: float | None
     words: str
     assumed: bool = False
+    host_bytes: int | None = None
 
 
 def make_plan(config: RunConfig, hardware: Hardware, *, asynchronous: bool = False) -> Plan:

@@ -116,6 +116,12 @@ def shared_memory() -> int | None:
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
 
 
+def memory_size() -> int:
+    """Returns the bytes of the machine's memory, or of the container's if that is limited to less."""
+    size, limit = psutil.virtual_memory().total, _number("/sys/fs/cgroup/memory.max")
+    return size if limit is None else min(size, limit)
+
+
 def memory_available() -> int:
     """Returns the bytes of memory that a new program can have, within the limit of the container."""
     free = psutil.virtual_memory().available
