@@ -43,7 +43,7 @@ NUM_GPUS = 0
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project of `slime init`, in which the tests of this module are."""
+    """A project of `slime init`, the working directory of this module's tests."""
     directory = tmp_path_factory.mktemp("work") / "mine"
     write_project(directory)
     before = Path.cwd()

@@ -385,7 +385,7 @@ def test_engines_get_the_gpus_that_the_help_states(
     more: tuple[str, ...], gpus: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The plan of a run on a node of 8 GPUs, which gave all of them to engines by the text and one by the plan."""
+    """On a node of 8 GPUs; the help once named all of them where the plan took one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(probes, "gpus", lambda: [])
     text = declared()["rollout_num_gpus"].field.metadata["help"]

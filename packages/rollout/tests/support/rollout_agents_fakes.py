@@ -64,7 +64,7 @@ class Client:
         self.gateway, self.session, self.base_url = gateway, session, base_url
 
     def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Status and body; the body as it is where it is no JSON."""
+        """Status and body; the body as text where it is not JSON."""
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
         request = urllib.request.Request(self.base_url + path, data, sent)

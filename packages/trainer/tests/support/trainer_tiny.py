@@ -46,7 +46,7 @@ _DECODER: dict[str, Any] = {
 
 
 def write_ahead_model(path: Path) -> str:
-    """A MiMo, with one layer that predicts ahead."""
+    """A MiMo, with one multi-token-prediction layer."""
     ahead = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     return _write_by_table(path, _DECODER | ahead)
 

@@ -60,7 +60,7 @@ def unharmed(engine: EngineProcess) -> Iterator[None]:
 def call(
     engine: EngineProcess, path: str, body: Any = None, *, method: str = "POST", timeout: float = 60, **headers: str
 ) -> tuple[int, Any]:
-    """Status and content of the answer; JSON where it is some. body: what is sent, bytes as they are."""
+    """Status and content of the answer, parsed if it is JSON. body: sent as JSON, unless it is bytes."""
     address = urlsplit(engine.url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=timeout)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()

@@ -62,7 +62,7 @@ def post(engine: EngineProcess, path: str, body: Any) -> Any:
 
 
 def inputs_of(media: Media, text: str, images: list[bytes], output: list[int] | None = None) -> dict[str, torch.Tensor]:
-    """A model's of transformers, for a prompt and what it wrote."""
+    """Inputs of a model of transformers, for a prompt and the tokens that the model wrote."""
     if not images:
         ids = torch.tensor([media.processor.tokenizer.encode(text, add_special_tokens=False) + (output or [])])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

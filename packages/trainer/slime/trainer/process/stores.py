@@ -1,4 +1,4 @@
-"""Stores in which ranks meet. torch's TCPStore asks for no token, so it listens here on one address, not on all."""
+"""Stores where ranks meet. torch's TCPStore asks for no token, so it listens on the given address alone if possible."""
 
 from __future__ import annotations
 

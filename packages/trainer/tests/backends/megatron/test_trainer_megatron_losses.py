@@ -1,4 +1,4 @@
-"""Losses that a Megatron model adds by itself: of layers that predict ahead, and of routers."""
+"""Losses that a Megatron model adds by itself: of multi-token-prediction layers and of routers."""
 
 import dataclasses
 from pathlib import Path
