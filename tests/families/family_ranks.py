@@ -84,8 +84,8 @@ def logits_error(chunks: list[Any], config: Any, reference: dict[str, Tensor]) -
 def gradient_errors(
     chunks: list[Any], config: Any, args: dict[str, Any], hf_config: Any, family: Path, reference: dict[str, Tensor]
 ) -> dict[str, float]:
-    """By tensor, on rank 0: of the sum of logits times weights against transformers, and of the loss of layers that
-    predict ahead, which transformers has not, against one rank alone."""
+    """By tensor, on rank 0: of the sum of logits times weights against transformers, and of the loss of
+    multi-token-prediction layers, which transformers does not have, against one rank alone."""
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
     ddp.train()
     whole = gradients(ddp, config, args, hf_config, reference, ahead=0.0)
@@ -106,7 +106,7 @@ def gradient_errors(
 def gradients(
     ddp: Any, config: Any, args: dict[str, Any], hf_config: Any, reference: dict[str, Tensor], *, ahead: float
 ) -> dict[str, Tensor]:
-    """ahead: 0 for logits times `reference["weights"]`, 1 for the loss of the layers ahead in its place."""
+    """ahead: 0 for logits times `reference["weights"]`, 1 for the multi-token-prediction loss in its place."""
     ddp.zero_grad_buffer()
     # Replicas have the same tokens: each has its part of the loss.
     share = 1.0 / parallel_state.get_data_parallel_world_size()

@@ -14,7 +14,7 @@ from mbridge.core.bridge import _MODEL_REGISTRY
 from mbridge.core.parallel_states import ParallelStates
 from torch import Tensor
 
-# With a layer to predict ahead; the number that mbridge insists on.
+# With a multi-token-prediction layer; the number that mbridge insists on.
 DEEPSEEK_LAYERS = 61
 
 

@@ -2,8 +2,8 @@
 
     path = write_tiny("qwen3", tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
 
-Every parameter is random, norms, biases and the router's bias too, so that one that goes astray shows. Layers that
-predict ahead, which real checkpoints have and transformers has no module for, are written beside the others.
+Every parameter is random, norms, biases and the router's bias too, so that one that goes astray shows. The
+multi-token-prediction layers of real checkpoints, for which transformers has no module, are written beside the others.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ LLAMA3 = {
 @dataclass(frozen=True)
 class Tiny:
     """transformers: the class of the config, without "Config"; changes: of BASE; model_type, architecture: of the
-    directory, where they are not those of that class; ahead: whether layers that predict ahead are written by hand."""
+    directory, where they are not those of that class; ahead: whether multi-token-prediction layers are written."""
 
     transformers: str
     changes: dict[str, Any]
@@ -188,7 +188,7 @@ def write_tiny(
     """Writes config.json and model*.safetensors; the same arguments write the same bytes. Returns the directory.
 
     shard_bytes: a file's size, one file without; tied, vocab_size, layers: instead of those of `name`; ahead: False
-    leaves out the layers that predict ahead, as transformers does.
+    leaves out the multi-token-prediction layers, as transformers does.
     """
     from transformers import AutoModelForCausalLM
 
@@ -239,7 +239,7 @@ def _fill(generator: torch.Generator, name: str, shape: tuple[int, ...]) -> torc
 
 
 def _ahead(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of what a checkpoint of the family has for layers that predict ahead, as published."""
+    """(name, shape) of what a checkpoint of the family has for multi-token-prediction layers, as published."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     kinds: dict[str, Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]] = {
         "mimo": _qwen2_layer,

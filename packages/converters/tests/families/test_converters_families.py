@@ -13,7 +13,7 @@ from slime.converters.families import FAMILIES, find_family, read_config
 from slime.converters.families.mapping import Parameter
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
-# Billions of parameters, without layers that predict ahead.
+# Billions of parameters, without multi-token-prediction layers.
 SIZES = {
     "Qwen2.5-0.5B": 0.494,
     "Qwen3-4B": 4.02,
