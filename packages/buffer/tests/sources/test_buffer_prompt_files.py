@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pyarrow
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import read_dataset
-from slime.buffer.sources.readers import READERS, read_csv
+from slime.buffer.sources.readers import READERS, read_csv, read_parquet
 from slime.types.errors import InvalidFile
 
 ROWS = [{"input": f'Say {i}, ü\n"twice"', "label": str(i)} for i in range(5)]
@@ -87,6 +88,16 @@ def test_a_cell_may_be_longer_than_the_limit_of_the_csv_library(tmp_path: Path) 
     limit = 131_072
     (tmp_path / "a.csv").write_text("input\n" + "x" * (2 * limit) + "\n")
     assert len(dict(read_csv(str(tmp_path / "a.csv")))["line 2"]["input"]) == 2 * limit
+
+
+def test_a_parquet_file_is_read_in_a_part_of_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"input": [random.Random(n).randbytes(2_000).hex() for n in range(4_096)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=256, compression="none", use_dictionary=False)
+    del table
+    before = pyarrow.total_allocated_bytes()
+    held = [pyarrow.total_allocated_bytes() - before for n, _ in enumerate(read_parquet(str(path))) if n % 256 == 0]
+    assert len(held) == 16 and max(held) < path.stat().st_size / 2
 
 
 @given(rows=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1))

@@ -130,7 +130,8 @@ def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise NotAvailable.not_installed(path, "pyarrow", "slime-buffer[parquet]") from error
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        # Pre-buffering keeps all columns of the file in memory until its last row is read.
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
         rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"row {number}", row
