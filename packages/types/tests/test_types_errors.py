@@ -136,6 +136,9 @@ def test_each_kind_of_fault_is_worded_in_one_way(
         ("GRPO", ["cispo", "grpo"], "grpo"),
         ("zzz", ["grpo"], None),
         ("--foo", ["--offload"], None),
+        ("--frobnicate", ["--colocate"], None),
+        ("--learning-rate", ["--lr", "--log-passrate"], None),
+        ("rollout_batchsize", ["--rollout-batch-size"], "--rollout-batch-size"),
         ("", ["grpo"], None),
     ],
 )

@@ -85,9 +85,9 @@ def test_settings_differ_where_their_values_do(tmp_path: Path) -> None:
     one = make_run(tmp_path / "one", settings="num_rollout: 6\n")
     two = make_run(tmp_path / "two", settings="num_rollout: 8\ncolocate: true\n")
     rows = {row["name"]: row for row in answers_about(one, two).settings({})}
-    assert rows["num_rollout"] == {"name": "num_rollout", "values": ["6", "8"], "told": True, "differs": True}
+    assert rows["num_rollout"] == {"name": "num_rollout", "values": ["6", "8"], "given": True, "differs": True}
     assert rows["colocate"]["values"] == [None, "True"]
-    assert (rows["lr"]["values"], rows["lr"]["told"], rows["lr"]["differs"]) == (["1e-06", "1e-06"], False, False)
+    assert (rows["lr"]["values"], rows["lr"]["given"], rows["lr"]["differs"]) == (["1e-06", "1e-06"], False, False)
 
 
 def test_the_overview_says_how_a_run_failed(tmp_path: Path) -> None:

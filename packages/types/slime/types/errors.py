@@ -51,7 +51,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 # Similarity, from 0 to 1, from which a name counts as a misspelling of another.
-SIMILAR = 0.5
+SIMILAR = 0.66
 
 
 class SlimeError(Exception):
@@ -103,10 +103,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     longer = [each for each in names if each.startswith((f"{name}-", f"{name}_"))]
     if len(longer) == 1:
         return longer[0]
-    matcher = difflib.SequenceMatcher(b=name.lower().lstrip("-"))  # dashes are no similarity
+    matcher = difflib.SequenceMatcher(b=_letters(name))
     best, similarity = None, 0.0
     for each in names:
-        matcher.set_seq1(each.lower().lstrip("-"))
+        matcher.set_seq1(_letters(each))
         threshold = max(SIMILAR, similarity)
         if matcher.real_quick_ratio() < threshold or matcher.quick_ratio() < threshold:
             continue
@@ -114,6 +114,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         if ratio >= SIMILAR and ratio > similarity:
             best, similarity = each, ratio
     return best
+
+
+def _letters(name: str) -> str:
+    """Returns what counts for similarity: neither case nor what joins words."""
+    return name.lower().translate({ord("-"): None, ord("_"): None})
 
 
 def _did_you_mean(near: str | None) -> str:

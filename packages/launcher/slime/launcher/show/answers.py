@@ -116,14 +116,14 @@ class Answers:
         }  # fmt: skip
 
     def settings(self, query: Query) -> list[dict[str, Any]]:
-        """Returns every setting with its value in each run; `told`: a user gave it to one of them."""
+        """Returns every setting with its value in each run; `given`: a user gave it to one of them."""
         names = sorted({name for run in self.runs for name in run.settings})
         rows = []
         for name in names:
             values = [run.settings.get(name) for run in self.runs]
             texts = [None if value is None else str(value) for value in values]
             rows.append({
-                "name": name, "values": texts, "told": any(name in run.explicit for run in self.runs),
+                "name": name, "values": texts, "given": any(name in run.explicit for run in self.runs),
                 "differs": len(set(texts)) > 1,
             })  # fmt: skip
         return rows

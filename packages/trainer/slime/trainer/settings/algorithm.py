@@ -40,7 +40,7 @@ class AlgorithmSettings:
     )
     grpo_std_normalization: bool = setting(
         True,
-        "Divide advantages by the standard deviation of their group",
+        "Divide the rewards of a group, minus their mean, by their standard deviation",
         off_flag="disable-grpo-std-normalization",
         off_help="Subtract the mean of the group and do not divide by its standard deviation (Dr. GRPO)",
     )

@@ -132,7 +132,7 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
     data_pad_size_multiplier: int = setting(
         1,
-        "Pad the tokens of a forward pass to a multiple of this and of the number of tensor-parallel ranks",
+        "Pad the tokens of a forward pass to a multiple of this times the number of tensor-parallel ranks",
         minimum=1,
     )
     log_probs_chunk_size: int = setting(

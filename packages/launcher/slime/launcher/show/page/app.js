@@ -88,7 +88,7 @@
   async function settings(query) {
     const all = await source.get("settings"), several = state.runs.length > 1;
     const filter = element("input", { type: "search", placeholder: "part of a name", "aria-label": "Filter settings" });
-    let shown = query.show || (several ? "differs" : "told");
+    let shown = query.show || (several ? "differs" : "given");
     const place = element("div", {});
     function draw() {
       const words = filter.value.trim().toLowerCase();
@@ -98,7 +98,7 @@
     }
     filter.addEventListener("input", draw);
     draw();
-    const options = [...(several ? [["differs", "different ones"]] : []), ["told", "given ones"], ["all", "all"]];
+    const options = [...(several ? [["differs", "different ones"]] : []), ["given", "given ones"], ["all", "all"]];
     return [element("div", { class: "controls" }, choice("Show", options, shown, (value) => { shown = value; draw(); }), labelled("Filter", filter)), place];
   }
 
