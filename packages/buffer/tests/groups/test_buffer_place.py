@@ -132,7 +132,7 @@ def test_a_file_that_is_no_place_is_an_error_by_name(tmp_path: Path, content: st
     with pytest.raises(MissingFile, match="--data-place: no such file"):
         serve(BufferSettings(data_place=str(path)))
     path.write_text(content)
-    with pytest.raises(InvalidFile, match="--data-place: .* is no place in the data"):
+    with pytest.raises(InvalidFile, match="--data-place: .* is not a place in the data"):
         serve(BufferSettings(data_place=str(path)))
 
 

@@ -115,7 +115,7 @@ def change(path: Path, **keys: object) -> None:
 def test_models_that_would_come_out_wrong_are_refused(tmp_path: Path) -> None:
     source, target = write_model(tmp_path / "hf", "llama"), tmp_path / "m.gguf"
     write_tokenizer(source, r"\w+|\W+")
-    with pytest.raises(NotAvailable, match="its pre-tokenizer is none that llama.cpp names"):
+    with pytest.raises(NotAvailable, match="llama.cpp has no name for its pre-tokenizer"):
         convert(source, target)
     change(source / "tokenizer.json", model={"type": "WordLevel"})
     with pytest.raises(NotAvailable, match="not a byte-level BPE"):

@@ -77,7 +77,7 @@ def broken_tokenizer(directory: Path) -> str:
 
 def broken_settings_of_the_tokenizer(directory: Path) -> str:
     (directory / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": ')
-    return "its tokenizer does not load: tokenizer_config.json is no JSON object"
+    return "its tokenizer does not load: tokenizer_config.json is not a JSON object"
 
 
 def tokenizer_without_its_words(directory: Path) -> str:

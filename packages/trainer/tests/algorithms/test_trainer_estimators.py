@@ -19,7 +19,7 @@ from slime.trainer.algorithms.estimators import (
     PolicyTerms,
     Rewards,
     find_estimator,
-    mean_of_the_others,
+    leave_one_out_mean,
 )
 from slime.trainer.algorithms.policy_loss import sequence_mean
 from slime.trainer.algorithms.rewards import normalize_rewards
@@ -104,9 +104,9 @@ def test_an_estimator_keeps_its_values(name: str):
 def test_the_leave_one_out_baseline_is_that_of_the_formula(rewards: list[int]):
     n, total = len(rewards), sum(rewards)
     expected = [Fraction(total - r, n - 1) for r in rewards]
-    assert mean_of_the_others([float(r) for r in rewards]) == pytest.approx([float(b) for b in expected], abs=1e-12)
+    assert leave_one_out_mean([float(r) for r in rewards]) == pytest.approx([float(b) for b in expected], abs=1e-12)
     # n / (n - 1) times the reward less the mean of the whole group.
-    centred = normalize_rewards(rewards, [0] * n, range(n), baseline=mean_of_the_others, scale=False)
+    centred = normalize_rewards(rewards, [0] * n, range(n), baseline=leave_one_out_mean, scale=False)
     assert centred == pytest.approx([float(Fraction(n * r - total, n - 1)) for r in rewards], abs=1e-11)
 
 

@@ -137,6 +137,6 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[s
         return header, [line for line in lines if "template" in line], [line for line in lines if "key" in line]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidFile(
-            f"{FLAG}: {path} is no place in the data: {type(error).__name__}: {error}",
+            f"{FLAG}: {path} is not a place in the data: {type(error).__name__}: {error}",
             field=FLAG, value=str(path), expected="data_place.jsonl of a checkpoint",
         ) from error  # fmt: skip

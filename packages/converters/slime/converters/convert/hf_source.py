@@ -101,7 +101,7 @@ class HfSource:
                 ("missing", missing),
                 ("unexpected", unexpected),
                 ("of another shape", shapes),
-                ("of a type that is no floating point", kinds),
+                ("not of a floating-point type", kinds),
                 ("factors of fp8 missing or of another shape", scales),
             )
             if names

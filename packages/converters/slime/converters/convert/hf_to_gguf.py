@@ -125,7 +125,7 @@ def _tokenizer(source: Path) -> dict[str, Any]:
     if known is None and not text:
         known = "smollm" if '"Digits"' in pre else "gpt-2"
     if known is None:
-        raise NotAvailable.unavailable("GGUF of this model", f"its pre-tokenizer is none that llama.cpp names: {text}")
+        raise NotAvailable.unavailable("GGUF of this model", f"llama.cpp has no name for its pre-tokenizer: {text}")
     return found | {"pre_name": known}
 
 

@@ -145,7 +145,7 @@ def _is_done(save: Path, mark: str, overwrite: bool) -> bool:
     if not save.exists():
         return False
     if not save.is_dir():
-        raise _taken(save, "is no directory", "a new directory")
+        raise _taken(save, "is not a directory", "a new directory")
     tracker = save / TRACKER
     iterations = sorted(path.name for path in save.glob("iter_*"))
     if iterations or (tracker.is_file() and tracker.read_text().strip() != RELEASE):

@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     except (KeyError, TypeError, ValueError, IndexError):
         raise _invalid(path, "a header entry without dtype, shape and offsets") from None
     if size < 8 + length + end:
-        raise _invalid(path, f"cut short: {size} bytes, its header tells of {8 + length + end}")
+        raise _invalid(path, f"cut short: {size} bytes, its header says {8 + length + end}")
     tensors.sort(key=lambda tensor: header[tensor.name]["data_offsets"][0])
     return {tensor.name: tensor for tensor in tensors}
 

@@ -71,7 +71,7 @@ def check_tokenizer(directory: Path) -> None:
     for name in TOKENIZER_SETTINGS:
         path = directory / name
         if path.is_file() and not _is_object(path):
-            raise _no_tokenizer(directory, f"{name} is no JSON object")
+            raise _no_tokenizer(directory, f"{name} is not a JSON object")
     path = directory / "tokenizer.json"
     if not path.is_file():
         load_tokenizer(str(directory))

@@ -64,7 +64,7 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
     return [mean(rewards)] * len(rewards)
 
 
-def mean_of_the_others(rewards: Sequence[float]) -> list[float]:
+def leave_one_out_mean(rewards: Sequence[float]) -> list[float]:
     """b_i = 1/(n - 1) * sum_{j != i} r_j, and b_i = r_i for n = 1, where there is nothing to compare with.
 
     No r_i is in its own baseline, so the policy gradient is unbiased: r_i - b_i is n / (n - 1) times r_i - mean(r).
@@ -75,14 +75,14 @@ def mean_of_the_others(rewards: Sequence[float]) -> list[float]:
     return [mean([*rewards[:i], *rewards[i + 1 :]]) for i in range(len(rewards))]
 
 
-def of_the_trajectory(x: Rewards) -> Tensor:
+def trajectory_reward(x: Rewards) -> Tensor:
     """A_t = rho."""
     from slime.trainer.algorithms.advantages import broadcast_rewards
 
     return broadcast_rewards(x.rewards, x.lengths)
 
 
-def less_the_kl(x: Rewards) -> Tensor:
+def reward_minus_kl(x: Rewards) -> Tensor:
     """A_t = rho - kl_coef * KL_t."""
     from slime.trainer.algorithms.advantages import reinforce_plus_plus_baseline
 
@@ -160,22 +160,22 @@ ESTIMATORS: dict[str, Estimator] = {
     # GRPO (arXiv:2402.03300, section 4.1.2); Dr. GRPO (arXiv:2503.20783) without the scale.
     "grpo": Estimator(
         help="reward minus its group's mean, divided by the group's standard deviation",
-        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=ratio_of_tokens,
+        baseline=group_mean, scale=True, whiten=False, advantages=trajectory_reward, loss=ratio_of_tokens,
     ),
     # GSPO (arXiv:2507.18071).
     "gspo": Estimator(
         help="grpo with one probability ratio for a whole sequence",
-        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=ratio_of_sequences,
+        baseline=group_mean, scale=True, whiten=False, advantages=trajectory_reward, loss=ratio_of_sequences,
     ),
     # CISPO (arXiv:2506.13585).
     "cispo": Estimator(
         help="grpo with the clipped ratio as a constant weight of the log-probability",
-        baseline=group_mean, scale=True, whiten=False, advantages=of_the_trajectory, loss=constant_ratio,
+        baseline=group_mean, scale=True, whiten=False, advantages=trajectory_reward, loss=constant_ratio,
     ),
     # RLOO: REINFORCE with a leave-one-out baseline (arXiv:2402.14740, section 2.2).
     "rloo": Estimator(
         help="reward minus the mean of the other rewards of its group",
-        baseline=mean_of_the_others, scale=False, whiten=False, advantages=of_the_trajectory, loss=ratio_of_tokens,
+        baseline=leave_one_out_mean, scale=False, whiten=False, advantages=trajectory_reward, loss=ratio_of_tokens,
     ),
     # REINFORCE++ (arXiv:2501.03262).
     "reinforce_plus_plus": Estimator(
@@ -185,7 +185,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "reinforce_plus_plus_baseline": Estimator(
         help="reward minus its group's mean and minus the KL penalty, whitened",
-        baseline=group_mean, scale=False, whiten=True, advantages=less_the_kl, loss=ratio_of_tokens,
+        baseline=group_mean, scale=False, whiten=True, advantages=reward_minus_kl, loss=ratio_of_tokens,
         subtracts_kl=True,
     ),
     # PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438).

@@ -65,7 +65,7 @@ def flash_takes(query: Tensor) -> bool:
 
 
 @cache
-def _tell(dtype: torch.dtype, width: int) -> None:
+def _warn_slow(dtype: torch.dtype, width: int) -> None:
     log.warning(
         "attention goes sample by sample, which is slow: FlashAttention takes bfloat16 and heads of a multiple of 8 up "
         "to %d, with a torch of 2.11 or later; here are %s, %d, and %s",
@@ -86,7 +86,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float |
 @torch.compiler.disable
 def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
     if query.is_cuda:
-        _tell(query.dtype, query.shape[-1])
+        _warn_slow(query.dtype, query.shape[-1])
     dtype, prompts = query.dtype, runs.prompts()
     q_lengths = runs.q_lengths or runs.q_limits.diff().tolist()
     k_lengths = runs.k_lengths or runs.k_limits.diff().tolist()

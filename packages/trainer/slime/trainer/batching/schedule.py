@@ -42,7 +42,7 @@ class Lengths:
         members = Counter(which for which, _ in self.prompts.values())
         return [position for position, (which, _) in self.prompts.items() if members[which] > 1]
 
-    def told_apart(self, digests: Mapping[int, str]) -> Lengths | None:
+    def split_prompts(self, digests: Mapping[int, str]) -> Lengths | None:
         """Returns lengths where only samples with equal digests share a prompt; None if that changes nothing."""
         seen: dict[Hashable, set[str]] = {}
         for position, digest in digests.items():

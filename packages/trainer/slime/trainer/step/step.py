@@ -134,7 +134,7 @@ class TrainStep:
             known = [p for p in lengths.shared() if p in samples] if backend.leads_replica else []
             digests = {str(p): prompt_digest(samples[p]) for p in known}
             found = {int(p): digest for of_rank in self.ranks.gather(digests) for p, digest in of_rank.items()}
-            other = lengths.told_apart(found)
+            other = lengths.split_prompts(found)
             if other is not None:
                 shares, scored = self._assign(plan, other)
                 samples = self._samples(read, shares)

@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 @dataclass
-class Asked:
+class PostedRequest:
     """A request to all engines. answers: one for each of them. acknowledged: see ACKNOWLEDGED_BYTES."""
 
     what: str
@@ -83,7 +83,7 @@ class NcclTransport(WeightTransport):
         group = UpdateGroup(name, own_address(engines), size, self._device, self._timeout)
         self._group, self._members = group, list(engines)
         what = f"group of {size} ranks at {group.address}:{group.port}"
-        joining, offset = Asked(what), 1
+        joining, offset = PostedRequest(what), 1
         for engine in engines:
             body = {
                 "master_address": group.address, "master_port": group.port, "rank_offset": offset, "world_size": size,
@@ -95,21 +95,21 @@ class NcclTransport(WeightTransport):
         return group
 
     def _send_all(self, group: UpdateGroup, version: int, weights: Weights) -> int:
-        sent, loading = 0, Asked("")
+        sent, loading = 0, PostedRequest("")
         for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
             if not bucket:
                 continue
-            asked = Asked(describe(number, bucket, version))
+            posted = PostedRequest(describe(number, bucket, version))
             body, flat = self._body(group, bucket, version, last=last), flatten(bucket)
-            asked.acknowledged = flat.nbytes >= ACKNOWLEDGED_BYTES
+            posted.acknowledged = flat.nbytes >= ACKNOWLEDGED_BYTES
             if not loading.acknowledged:
                 self._supervise(None, loading, loading)
-            asked.answers = [
-                self._requests.start(engine, "/update_weights_from_distributed", body, asked.what)
+            posted.answers = [
+                self._requests.start(engine, "/update_weights_from_distributed", body, posted.what)
                 for engine in self._members
             ]
-            self._supervise(partial(group.broadcast, flat), asked, loading)
-            loading = asked
+            self._supervise(partial(group.broadcast, flat), posted, loading)
+            loading = posted
             sent += flat.nbytes
         self._supervise(None, loading, loading)
         return sent
@@ -128,12 +128,12 @@ class NcclTransport(WeightTransport):
             body["weight_version"] = str(version)
         return body
 
-    def _supervise(self, broadcast: Callable[[], None] | None, asked: Asked, needed: Asked) -> None:
+    def _supervise(self, broadcast: Callable[[], None] | None, posted: PostedRequest, needed: PostedRequest) -> None:
         """Returns when `broadcast` is done and `needed` is answered. Gives up on all of them when one of them or an
-        answer to `asked` fails, or at the deadline."""
+        answer to `posted` fails, or at the deadline."""
         ours = [] if broadcast is None else [in_background(broadcast)]
         required: set[Future[Any]] = {*ours, *needed.answers}
-        waiting = required | set(asked.answers)
+        waiting = required | set(posted.answers)
         deadline, failed = time.monotonic() + self._timeout, False
         while waiting & required and not failed and (left := deadline - time.monotonic()) > 0:
             done, waiting = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
@@ -143,15 +143,15 @@ class NcclTransport(WeightTransport):
         failures = [future.exception() for future in ours if future.done()]
         if any(failures):
             # The request of the engine that is to blame fails a little later, and names it.
-            wait(asked.answers, timeout=AFTERMATH_SECONDS, return_when=FIRST_EXCEPTION)
-        for answer in (*needed.answers, *asked.answers):
+            wait(posted.answers, timeout=AFTERMATH_SECONDS, return_when=FIRST_EXCEPTION)
+        for answer in (*needed.answers, *posted.answers):
             if answer.done():
                 answer.result()
         names = ", ".join(engine.name for engine in self._members)
         for failure in failures:
             if failure is not None:
-                raise EngineError(f"rank 0 to engines {names}, {asked.what}: {failure}", field=names) from failure
-        unanswered = asked if all(answer.done() for answer in needed.answers) else needed
+                raise EngineError(f"rank 0 to engines {names}, {posted.what}: {failure}", field=names) from failure
+        unanswered = posted if all(answer.done() for answer in needed.answers) else needed
         late = [
             engine.name for engine, answer in zip(self._members, unanswered.answers, strict=True) if not answer.done()
         ]

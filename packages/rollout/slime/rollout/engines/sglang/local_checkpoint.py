@@ -138,7 +138,7 @@ def _copy(source: Path, target: Path, lineage: str) -> None:
     mark = read_mark(source)
     if mark is None:
         # The trainer no longer waits for this update and has removed the directory.
-        raise MissingFile(f"{source} is no whole directory that slime wrote", field="source", value=str(source))
+        raise MissingFile(f"{source} is not a whole directory that slime wrote", field="source", value=str(source))
     with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
         for name in mark["files"]:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
