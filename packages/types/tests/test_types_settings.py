@@ -169,6 +169,15 @@ def test_the_usage_begins_with_required_flags_and_has_others_in_brackets() -> No
     assert vars(parsed.parse_strict([])) == {}, "the name may stand in a file"
 
 
+def test_the_usage_of_many_flags_names_only_the_required_ones_and_the_arguments() -> None:
+    parser = Parser(prog="p")
+    add_flags(parser, Job)
+    parser.add_argument("file", metavar="FILE")
+    for letter in "abcdefgh":
+        parser.add_argument(f"--{letter}")
+    assert parser.format_usage() == "usage: p --name TEXT [flags] FILE\n" and "--h H" in parser.format_help()
+
+
 def help_of(cls: type) -> str:
     parser = Parser()
     add_flags(parser, cls)

@@ -107,7 +107,10 @@ class _Store(argparse._StoreAction):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults unless they are empty, and required flags first in the usage line and without brackets."""
+    """Shows defaults unless they are empty; required flags come first in the usage line and without brackets.
+
+    The usage line of a command with many flags names only those and the arguments: the list below it has the others.
+    """
 
     def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: Any) -> str:
         required: list[argparse.Action] = []
@@ -118,6 +121,9 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
                 action = copy.copy(action)
                 action.required = True
             (required if action.required and action.option_strings else others).append(action)
+        positional = [action for action in others if not action.option_strings]
+        if len(others) - len(positional) > 8:
+            others = [argparse.Action([], argparse.SUPPRESS, metavar="[flags]"), *positional]
         return super()._format_usage(usage, [*required, *others], groups, prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
