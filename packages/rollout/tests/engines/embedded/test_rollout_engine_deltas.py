@@ -107,7 +107,7 @@ def test_sglang_is_started_with_the_function_that_brings_its_checkpoint_up_to_da
 
 def test_a_checkpoint_is_not_made_of_a_directory_that_is_gone(tmp_path: Path) -> None:
     local = tmp_path / "local"
-    with pytest.raises(MissingFile, match="no whole directory"):
+    with pytest.raises(MissingFile, match="not a whole directory"):
         pull(str(tmp_path / "weight_v000001"), str(local), 1, "a")
     assert not list(local.glob("weight_v*"))
 
