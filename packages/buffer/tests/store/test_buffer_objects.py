@@ -153,6 +153,21 @@ def test_of_two_databases_that_claim_a_place_at_once_one_has_it(settings, tmp_pa
     assert files.owner() == "first"
 
 
+def test_a_store_without_conditional_writes_is_claimed_all_the_same(settings, monkeypatch):
+    payloads = ObjectPayloads(settings["buffer_payloads"])
+    put = payloads._client.put_object
+
+    def plain(**arguments: Any) -> Any:
+        if "IfNoneMatch" in arguments:
+            refusal = {"Error": {"Code": "NotImplemented", "Message": "If-None-Match"}}
+            raise payloads._client.exceptions.ClientError(refusal, "PutObject")
+        return put(**arguments)
+
+    monkeypatch.setattr(payloads._client, "put_object", plain)
+    payloads.claim("first")
+    assert payloads.owner() == "first"
+
+
 def test_a_bucket_or_credentials_that_are_not_there_are_an_error_at_once(settings, tmp_path, monkeypatch):
     with pytest.raises(InvalidSetting, match="--buffer-payloads s3://none/x: .*Not Found"):
         serve(BufferSettings(**settings | {"buffer_payloads": "s3://none/x"}))

@@ -28,6 +28,8 @@ GONE = ("NoSuchKey", "404", "NotFound")
 SHORT = ("InvalidRange", "416")
 # Another claim was first, or is being written.
 CLAIMED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+# The store has no conditional writes.
+UNCONDITIONAL = ("NotImplemented", "501")
 FULL_STATUS = 507
 
 
@@ -121,12 +123,15 @@ class ObjectPayloads(Payloads):
             return None
 
     def claim(self, owner: str) -> None:
-        key = f"{self._prefix}payloads-of"
+        what = {"Bucket": self._bucket, "Key": f"{self._prefix}payloads-of", "Body": f"{owner}\n".encode()}
         with self._errors("owner"):
             try:
-                self._client.put_object(Bucket=self._bucket, Key=key, Body=f"{owner}\n".encode(), IfNoneMatch="*")
+                self._client.put_object(**what, IfNoneMatch="*")
             except self._client.exceptions.ClientError as error:
-                if error.response["Error"]["Code"] not in CLAIMED:
+                code = error.response["Error"]["Code"]
+                if code in UNCONDITIONAL:
+                    self._client.put_object(**what)
+                elif code not in CLAIMED:
                     raise
 
     def _key(self, name: str) -> str:
