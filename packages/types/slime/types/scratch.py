@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,15 +15,24 @@ from slime.types.directories import try_lock
 SCRATCH_MARK = "slime-scratch"  # in a ScratchDirectory: the host of its process
 
 
+def remove_tree(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
 class ScratchDirectory:
     """A temporary directory `path` that `close` removes. A later one with the same prefix removes the directories that
-    dead processes of this host and user left. parent: the directory to create it in (default: the system's)."""
+    dead processes of this host and user left.
 
-    def __init__(self, prefix: str, parent: str | None = None) -> None:
-        directory, self._prefix = Path(parent or tempfile.gettempdir()), prefix
+    parent: the directory to create it in (default: the system's). remove: called with a `path` to remove, whose parent
+    then goes if it is empty, too (default: everything goes; a directory in which other programs write needs a function
+    that leaves what they wrote).
+    """
+
+    def __init__(self, prefix: str, parent: str | None = None, *, remove: Callable[[Path], None] = remove_tree) -> None:
+        directory, self._prefix, self._remove = Path(parent or tempfile.gettempdir()), prefix, remove
         for other in directory.glob(f"{prefix}*"):
             with suppress(OSError):  # somebody else's, or gone
-                _remove_scratch(other)
+                self._remove_left(other)
         self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
         self._handle = os.open(self._outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         self.path = self._outer / "run"
@@ -30,13 +40,9 @@ class ScratchDirectory:
         if try_lock(self._handle):  # without locks nobody could tell that it is in use
             (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
 
-    def close(self, *, keep: bool = False) -> None:
-        """Removes the directory; call this once. keep: leave it, and what is in it, for good: no later process removes
-        it then."""
-        if keep:
-            (self._outer / SCRATCH_MARK).unlink(missing_ok=True)
-        else:
-            _empty_scratch(self._outer)
+    def close(self) -> None:
+        """Removes the directory; call this once."""
+        self._remove_whole(self._outer)
         os.close(self._handle)
 
     def of_other_hosts(self) -> dict[Path, str]:
@@ -52,17 +58,18 @@ class ScratchDirectory:
                     found[other] = host
         return found
 
+    def _remove_left(self, outer: Path) -> None:
+        handle = os.open(outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            is_ours = os.fstat(handle).st_uid == os.geteuid()
+            if is_ours and (outer / SCRATCH_MARK).read_bytes() == socket.gethostname().encode() and try_lock(handle):
+                self._remove_whole(outer)
+        finally:
+            os.close(handle)
 
-def _remove_scratch(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        is_ours = os.fstat(handle).st_uid == os.geteuid()
-        if is_ours and (path / SCRATCH_MARK).read_bytes() == socket.gethostname().encode() and try_lock(handle):
-            _empty_scratch(path)
-    finally:
-        os.close(handle)
-
-
-def _empty_scratch(path: Path) -> None:
-    for each in (path / "run", path):  # the mark last
-        shutil.rmtree(each, ignore_errors=True)
+    def _remove_whole(self, outer: Path) -> None:
+        self._remove(outer / "run")
+        # Without the mark no later process tries again to remove what stays.
+        (outer / SCRATCH_MARK).unlink(missing_ok=True)
+        with suppress(OSError):  # somebody else's file is in it
+            outer.rmdir()

@@ -14,10 +14,11 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from slime.types.directories import path_errors, remove_written
+from slime.types.directories import clear_leftovers, path_errors, remove_written
+from slime.types.errors import SlimeError
 from slime.types.scratch import ScratchDirectory
 
 FIELD = "--update-weight-disk-dir"
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 class PublishedVersions:
     """Publishes each version as a directory. keep: leave a version in place after the engines have read it.
 
-    Without `keep`, if this process is killed, the next one on this host removes what it left. Files that others put
-    into a version stay, and so do versions left by processes on other hosts; the log says so once.
+    Without `keep`, if this process is killed, the next one on this host removes the versions that it left. Files that
+    others put there stay, and so do versions left by processes on other hosts; the log names them.
     """
 
     def __init__(self, directory: str, *, keep: bool) -> None:
@@ -64,7 +65,7 @@ class PublishedVersions:
                 if self._keep:
                     self._place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._directory))
                 else:
-                    self._scratch = ScratchDirectory(PREFIX, str(self._directory))
+                    self._scratch = ScratchDirectory(PREFIX, str(self._directory), remove=_remove_versions)
                     self._place = self._scratch.path
                     self._place.parent.chmod(0o755)
                     _tell_of_others(self._scratch)
@@ -74,8 +75,29 @@ class PublishedVersions:
 
     def close(self) -> None:
         if self._scratch is not None:
-            self._scratch.close(keep=self._holds_others)
+            self._scratch.close()
         self._scratch = self._place = None
+
+
+def _remove_versions(run: Path) -> None:
+    """Removes the versions in the directory of a process; the log names what others put there, which stays."""
+    try:
+        clear_leftovers(run)
+        for version in run.glob("weight_v*"):
+            remove_written(version, field=FIELD)
+        with suppress(OSError):
+            run.rmdir()
+        foreign = sorted(
+            str(path.relative_to(run)) for path in run.rglob("*") if path.is_symlink() or not path.is_dir()
+        )
+    except (OSError, SlimeError) as error:
+        log.warning("%s: %s stays: %s", FIELD, run, error)
+        return
+    if foreign:
+        more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+        log.warning(
+            "%s: %s stays, as it holds what slime did not write: %s%s", FIELD, run, ", ".join(foreign[:SHOWN]), more
+        )
 
 
 def _tell_of_others(scratch: ScratchDirectory) -> None:
