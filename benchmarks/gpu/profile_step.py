@@ -53,6 +53,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk", type=int, default=-1)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), help="Value of Megatron's --transformer-impl"
+    )
     parser.add_argument("--output", help="JSON file to write")
     options = parser.parse_args()
     prepare_process(TrainerSettings(hf_checkpoint="-"))

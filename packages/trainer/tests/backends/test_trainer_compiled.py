@@ -12,7 +12,7 @@ from trainer_tiny import Runner, make_samples, make_settings, write_model
 
 from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.backends.base import TRAINING, WEIGHTS
-from slime.trainer.backends.fsdp.compilation import Compiler
+from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.model import decoder_layers, load_model
 from slime.trainer.backends.fsdp.rows import RowShape, StaticRow, StaticRows
 from slime.trainer.batching.packing import pack
@@ -217,7 +217,7 @@ def test_layers_are_compiled_for_one_length_of_rows_and_once_for_all_others(
     monkeypatch.setattr("slime.trainer.backends.shared_attention._kernel", flash_forward)
     monkeypatch.setattr("slime.trainer.backends.shared_attention._backward_kernel", flash_backward)
     policy, compiler, random = load_model(model, flag="--hf-checkpoint"), Compiler(), np.random.default_rng(0)
-    compiler.layers(decoder_layers(policy))
+    compiler.layers(decoder_layers(policy), lengths_vary)
     log_probs = FusedLogProbs(compiler.function)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_megatron_updates import FREEZE, FROZEN, NOTHING, ONLY, REFERENCE
 from trainer_processes import results_of
 from trainer_tiny import Runner, make_samples, make_settings, write_model
@@ -93,3 +94,19 @@ def test_a_reference_comes_from_torch_dist_too(models: Path, tmp_path: Path):
     ]
     assert found[0]["train/kl_loss"] == found[1]["train/kl_loss"] != 0
     assert found[0]["train/grad_norm"] == found[1]["train/grad_norm"]
+
+
+def test_layers_are_called_through_their_compiled_functions(models: Path, monkeypatch: pytest.MonkeyPatch):
+    compiled: list[Any] = []
+
+    def stand_in(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    values: dict[str, Any] = {"train_backend": "megatron", "lr": 1e-4}
+    runners = [Runner(make_settings(str(models / "dense"), **values, compile=compile)) for compile in (False, True)]
+    expected, found = (runner.run(0) for runner in runners)
+    assert len(compiled) > 2
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

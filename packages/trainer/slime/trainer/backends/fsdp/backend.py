@@ -27,7 +27,7 @@ from slime.trainer.backends.base import (
 )
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp import routing
-from slime.trainer.backends.fsdp.compilation import Compiler
+from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
 from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
@@ -169,7 +169,7 @@ class FsdpBackend(Backend):
         model.to(self.device)
         if self._compiler is not None:
             # Compiled before it is sharded, so that FSDP2's hooks stay outside.
-            self._compiler.layers(loading.decoder_layers(model))
+            self._compiler.layers(loading.decoder_layers(model), lengths_vary)
         if self._cut:
             return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
         return model

@@ -33,10 +33,11 @@ class Compiler:
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _VARIANTS)
         torch._functorch.config.activation_memory_budget = activation_budget
 
-    def layers(self, layers: list[nn.Module]) -> None:
-        """Compiles them in place: modules, their parameters' names and their hooks stay as they are."""
+    def layers(self, layers: list[nn.Module], prepare: Callable[..., None] | None = None) -> None:
+        """Compiles them in place: modules, their parameters' names and their hooks stay as they are. prepare: called
+        with the arguments of a layer before it runs."""
         for layer in layers:
-            layer.forward = self.function(layer.forward, _lengths_vary)
+            layer.forward = self.function(layer.forward, prepare)
 
     def function(self, function: Callable[..., Any], prepare: Callable[..., None] | None = None) -> Callable[..., Any]:
         """Returns the compiled function. prepare: called with the arguments before each call."""
@@ -66,8 +67,8 @@ class Compiler:
             )  # fmt: skip
 
 
-def _lengths_vary(hidden: Tensor, *args: Any, runs: Runs | None = None, **kwargs: Any) -> None:
-    """Marks the dimension of tokens in the arguments of a layer, [1, T, ...]. Megatron's layers have another order."""
+def lengths_vary(hidden: Tensor, *args: Any, runs: Runs | None = None, **kwargs: Any) -> None:
+    """Marks the dimension of tokens in the arguments of a layer of transformers, [1, T, ...]."""
     length = hidden.shape[:2]
     if length[0] != 1:
         return
