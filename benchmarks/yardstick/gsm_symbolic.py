@@ -96,7 +96,7 @@ def training_command(options: argparse.Namespace, rest: list[str], out: Path, se
         "num-rollout": options.num_rollout, "rollout-batch-size": options.rollout_batch_size,
         "n-samples-per-prompt": options.n_samples_per_prompt, "rollout-max-response-len": options.max_tokens,
         "eval-interval": options.eval_interval, "eval-temperature": 0, "n-samples-per-eval-prompt": 1,
-        "lr": options.lr, "adam-beta2": 0.98, "max-tokens-per-gpu": 16384, "seed": seed, "rollout-seed": seed,
+        "lr": options.lr, "adam-beta2": 0.98, "max-tokens-per-gpu": 8192, "seed": seed, "rollout-seed": seed,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     words += ["--eval-prompt-data", "held_out", str(held_out), "--apply-chat-template", "--use-dynamic-batch-size"]

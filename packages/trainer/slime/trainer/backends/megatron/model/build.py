@@ -134,21 +134,22 @@ def _use_post_norms(layer: ModuleSpec, args: Mapping[str, Any], norm: Any) -> No
 def compile_layers(
     chunks: Sequence[torch.nn.Module], args: Mapping[str, Any], config: TransformerConfig, activation_budget: float
 ) -> Compiler | None:
-    """Compiles the layers of `chunks` in place and returns the compiler; None where they are left as they are.
+    """Compiles the layers of `chunks` in place; returns the compiler, which compiles the log-probs, too, or None.
 
-    Only dense layers that one rank has whole are compiled; those of Transformer Engine are kernels already.
+    Only dense models that one rank has whole are compiled. Layers of Transformer Engine are kernels already.
     """
     if (
-        uses_transformer_engine(args) or config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
+        config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
         or config.num_moe_experts or config.multi_latent_attention or config.mtp_num_layers
         or config.recompute_granularity
     ):  # fmt: skip
         return None
-    # Megatron's function warns if a layer names no group, and a warning breaks the compiled graph in two.
-    parallel_layers.get_tensor_model_parallel_group_if_none = _group_or_default
     compiler = Compiler(activation_budget)
-    for chunk in chunks:
-        compiler.layers(list(chunk.decoder.layers))
+    if not uses_transformer_engine(args):
+        # Megatron's function warns if a layer names no group, and a warning breaks the compiled graph in two.
+        parallel_layers.get_tensor_model_parallel_group_if_none = _group_or_default
+        for chunk in chunks:
+            compiler.layers(list(chunk.decoder.layers))
     return compiler
 
 
