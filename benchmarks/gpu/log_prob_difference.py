@@ -4,7 +4,7 @@
 
 DIR: a Llama model in bfloat16. Engines, all on one GPU: as it comes, and with --enable-deterministic-inference.
 Trainers: fsdp compiled, fsdp eager, and a forward pass made of the engine's own kernels (batch-invariant matrix
-products, its attention, norms and activation), which is no part of the trainer. A rollout has 32 samples of 64 tokens
+products, its attention, norms and activation), which the trainer does not have. A rollout has 32 samples of 64 tokens
 at T=1 after random prompts; between rollouts the weights stay. Seconds of an engine are those of its rollouts.
 """
 

@@ -112,7 +112,7 @@ def write(parent: Path, case: str) -> Path:
 
 
 def start(options: argparse.Namespace, model: Path, case: str, gpu: str) -> EngineProcess:
-    # Several engines start on a GPU at once: what each would find free is no measure of its cache.
+    # Several engines start on a GPU at once: what each would find free does not measure its cache.
     args: dict[str, Any] = {
         "mem_fraction_static": 0.9, "max_total_tokens": 8192, "attention_backend": options.attention,
         "disable_cuda_graph": True, "skip_tokenizer_init": True,

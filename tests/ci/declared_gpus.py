@@ -16,7 +16,7 @@ ON_A_CPU = ("packages/*/tests/*", "tests/e2e/*")
 
 
 class NotANumber(ValueError):
-    """NUM_GPUS is there and is no plain number of GPUs."""
+    """NUM_GPUS is there and is not a plain number of GPUs."""
 
 
 def num_gpus(path: str, source: str | bytes) -> int:

@@ -82,7 +82,7 @@ def test_a_workflow_has_the_form_that_github_reads(name: str) -> None:
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step), step
             assert step.keys() <= {"name", "id", "if", "env", "run", "uses", "with"}
-            # Text of a pull request is no part of a shell command.
+            # Text of a pull request is not a part of a shell command.
             assert "github." not in str(step.get("run", "")) and "test_file" not in str(step.get("run", ""))
 
 
@@ -127,7 +127,7 @@ def test_a_job_names_tests_that_exist_with_their_gpus(job: str) -> None:
 def test_the_image_runs_what_all_labels_run() -> None:
     jobs = workflow("pr-test.yml")["jobs"]
     in_image = {entry["command"] for entry in entries(jobs["e2e-test-image"])}
-    # TRL is no part of an image: its test makes an environment of its own, from an index. The slow tests take hours.
+    # TRL is not a part of an image: its test makes an environment of its own, from an index. The slow tests take hours.
     for job in set(LABELS.values()) - {"e2e-test-parity", "e2e-test-slow"}:
         assert {entry["command"] for entry in entries(jobs[job])} <= in_image
     gpu_tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}

@@ -93,7 +93,7 @@ def evaluate(argv: list[str]) -> int:
     output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     with_sets = not (data or named)
     words = words_of(model, run, data, flags, output, with_sets=with_sets)
-    # The user did not type these here, so a setting of the run that an evaluation does not read is no error.
+    # The user did not type these here, so a setting of the run that an evaluation does not read is not an error.
     inherited = () if run is None else evaluation_settings(run, with_sets=with_sets)
     return _run(words, output, inherited, as_json=options.json)
 

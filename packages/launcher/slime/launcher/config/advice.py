@@ -274,7 +274,7 @@ def _left_out(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
 def refuse_without_effect(config: RunConfig) -> None:
     """Raises InvalidSetting for a flag that nothing in this run reads.
 
-    A value of a SLIME_* variable or a preset is no error, since it is meant for other runs, too.
+    A value of a SLIME_* variable or a preset is not an error, since it is meant for other runs, too.
     """
     left_out = {name for _, names in _left_out(config) for name in names}
     for effect in EFFECTS:

@@ -203,7 +203,7 @@ def _command_line(command: str = "train") -> tuple[dict[str, Flag], Parser, list
 
 
 def _with_config_flag(argv: Sequence[str]) -> list[str]:
-    """Reads a first word that is no flag as the value of --config: `slime train CONFIG.yaml`."""
+    """Reads a first word that is not a flag as the value of --config: `slime train CONFIG.yaml`."""
     words = list(argv)
     if not words or words[0].startswith("-"):
         return words

@@ -107,7 +107,7 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
 
     flag: where the path came from, for errors. group_size: number of consecutive samples that make a group
     where samples have no group_index.
-    Raises MissingFile; InvalidFile for a file that is cut off or is no recording.
+    Raises MissingFile; InvalidFile for a file that is cut off or not a recording.
     """
     check_readable(path, flag or "recording")
     try:

@@ -53,8 +53,8 @@ def generalized_advantages(
 
         delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lambd * A_{t+1}
 
-    r_t = -kl_coef * kl_t, plus rho at the last such token, after which V and A are 0. A token with mask 0 is no action
-    of the policy: its A is 0, and t + 1 means the next token with mask 1.
+    r_t = -kl_coef * kl_t, plus rho at the last such token, after which V and A are 0. Tokens with mask 0 are no actions
+    of the policy: their A is 0, and t + 1 means the next token with mask 1.
     """
     found = torch.zeros_like(values)
     ends = torch.tensor(list(lengths)).cumsum(0).tolist()

@@ -42,7 +42,7 @@ class AlgorithmSettings:
         True,
         "Divide the rewards of a group, minus their mean, by their standard deviation",
         off_flag="disable-grpo-std-normalization",
-        off_help="Subtract the mean of the group and do not divide by its standard deviation (Dr. GRPO)",
+        off_help="Do not divide the centred rewards of a group by their standard deviation, as GRPO does (Dr. GRPO)",
     )
     normalize_advantages: bool = setting(False, "Whiten advantages over all tokens of an iteration")
     gamma: float = setting(1.0, f"Discount factor ({estimators_that(lambda row: row.discounts)})", minimum=0, maximum=1)

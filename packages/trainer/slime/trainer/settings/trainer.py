@@ -132,7 +132,8 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
     data_pad_size_multiplier: int = setting(
         1,
-        "Pad the tokens of a forward pass to a multiple of this times the number of tensor-parallel ranks",
+        "Pad the tokens of a forward pass to a multiple of this; with Megatron of this times the tensor-parallel ranks "
+        "(above 1, or with --sequence-parallel), times twice the context-parallel ranks where there are several",
         minimum=1,
     )
     log_probs_chunk_size: int = setting(

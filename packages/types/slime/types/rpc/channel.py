@@ -66,7 +66,7 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         # gRPC's default pauses grow to two minutes, so clients would return long after their server.
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
-        # Despite its name it is no pause: it limits the time of an attempt to connect, whose failure ends a call.
+        # Despite its name it is not a pause: it limits the time of an attempt to connect, whose failure ends a call.
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
     ]

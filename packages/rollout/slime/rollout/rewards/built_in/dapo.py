@@ -30,7 +30,7 @@ _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?")
 
 
 def reward(args: RolloutArgs, sample: Sample) -> dict[str, Any]:
-    """Raises InvalidField for a label that is no integer."""
+    """Raises InvalidField for a label that is not an integer."""
     return score(sample.response, sample.label, sample.index)
 
 

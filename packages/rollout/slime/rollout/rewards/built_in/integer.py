@@ -15,7 +15,7 @@ INTEGER = re.compile(r"-?\d+")
 
 
 def reward(args: RolloutArgs, sample: Sample) -> float:
-    """Raises InvalidField for a label that is no integer."""
+    """Raises InvalidField for a label that is not an integer."""
     label = str(sample.label).strip()
     if not INTEGER.fullmatch(label):
         raise InvalidField(
