@@ -229,8 +229,8 @@ def _translated(query: str) -> str:
 
 
 def _translated_types(statement: str) -> str:
-    for ours, theirs in TYPES.items():
-        statement = statement.replace(ours, theirs)
+    for of_sqlite, of_postgres in TYPES.items():
+        statement = statement.replace(of_sqlite, of_postgres)
     return statement
 
 

@@ -61,13 +61,13 @@ class TorchrunRanks:
         import torch.distributed as dist
 
         try:
-            mine: tuple[Result | None, BaseException | None] = make(), None
+            outcome: tuple[Result | None, BaseException | None] = make(), None
         except SlimeError as error:
-            mine = None, error
+            outcome = None, error
         except Exception as error:
-            mine = None, RemoteError(f"rank {self.rank}: {type(error).__name__}: {error}")
+            outcome = None, RemoteError(f"rank {self.rank}: {type(error).__name__}: {error}")
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, outcome)
         for _, failure in everyone:
             if failure is not None:
                 raise failure

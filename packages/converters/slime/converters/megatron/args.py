@@ -172,14 +172,14 @@ def contradictions(values: Mapping[str, Any], model: Mapping[str, Any], config: 
 
     model: the arguments of a family for `config`.
     """
-    mine, theirs = _complete(values, model), _complete(model, model)
+    completed, of_config = _complete(values, model), _complete(model, model)
     lines = []
     for name in MODEL:
-        if name not in values or _agree(name, mine[name], theirs[name], mine, theirs):
+        if name not in values or _agree(name, completed[name], of_config[name], completed, of_config):
             continue
         keys = [f"{key} = {_shown(config[key])}" for key in MODEL[name] if key in config]
         lines.append(
-            f"{_as_flag(name, values[name])}: config.json says {_text(name, theirs[name])}"
+            f"{_as_flag(name, values[name])}: config.json says {_text(name, of_config[name])}"
             + (f" ({', '.join(keys)})" if keys else "")
         )
     padded = values.get("padded_vocab_size")
@@ -211,9 +211,9 @@ def _complete(args: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, An
     return full
 
 
-def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def _agree(name: str, a: Any, b: Any, completed: Mapping[str, Any], of_config: Mapping[str, Any]) -> bool:
     other = ONLY_WITH.get(name)
-    if other is not None and not theirs[other] and not mine.get(other):
+    if other is not None and not of_config[other] and not completed.get(other):
         return True
     if name == "max_position_embeddings":
         return b is None or a <= b
@@ -221,14 +221,17 @@ def _agree(name: str, a: Any, b: Any, mine: Mapping[str, Any], theirs: Mapping[s
         return a <= b
     if name == "moe_router_pre_softmax":
         # Sigmoid scores are the same before and after the choice of experts.
-        return theirs["moe_router_score_function"] == "sigmoid" or a == b
-    if name in ("mscale", "mscale_all_dim") and mine["rotary_scaling_factor"] == theirs["rotary_scaling_factor"] == 1:
+        return of_config["moe_router_score_function"] == "sigmoid" or a == b
+    if (
+        name in ("mscale", "mscale_all_dim")
+        and completed["rotary_scaling_factor"] == of_config["rotary_scaling_factor"] == 1
+    ):
         # Both multiply log(factor), which is 0 here.
         return True
-    if name in ("group_query_attention", "kv_channels") and theirs["multi_latent_attention"]:
+    if name in ("group_query_attention", "kv_channels") and of_config["multi_latent_attention"]:
         return True
-    if name == "num_query_groups" and theirs["multi_latent_attention"]:
-        return a in (b, theirs["num_attention_heads"])
+    if name == "num_query_groups" and of_config["multi_latent_attention"]:
+        return a in (b, of_config["num_attention_heads"])
     if isinstance(a, float) or isinstance(b, float):
         return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-9)
     return bool(a == b)

@@ -118,9 +118,9 @@ def _nearest(installed: Mapping[str, str], python: str) -> Iterator[Finding]:
     if not gap:
         yield ok(f"these versions are tested together ({best['name']}, Python {best['python']})")
         return
-    mine = dict(installed) | {"python": python}
+    own_versions = dict(installed) | {"python": python}
     yield warn(
         f"these versions were not tested together; the nearest combination is {best['name']}: "
-        + ", ".join(f"{name} {version} (here {mine[name]})" for name, version in gap.items()),
+        + ", ".join(f"{name} {version} (here {own_versions[name]})" for name, version in gap.items()),
         "install those if something fails unexpectedly",
     )

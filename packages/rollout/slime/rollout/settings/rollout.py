@@ -325,11 +325,11 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
                     "--rollout-external-engine-addrs",
                     "external engines were started with flags of their own",
                 )
-            ours, theirs = self.rollout_engine_max_total_tokens, self.sglang_args.get("max_total_tokens")
-            if ours is not None and theirs is not None:
+            own_limit, sglang_limit = self.rollout_engine_max_total_tokens, self.sglang_args.get("max_total_tokens")
+            if own_limit is not None and sglang_limit is not None:
                 raise InvalidSetting.conflict(
-                    f"--rollout-engine-max-total-tokens {ours}",
-                    f"--sglang-max-total-tokens {theirs}",
+                    f"--rollout-engine-max-total-tokens {own_limit}",
+                    f"--sglang-max-total-tokens {sglang_limit}",
                     "both set the same limit",
                 )
         if self.rollout_engine != "auto":

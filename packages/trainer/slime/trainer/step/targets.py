@@ -118,12 +118,12 @@ class Preparation:
             for i, batch in enumerate(work.batches):
                 if batch is None:
                     continue
-                theirs, outputs = ref[i], found[i]
+                of_reference, outputs = ref[i], found[i]
                 work.targets[i] = targets = Targets(
                     advantages=torch.empty(0),
                     returns=torch.empty(0),
                     old_log_probs=batch.rollout_log_probs if s.use_rollout_logprobs else old[i] if needed else None,
-                    ref_log_probs=None if theirs is None else theirs.log_probs,
+                    ref_log_probs=None if of_reference is None else of_reference.log_probs,
                     train_log_probs=trained[i] if s.use_rollout_logprobs else None,
                     moved=number > 0,
                     entropy=None if outputs is None else outputs.entropy,

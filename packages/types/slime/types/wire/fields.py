@@ -118,10 +118,13 @@ def record_types(kind: Kind) -> dict[str, Any]:
     found = {name: (typing.get_args(hints[name]) or (hints[name],))[0] for name in fields_of(kind)}
     for name, cls in found.items():
         message: Any = PARTS[name][0].message_type
-        ours, theirs = set(cls().__dict__ if kind is Kind.RECORD else cls.__annotations__), set(message.fields_by_name)
-        if ours != theirs:
+        of_class, in_message = (
+            set(cls().__dict__ if kind is Kind.RECORD else cls.__annotations__),
+            set(message.fields_by_name),
+        )
+        if of_class != in_message:
             raise FieldsDiffer(
-                f"{cls.__name__} and {message.full_name} differ in {', '.join(sorted(ours ^ theirs))}",
+                f"{cls.__name__} and {message.full_name} differ in {', '.join(sorted(of_class ^ in_message))}",
                 field=name, expected="the same fields in both",
             )  # fmt: skip
     return found

@@ -115,8 +115,8 @@ def _remove_unused(root: Path, lineage: str, but: Path | None = None) -> None:
     """Removes the versions of this trainer process, and those of others that no engine has loaded."""
     clear_leftovers(root)
     for old in [*root.glob("weight_v*"), *root.glob(".weight_v*.updating")]:
-        theirs = _lineage(old) if old.is_dir() and old != but else None
-        if theirs is not None and (process_of(theirs) == process_of(lineage) or _is_unlocked(old)):
+        old_lineage = _lineage(old) if old.is_dir() and old != but else None
+        if old_lineage is not None and (process_of(old_lineage) == process_of(lineage) or _is_unlocked(old)):
             reason = remove_written(old, field=FIELD)
             if reason is not None:
                 # Its mark is removed, so it is not considered again.

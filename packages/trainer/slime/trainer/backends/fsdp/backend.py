@@ -202,8 +202,8 @@ class FsdpBackend(Backend):
             raise WrongState("no reference model was loaded")
         loading.reshard(self.reference)
         with torch.no_grad():
-            for theirs, ours in zip(_tensors(self.reference), _tensors(self.policy), strict=True):
-                theirs.copy_(ours)
+            for of_reference, of_policy in zip(_tensors(self.reference), _tensors(self.policy), strict=True):
+                of_reference.copy_(of_policy)
 
     def drop(self, name: str) -> None:
         self.snapshots.drop(name)

@@ -65,14 +65,14 @@ def main(cpu_seconds: float, niceness: int) -> None:
 
 class Child:
     def __init__(self, cpu_seconds: float) -> None:
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:
-            ours.close()
-            _answer(theirs.makefile("rb"), theirs.makefile("wb"), cpu_seconds)
-        theirs.close()
-        self._requests, self._replies = ours.makefile("wb"), ours.makefile("rb")
-        ours.close()
+            parent_end.close()
+            _answer(child_end.makefile("rb"), child_end.makefile("wb"), cpu_seconds)
+        child_end.close()
+        self._requests, self._replies = parent_end.makefile("wb"), parent_end.makefile("rb")
+        parent_end.close()
 
     def ask(self, line: bytes) -> float | None:
         """Returns the reward; None if the child ended without an answer."""

@@ -87,7 +87,7 @@ def cut(
     place[source[held]] = np.arange(len(held))
     place[-1] = -1
     predicting = place[rows]
-    mine = np.flatnonzero(predicting >= 0)
+    predicted = np.flatnonzero(predicting >= 0)
 
     def take(values: np.ndarray, where: np.ndarray) -> np.ndarray:
         return np.where(where >= 0, values[np.maximum(where, 0)], 0)
@@ -115,8 +115,8 @@ def cut(
         labels=to(take(tokens, follower[held]))[None],
         has_label=to((follower[held] >= 0).astype(np.float32))[None],
         packing=packing,
-        predicting=to(predicting[mine] if len(mine) else np.zeros(1, dtype=np.int64)),
-        trained=to(mine) if len(mine) else None,
+        predicting=to(predicting[predicted] if len(predicted) else np.zeros(1, dtype=np.int64)),
+        trained=to(predicted) if len(predicted) else None,
         experts=_experts(batch, source[held]),
     )
 

@@ -71,21 +71,21 @@ def gather(
             for piece in pieces[name]:
                 by_rank.setdefault(piece.rank, []).append((name, piece))
         wire = dtypes[names[0]]
-        mine = [parts[piece.number][3].detach() for _, piece in by_rank.get(ranks.rank, [])]
+        own_parts = [parts[piece.number][3].detach() for _, piece in by_rank.get(ranks.rank, [])]
         flat = (
-            _all_parts(by_rank, mine, ranks, device, wire)
+            _all_parts(by_rank, own_parts, ranks, device, wire)
             if everywhere
-            else _on_first(by_rank, mine, ranks, device, wire)
+            else _on_first(by_rank, own_parts, ranks, device, wire)
         )
         if flat is None:
             yield from ((name, torch.empty(0)) for name in names)
             continue
         whole = {name: torch.empty(order[name], dtype=wire, device=device) for name in names}
-        for (name, piece), part in zip(by_rank.get(ranks.rank, []), mine, strict=True):
+        for (name, piece), part in zip(by_rank.get(ranks.rank, []), own_parts, strict=True):
             whole[name][piece.index] = part
         for rank, buffer in flat.items():
             _fill(whole, by_rank[rank], buffer)
-        del flat, mine
+        del flat, own_parts
         while whole:
             # No reference is kept here: the caller decides how long a tensor stays in memory.
             name = next(iter(whole))
@@ -115,12 +115,12 @@ ByRank = Mapping[int, Sequence[tuple[str, _Piece]]]
 
 
 def _on_first(
-    by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
+    by_rank: ByRank, own_parts: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> dict[int, Tensor] | None:
     """Gathers on rank 0 what other ranks have, flat; None on those."""
     if ranks.rank != 0:
-        if mine:
-            dist.send(_flat(mine, dtype), 0)
+        if own_parts:
+            dist.send(_flat(own_parts, dtype), 0)
         return None
     flat = {rank: _room(of_rank, device, dtype) for rank, of_rank in by_rank.items() if rank != 0}
     for arrival in [dist.irecv(buffer, rank) for rank, buffer in flat.items()]:
@@ -129,14 +129,14 @@ def _on_first(
 
 
 def _all_parts(
-    by_rank: ByRank, mine: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
+    by_rank: ByRank, own_parts: Sequence[Tensor], ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> dict[int, Tensor]:
     """Gathers on every rank what the others have, flat."""
     if ranks.world_size == 1:
         return {}
     flat = {}
     for rank, of_rank in sorted(by_rank.items()):
-        buffer = _flat(mine, dtype) if rank == ranks.rank else _room(of_rank, device, dtype)
+        buffer = _flat(own_parts, dtype) if rank == ranks.rank else _room(of_rank, device, dtype)
         dist.broadcast(buffer, rank)
         if rank != ranks.rank:
             flat[rank] = buffer
