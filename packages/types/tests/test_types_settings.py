@@ -147,6 +147,15 @@ def test_errors_of_argparse_are_worded_as_all_others(words: str, message: str) -
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("words", [["r\0n"], ["run", "r\0n"], ["run", "--set", "a", "b\0"]])
+def test_no_argument_holds_a_nul_character_also_in_lists(words: list[str]) -> None:
+    parser = Parser()
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--set", nargs=2, action="append")
+    with pytest.raises(InvalidSetting, match=r"^(runs|--set) must be text without a NUL character, got"):
+        parser.parse_strict(words)
+
+
 def test_a_refused_value_is_known_and_not_offered() -> None:
     field = setting("a", "Kind of it", choices=("a", "b"), refused=("c",))
     cls = dataclasses.make_dataclass("Kinds", [("kind", str, field)], kw_only=True)

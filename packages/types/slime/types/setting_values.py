@@ -107,13 +107,19 @@ def _check_bounds(name: str, meta: Mapping[str, Any], value: Any) -> None:
     ):
         if bound is not None and wrong(value, bound):
             raise InvalidSetting.must_be(name, f"{words} {bound}", got=value)
-    if isinstance(value, (str, Path)) and "\0" in str(value):
-        # No path, address or argument of a process can hold one.
-        raise InvalidSetting.must_be(name, "text without a NUL character", got=str(value))
+    check_text(name, value)
     if isinstance(value, int) and value.bit_length() > 63:
         raise InvalidSetting.must_be(name, "an integer of 64 bits", got=value)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidSetting.must_be(name, "a finite number", got=value)
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises InvalidSetting for text with a NUL character, also in lists: no path, address or argument can hold one."""
+    for item in value if isinstance(value, list | tuple) else ():
+        check_text(name, item)
+    if isinstance(value, str | Path) and "\0" in str(value):
+        raise InvalidSetting.must_be(name, "text without a NUL character", got=str(value))
 
 
 def argparse_error(message: str, helps: Mapping[Any, str | None]) -> InvalidSetting:

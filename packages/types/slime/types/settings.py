@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from slime.types.config_files import read_config, unknown_key
 from slime.types.errors import InvalidSetting, UnknownFlag
-from slime.types.setting_values import NUMBERS, argparse_error, check, flag_name, value_type
+from slime.types.setting_values import NUMBERS, argparse_error, check, check_text, flag_name, value_type
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -159,9 +159,8 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv)
         for action in self._actions:
             # No command line holds one, but a program in Python that calls the main of a command may.
-            if "\0" in str(value := getattr(namespace, action.dest, "")):
-                name = (action.option_strings or [str(action.metavar or action.dest)])[0]
-                raise InvalidSetting.must_be(name, "text without a NUL character", got=str(value))
+            name = (action.option_strings or [str(action.metavar or action.dest)])[0]
+            check_text(name, getattr(namespace, action.dest, None))
         for word in unknown:
             # A single dash, or the long ones that word processors make of two.
             if word.startswith(("-", "–", "—")) and not self._negative_number_matcher.match(word):
