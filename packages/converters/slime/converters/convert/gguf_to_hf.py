@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slime.converters.files.finished import SPARE_BYTES, WRITER
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors, write
 from slime.converters.settings import DTYPES
-from slime.types.directories import whole_directory
+from slime.types.directories import kind_of, whole_directory
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, SlimeError, counted
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
     Raises as `convert` does.
     """
-    if not path.is_file():
+    if path.exists() and not path.is_file():
+        raise _invalid(path, f"not a file, but a {kind_of(path.stat().st_mode)}")
+    if not path.exists():
         raise MissingFile(f"--gguf: no such file {path}", field="--gguf", value=str(path))
     with path.open("rb") as file:
         magic = file.read(4)
