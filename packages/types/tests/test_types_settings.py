@@ -115,6 +115,11 @@ def test_a_flag_with_another_dash_names_the_one_that_is_meant(word: str) -> None
         paint(word, "3")
 
 
+def test_an_unknown_short_option_does_not_list_all_others() -> None:
+    with pytest.raises(UnknownFlag, match="^unknown option '-x'; see --help$"):
+        paint("-x")
+
+
 def test_a_required_setting_is_asked_for_and_holds_no_nul() -> None:
     with pytest.raises(InvalidSetting, match="--name is required: name of the job"):
         parse([], Job, prog="job", description="")

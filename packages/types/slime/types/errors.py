@@ -209,7 +209,8 @@ class ConfigError(SlimeError):
         near = None if near in set(refused) else near
         if instead:
             return cls(f"unknown {kind} {quoted}; use {instead}", field=field or str(name), expected=instead)
-        rest = "; see --help" if quoted.startswith("--") else f"; known ones are {', '.join(names)}" if names else ""
+        # A command can have hundreds of options.
+        rest = "; see --help" if str(name).startswith("-") else f"; known ones are {', '.join(names)}" if names else ""
         message = f"{field + ': ' if field else ''}unknown {kind} {_shorten(quoted)}{_did_you_mean(near) or rest}"
         return cls(message, field=field or str(name), value=name if field else "", expected=near or ", ".join(names))
 
