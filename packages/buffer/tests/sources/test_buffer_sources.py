@@ -71,7 +71,7 @@ def test_another_slice_is_an_error(write_jsonl, rows):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"input": "a"}\n{"input": \n', "line 2: not JSON"),
+        ('{"input": "a"}\n{"input": \n', "line 2: not JSON: Expecting value at character 11"),
         ('{"input": "a"}\n\n[1]\n', r"line 3 must be a JSON object, got \[1\]"),
         ('{"prompt": "a", "label": 1}\n', "line 1: no column 'input'; it has 'prompt', 'label'"),
         ('{"input": 3}\n', "line 1: column 'input' holds 3, expected text or"),

@@ -176,7 +176,7 @@ def test_what_is_not_a_usable_gguf(source: Path, model: LlamaForCausalLM, tmp_pa
         converter.convert(tmp_path / "none.gguf", target)
     text = tmp_path / "text.gguf"
     text.write_text("hello")
-    with pytest.raises(InvalidFile, match="--gguf /dev/null: not a file, but a device"):
+    with pytest.raises(InvalidFile, match="--gguf: /dev/null is a device, expected a regular file"):
         converter.convert("/dev/null", target)
     with pytest.raises(InvalidFile, match="not a GGUF file"):
         converter.convert(text, target)

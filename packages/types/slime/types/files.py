@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -131,3 +132,8 @@ def write_whole(path: Path, text: str, *, field: str = "path") -> None:
     """Replaces `path` by a file that holds `text`, as a whole."""
     with whole_file(path, field=field) as file:
         file.write(text)
+
+
+def json_reason(error: Exception) -> str:
+    """Returns why a line is not JSON, with the place in it; the file and the line are known already."""
+    return f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
+from slime.types.files import json_reason
 
 # Largest CSV cell, in characters: some prompts exceed the csv module's own limit of 131,072.
 MOST_CHARACTERS = 1 << 30
@@ -58,7 +59,7 @@ def _rows(path: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, An
             row = json.loads(text)
         except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
             raise InvalidFile(
-                f"{path}, line {number}: not JSON: {error}",
+                f"{path}, line {number}: not JSON: {json_reason(error)}",
                 field=f"line {number}",
                 value=line[:80].decode("utf-8", "replace").rstrip(),
                 expected="a JSON object",

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from slime.converters.files.finished import SPARE_BYTES, WRITER
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors, write
 from slime.converters.settings import DTYPES
-from slime.types.directories import kind_of, whole_directory
+from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable, SlimeError, counted
+from slime.types.files import check_readable
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +57,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
     Raises as `convert` does.
     """
-    if path.exists() and not path.is_file():
-        raise _invalid(path, f"not a file, but a {kind_of(path.stat().st_mode)}")
-    if not path.exists():
-        raise MissingFile(f"--gguf: no such file {path}", field="--gguf", value=str(path))
+    check_readable(path, "--gguf")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != MAGIC:

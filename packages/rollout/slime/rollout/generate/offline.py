@@ -19,7 +19,7 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
 from slime.types import Sample
 from slime.types.errors import InvalidFile, InvalidSetting
-from slime.types.files import check_readable, whole_file
+from slime.types.files import check_readable, json_reason, whole_file
 
 
 def generate_file(
@@ -90,7 +90,7 @@ def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) 
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
             raise InvalidFile(
-                f"--prompts {path}, line {number}: not JSON: {error}",
+                f"--prompts {path}, line {number}: not JSON: {json_reason(error)}",
                 field="--prompts",
                 value=line,
                 expected="a JSON object",
