@@ -1,6 +1,6 @@
 """GRPO on word problems with a model of 0.5B: right answers to held-out problems, before and after, with several seeds.
 
-    python benchmarks/yardstick/model.py MODEL_DIR
+    python benchmarks/yardstick/fetch_model.py MODEL_DIR
     python benchmarks/yardstick/gsm_symbolic.py --hf-checkpoint MODEL_DIR --output-dir OUT --colocate \\
         --rollout-engine sglang --sglang-mem-fraction-static 0.4
     python benchmarks/yardstick/gsm_symbolic.py --hf-checkpoint MODEL_DIR --output-dir OUT --rollout-engine embedded \\

