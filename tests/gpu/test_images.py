@@ -206,7 +206,7 @@ def test_an_engine_has_the_log_probs_of_transformers_for_prompts_with_images(
 def test_a_response_taken_up_again_keeps_its_tokens(engine: EngineProcess, media: Media, model: Any) -> None:
     text, images = CASES[0]
     ids, data = asked(media, text, images)
-    # Bytes that are no text: tokens of a text made of them would be others, and more.
+    # Bytes that are not text: decoded and tokenized again, they would give other and more tokens.
     begun = [media.processor.tokenizer.convert_tokens_to_ids(name) for name in ("Ã", "Ã", "ł", "a")]
     (answer,) = generate(engine, media, [([*ids, *begun], data)])
     assert answer["meta_info"]["prompt_tokens"] == len(media.prompt(text, images).tokens) + len(begun)

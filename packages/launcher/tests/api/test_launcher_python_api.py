@@ -187,7 +187,7 @@ def test_what_a_reward_uses_under_another_name_or_wrapped_is_shipped_as_it_is_or
     command = [sys.executable, str(script), str(tmp_path / "inputs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     answers = json.loads(done.stdout)
-    # `sample.response` is no use of the script's `response`.
+    # `sample.response` does not use the script's `response`.
     function = load_plugin(answers.pop("by_alias"), flag="--custom-rm-path")
     assert function(None, Sample(response="x")) == 1.0
     for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""Frameworks of agents at the gateway. The packages are large and no requirement of the tests. To run these:
+"""Frameworks of agents at the gateway. The packages are large, and the tests do not require them. To run these:
 
 pip install litellm langchain-openai langgraph strands-agents
 pytest packages/rollout/tests/agents/test_rollout_agents_frameworks.py

@@ -317,7 +317,7 @@ def _clear_leftovers(path: Path) -> bool:
             try:
                 handle = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except OSError:
-                continue  # gone, or no directory of ours
+                continue  # gone, or not a directory of ours
             try:
                 locked = try_lock(handle) if os.fstat(handle).st_uid == os.geteuid() else None
                 alive |= locked is False

@@ -224,7 +224,7 @@ def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
 
 
 def other_names(settings: RolloutSettings, args: RolloutArgs) -> dict[str, Any]:
-    """Returns the attributes that plug-ins written for slime read from `args` and that are no settings here."""
+    """Returns the attributes that plug-ins written for slime read from `args` and that are not settings here."""
     return {
         "eval_datasets": build_eval_dataset_configs(args),
         "sglang_tp_size": tensor_parallel_size(settings.rollout_num_gpus_per_engine, settings.sglang_args),

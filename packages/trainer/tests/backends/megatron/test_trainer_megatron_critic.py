@@ -116,7 +116,7 @@ def test_a_critic_begins_with_a_saved_critic_or_with_zeros_for_any_other_model(
     saved = models / "data" / "iter_0000001"
     head = "lm_head.weight"
     assert not critic()[head].any()
-    assert not critic(critic_load=str(models / "data"))[head].any(), "the policy's output layer is no value head"
+    assert not critic(critic_load=str(models / "data"))[head].any(), "the policy's output layer is not a value head"
     assert not critic(load=str(models / "dense"), critic_load=str(models / "dense"))[head].any()
     assert critic(critic_load=str(saved / CRITIC_DIR))[head].any()
     assert torch.equal(

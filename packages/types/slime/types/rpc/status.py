@@ -146,7 +146,7 @@ class ErrorsToStatus(grpc.ServerInterceptor):
 
 
 class _Unreadable:
-    """A request whose bytes are no message; gRPC would answer INTERNAL, as if the server had failed."""
+    """A request whose bytes are not a message; gRPC would answer INTERNAL, as if the server had failed."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -33,7 +33,7 @@ MOST_SECONDS = 1e9
 MAX_REWARD = float(np.finfo(np.float32).max)
 # Fields that travel as JSON, which clients in other languages cannot read if it holds NaN or Infinity.
 JSON_FIELDS = ("prompt", "label", "metadata", "train_metadata", "apply_chat_template_kwargs")
-# Larger whole numbers are no exact floats, as which other languages read them.
+# Other languages read numbers as float64, which cannot hold every larger integer.
 MAX_COUNT = 2**53
 
 
