@@ -335,19 +335,19 @@ def _decode_extra(values: dict[str, Any], name: str, text: str, _: Any) -> None:
 
 def _decoders() -> dict[str, tuple[str, _Decoder]]:
     """Returns, for each part of the message that has to be converted, its field of Sample and the conversion."""
-    found: dict[str, tuple[str, _Decoder]] = {EXTRA: (EXTRA, _decode_extra)}
+    decoders: dict[str, tuple[str, _Decoder]] = {EXTRA: (EXTRA, _decode_extra)}
     for kind, decode in (
         (Kind.STATUS, _decode_status), (Kind.TEXTS, _decode_texts), (Kind.RECORD, _decode_record),
         (Kind.RECORDS, _decode_records), (Kind.TREE, _decode_tree),
     ):  # fmt: skip
-        found |= {name: (name, decode) for name in fields_of(kind)}
+        decoders |= {name: (name, decode) for name in fields_of(kind)}
     for name in fields_of(Kind.JSON_OBJECT):
-        found[f"{name}_json"] = (name, _decode_json(f"{name}_json", dict))
+        decoders[f"{name}_json"] = (name, _decode_json(f"{name}_json", dict))
     for name in fields_of(Kind.CHOICE):
         for part in PARTS[name]:
             json = _decode_json(part.name, list if part.name == "prompt_messages_json" else None)
-            found[part.name] = (name, json if part.name.endswith("_json") else _decode_renamed)
-    return found
+            decoders[part.name] = (name, json if part.name.endswith("_json") else _decode_renamed)
+    return decoders
 
 
 _DECODERS = _decoders()

@@ -208,18 +208,18 @@ def foreign_files(path: Path) -> list[str]:
     mark = read_mark(path)
     files = {MARK, *map(str, mark["files"])} if mark else set()
     parents = {parent.as_posix() for file in files for parent in Path(file).parents}
-    found: list[str] = []
+    foreign: list[str] = []
     for directory, directories, names in os.walk(path, onerror=_raise):
         here = Path(directory).relative_to(path)
         for name in sorted(directories):
             below = here / name
             if below.as_posix() not in parents or (path / below).is_symlink():
-                found.append(f"{below.as_posix()}/")
+                foreign.append(f"{below.as_posix()}/")
                 directories.remove(name)
-        found += [entry for name in sorted(names) if (entry := (here / name).as_posix()) not in files]
-        if len(found) > MAX_NAMES:
+        foreign += [entry for name in sorted(names) if (entry := (here / name).as_posix()) not in files]
+        if len(foreign) > MAX_NAMES:
             break
-    return found
+    return foreign
 
 
 def _raise(error: OSError) -> None:

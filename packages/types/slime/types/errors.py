@@ -100,19 +100,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     A name that exactly one known name extends by words is taken as short for it: `--sglang-tp` for `--sglang-tp-size`.
     """
     names, name = list(known), name[:100]
-    longer = [each for each in names if each.startswith((f"{name}-", f"{name}_"))]
+    longer = [candidate for candidate in names if candidate.startswith((f"{name}-", f"{name}_"))]
     if len(longer) == 1:
         return longer[0]
     matcher = difflib.SequenceMatcher(b=_letters(name))
     best, similarity = None, 0.0
-    for each in names:
-        matcher.set_seq1(_letters(each))
+    for candidate in names:
+        matcher.set_seq1(_letters(candidate))
         threshold = max(SIMILAR, similarity)
         if matcher.real_quick_ratio() < threshold or matcher.quick_ratio() < threshold:
             continue
         ratio = matcher.ratio()
         if ratio >= SIMILAR and ratio > similarity:
-            best, similarity = each, ratio
+            best, similarity = candidate, ratio
     return best
 
 
@@ -319,10 +319,10 @@ class RemoteError(SlimeError):
 
 def error_classes() -> dict[str, type[SlimeError]]:
     """Returns all subclasses of SlimeError by name, including those of other packages that are imported."""
-    found: dict[str, type[SlimeError]] = {}
+    classes: dict[str, type[SlimeError]] = {}
     pending: list[type[SlimeError]] = [SlimeError]
     while pending:
         cls = pending.pop()
-        found[cls.__name__] = cls
+        classes[cls.__name__] = cls
         pending.extend(cls.__subclasses__())
-    return found
+    return classes

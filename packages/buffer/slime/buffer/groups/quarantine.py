@@ -98,17 +98,17 @@ class Quarantine:
 
         Opens transactions of its own.
         """
-        found = 0
+        num_damaged = 0
         after: int | None = None
         while page := self.store.groups(states=states, after=after, limit=PAGE):
             after = page[-1].group_index
             for group in page:
                 error = self.problem(group)
                 if error is not None:
-                    found += 1
+                    num_damaged += 1
                     with self.store.transaction():
                         self.damaged(group, error)
-        return found
+        return num_damaged
 
     def problem(self, group: Group) -> DataLoss | None:
         """Returns the reason why the samples of a group cannot be read; None if they can."""

@@ -82,7 +82,7 @@ class FilePayloads(Payloads):
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         path = self.directory / name
-        found = []
+        parts = []
         try:
             # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -90,12 +90,12 @@ class FilePayloads(Payloads):
                     raise DataLoss(f"payload {path} is not a regular file", field="payload", value=name)
                 for offset, length in ranges:
                     file.seek(offset)
-                    found.append(file.read(length))
+                    parts.append(file.read(length))
         except FileNotFoundError:
             raise DataLoss(f"payload {path} is gone", field="payload", value=name) from None
         except OSError as error:
             raise DataLoss(f"payload {path} cannot be read: {error.strerror}", field="payload", value=name) from error
-        for (offset, length), part in zip(ranges, found, strict=True):
+        for (offset, length), part in zip(ranges, parts, strict=True):
             if len(part) != length:
                 raise DataLoss(
                     f"payload {path}: {len(part)} bytes at {offset}, expected {length}: cut short, by a power failure?",
@@ -103,7 +103,7 @@ class FilePayloads(Payloads):
                     value=name,
                     expected=f"{length} bytes",
                 )
-        return found
+        return parts
 
     def size(self, name: str) -> int | None:
         try:

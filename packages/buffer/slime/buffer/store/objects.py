@@ -123,14 +123,14 @@ class ObjectPayloads(Payloads):
             return None
 
     def claim(self, owner: str) -> None:
-        what = {"Bucket": self._bucket, "Key": f"{self._prefix}payloads-of", "Body": f"{owner}\n".encode()}
+        request = {"Bucket": self._bucket, "Key": f"{self._prefix}payloads-of", "Body": f"{owner}\n".encode()}
         with self._errors("owner"):
             try:
-                self._client.put_object(**what, IfNoneMatch="*")
+                self._client.put_object(**request, IfNoneMatch="*")
             except self._client.exceptions.ClientError as error:
                 code = error.response["Error"]["Code"]
                 if code in UNCONDITIONAL:
-                    self._client.put_object(**what)
+                    self._client.put_object(**request)
                 elif code not in CLAIMED:
                     raise
 

@@ -176,7 +176,7 @@ def _check_complete(target: Path, dtype: str) -> None:
         for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             if not (target / name).is_file():
                 raise MissingFile(f"no {name}")
-        found = json.loads((target / "config.json").read_text()).get("dtype")
+        held_dtype = json.loads((target / "config.json").read_text()).get("dtype")
     except (SlimeError, ValueError) as error:
         raise InvalidSetting(
             f"--output-dir {target} exists and is not a complete model directory: {error}",
@@ -184,6 +184,6 @@ def _check_complete(target: Path, dtype: str) -> None:
             value=str(target),
             expected="a new directory, or one that an earlier conversion wrote",
         ) from None
-    if found != dtype or not weights.tensors:
-        reason = f"the directory holds {found} weights"
+    if held_dtype != dtype or not weights.tensors:
+        reason = f"the directory holds {held_dtype} weights"
         raise InvalidSetting.conflict(f"--output-dir {target}", f"--dtype {dtype}", reason)

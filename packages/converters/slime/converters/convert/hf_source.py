@@ -75,25 +75,25 @@ class HfSource:
         tensors of another shape or of integers, and fp8 tensors without their factors.
         """
         wanted: dict[str, Shape] = {block.name: block.shape for p in parameters for block in p.blocks}
-        found, patterns = self.tensors, [re.compile(pattern) for pattern in ignored]
-        missing = sorted(wanted.keys() - found.keys())
+        tensors, patterns = self.tensors, [re.compile(pattern) for pattern in ignored]
+        missing = sorted(wanted.keys() - tensors.keys())
         unexpected = [
             name
-            for name in sorted(found.keys() - wanted.keys())
+            for name in sorted(tensors.keys() - wanted.keys())
             if not any(pattern.fullmatch(name) for pattern in patterns)
         ]
         shapes = [
-            f"{name} {list(found[name].shape)}, expected {list(shape)}"
+            f"{name} {list(tensors[name].shape)}, expected {list(shape)}"
             for name, shape in wanted.items()
-            if name in found and found[name].shape != shape
+            if name in tensors and tensors[name].shape != shape
         ]
         kinds = [
-            f"{name} {found[name].dtype}"
+            f"{name} {tensors[name].dtype}"
             for name in wanted
-            if name in found and not found[name].dtype.startswith(("F", "BF"))
+            if name in tensors and not tensors[name].dtype.startswith(("F", "BF"))
         ]
         scales = [
-            f"{name}{SCALE_SUFFIX}" for name in wanted if name in found and not self._has_scale(name, found[name])
+            f"{name}{SCALE_SUFFIX}" for name in wanted if name in tensors and not self._has_scale(name, tensors[name])
         ]
         problems = [
             f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"

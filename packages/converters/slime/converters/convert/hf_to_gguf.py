@@ -113,11 +113,11 @@ def _tokenizer(source: Path) -> dict[str, Any]:
     """Returns tokenizer.json with `pre_name`, llama.cpp's name of its pre-tokenizer. Raises NotAvailable."""
     path = source / "tokenizer.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{path}: {error}", value=str(path), expected="the tokenizer of a model") from None
-    pre = json.dumps(found.get("pre_tokenizer"), ensure_ascii=False)
-    if found.get("model", {}).get("type") != "BPE" or '"ByteLevel"' not in pre:
+    pre = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)
+    if tokenizer.get("model", {}).get("type") != "BPE" or '"ByteLevel"' not in pre:
         raise NotAvailable.unavailable("GGUF of this model", "its tokenizer is not a byte-level BPE")
     patterns = re.findall(r'"Regex": "((?:[^"\\]|\\.)*)"', pre)
     text = json.loads(f'"{"".join(patterns)}"')
@@ -126,7 +126,7 @@ def _tokenizer(source: Path) -> dict[str, Any]:
         known = "smollm" if '"Digits"' in pre else "gpt-2"
     if known is None:
         raise NotAvailable.unavailable("GGUF of this model", f"llama.cpp has no name for its pre-tokenizer: {text}")
-    return found | {"pre_name": known}
+    return tokenizer | {"pre_name": known}
 
 
 def _add_tokenizer(writer: Any, source: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:

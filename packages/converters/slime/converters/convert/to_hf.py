@@ -52,13 +52,13 @@ def convert(
     load: what the trainer saves with either backend, what hf-to-torch-dist writes, a Hugging Face directory, or a
     directory of such checkpoints, whose newest is taken.
     """
-    found = find(Path(load))
-    if is_torch_dist(found):
+    checkpoint = find(Path(load))
+    if is_torch_dist(checkpoint):
         from slime.converters.convert import torch_dist_to_hf
 
-        if needs_origin(found):
+        if needs_origin(checkpoint):
             options["origin_hf_dir"] = options.get("origin_hf_dir") or fallback_hf_dir
-        return torch_dist_to_hf.convert(found, output_dir, num_workers=num_workers, **options)
+        return torch_dist_to_hf.convert(checkpoint, output_dir, num_workers=num_workers, **options)
     from slime.converters.convert import hf_to_hf
 
-    return hf_to_hf.convert(found, output_dir, **options)
+    return hf_to_hf.convert(checkpoint, output_dir, **options)

@@ -147,16 +147,16 @@ def read_export(
         None if dtype is None else getattr(torch, dtype),
         has_mtp,
     )
-    found = Parameters(checkpoint, export.family.arguments(config))
+    stored_parameters = Parameters(checkpoint, export.family.arguments(config))
     used: set[str] = set()
     missing: list[str] = []
     for parameter in export.parameters:
         try:
-            found.check(parameter)
+            stored_parameters.check(parameter)
         except NotFound as error:
             missing.append(error.message)
             continue
-        used.update(found.keys(parameter))
+        used.update(stored_parameters.keys(parameter))
     if missing:
         raise InvalidFile(
             f"{counted(len(missing), 'parameter is', 'parameters are')} missing: {'; '.join(missing[:10])}",
@@ -256,20 +256,20 @@ def hf_tensors(export: Export, checkpoint: TorchDist) -> dict[str, HfTensor]:
 
 def write_tensors(job: ExportJob) -> None:
     """Writes one worker's share, holding one piece of a parameter in memory at a time."""
-    found = job.export.open()
+    stored_parameters = job.export.open()
     parameters = job.export.parameters
     with HfFiles(places(Path(job.directory), job.files)) as files:
         for number in job.parameters:
             parameter = parameters[number]
-            dtype = found.find(parameter)[0].dtype
+            dtype = stored_parameters.find(parameter)[0].dtype
             for rows, *_ in pieces(parameter.shape, dtype):
                 data = torch.empty(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
-                found.read_rows(parameter, rows, data)
+                stored_parameters.read_rows(parameter, rows, data)
                 for piece in parameter.slices_of_rows(rows):
                     files.write(piece.hf_name, piece.hf_index, data[piece.index])
                 # Frees the memory before the next piece is allocated.
                 del data
-    found.checkpoint.close()
+    stored_parameters.checkpoint.close()
 
 
 def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:

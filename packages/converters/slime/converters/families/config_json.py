@@ -49,13 +49,13 @@ def num_mtp_layers(config: Config) -> int:
 
 def rope(config: Config) -> dict[str, Any]:
     """Returns `rope_theta`, `rope_type` and the values of that type, whichever keys of config.json hold them."""
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
+    parameters: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
     if config.get("partial_rotary_factor") is not None:
-        found["partial_rotary_factor"] = config["partial_rotary_factor"]
+        parameters["partial_rotary_factor"] = config["partial_rotary_factor"]
     for key in ("rope_scaling", "rope_parameters"):
-        found |= {name: value for name, value in (config.get(key) or {}).items() if value is not None}
-    found.setdefault("rope_type", found.get("type", "default"))
-    return found
+        parameters |= {name: value for name, value in (config.get(key) or {}).items() if value is not None}
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return parameters
 
 
 def rotary_base(config: Config) -> float:

@@ -72,13 +72,13 @@ def divide_into_files(
 
 def places(directory: Path, files: Mapping[str, list[HfTensor]]) -> dict[str, Stored]:
     """Returns the place of each tensor once `create` has made the files."""
-    found = {}
+    place_of = {}
     for name, tensors in files.items():
         offset = len(_header(tensors))
         for tensor in _in_order(tensors):
-            found[tensor.name] = Stored(directory / name, offset, tensor.dtype, tensor.shape)
+            place_of[tensor.name] = Stored(directory / name, offset, tensor.dtype, tensor.shape)
             offset += tensor.num_bytes
-    return found
+    return place_of
 
 
 def create(directory: Path, files: Mapping[str, list[HfTensor]]) -> None:

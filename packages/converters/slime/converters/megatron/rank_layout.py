@@ -223,14 +223,14 @@ def _places_of_stages(args: Args) -> list[int]:
     flags = " and ".join(f"{flag_name(name)} {count}" for name, count in ends.items())
     if stages == 1:
         raise InvalidSetting.requires(flags, f"{flag_name(PIPELINE)} 2 or more")
-    rest, others = layers - sum(ends.values()), stages - len(ends)
-    if rest < others or rest % max(1, others) or (rest and not others):
+    rest, other_stages = layers - sum(ends.values()), stages - len(ends)
+    if rest < other_stages or rest % max(1, other_stages) or (rest and not other_stages):
         name, count = next(iter(ends.items()))
         raise InvalidSetting(
-            f"{flags} of {layers} layers: the other {others} pipeline stages cannot share {rest} layers evenly",
+            f"{flags} of {layers} layers: the other {other_stages} pipeline stages cannot share {rest} layers evenly",
             field=flag_name(name),
             value=count,
-            expected=f"{others or 'no'} layers or a multiple left for the other stages",
+            expected=f"{other_stages or 'no'} layers or a multiple left for the other stages",
         )
-    middle = [rest // others] * others if others else []
+    middle = [rest // other_stages] * other_stages if other_stages else []
     return [*([ends[FIRST]] if FIRST in ends else []), *middle, *([ends[LAST]] if LAST in ends else [])]

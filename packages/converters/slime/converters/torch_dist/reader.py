@@ -169,21 +169,21 @@ class TorchDist:
         or damaged.
         """
         entry = self._entry(key)
-        found = 0
+        num_read = 0
         for chunk in entry.chunks:
             common = _common(index, chunk)
             if common is None:
                 continue
             source, target = common
             view = out[target]
-            found += view.numel()
+            num_read += view.numel()
             fd = self._fd(chunk.file)
             stored = find_tensor(fd, self.directory / chunk.file, chunk.offset, chunk.length, key)
             if stored.shape != chunk.shape:
                 raise self._invalid(chunk.file, f"{key}: shape {list(stored.shape)}, expected {list(chunk.shape)}")
             rectangles.read(fd, stored, source, view)
-        if found != out.numel():
-            raise self._invalid(METADATA, f"{key}: {out.numel() - found:,} of {out.numel():,} elements are missing")
+        if num_read != out.numel():
+            raise self._invalid(METADATA, f"{key}: {out.numel() - num_read:,} of {out.numel():,} elements are missing")
 
     def _entry(self, key: str) -> TensorEntry:
         if key not in self.tensors:
@@ -274,16 +274,19 @@ class Parameters:
         for key, lead in places:
             shape = self.checkpoint.tensors[key].shape
             expected = (parameter.shape[0] // len(places), *parameter.shape[1:])
-            found = shape[len(lead) :]
-            if found != expected and not (parameter.padded and found[1:] == expected[1:] and found[0] >= expected[0]):
-                what = (
+            stored = shape[len(lead) :]
+            if stored != expected and not (
+                parameter.padded and stored[1:] == expected[1:] and stored[0] >= expected[0]
+            ):
+                wanted = (
                     f"at least {expected[0]} rows" if parameter.padded else f"{list((*shape[: len(lead)], *expected))}"
                 )
                 raise InvalidFile(
-                    f"{self.checkpoint.directory}: {key} has shape {list(shape)}, expected {what} for {parameter.name}",
+                    f"{self.checkpoint.directory}: {key} has shape {list(shape)}, "
+                    f"expected {wanted} for {parameter.name}",
                     field=key,
                     value=list(shape),
-                    expected=what,
+                    expected=wanted,
                 )
 
     def read_rows(self, parameter: Parameter, rows: slice, out: torch.Tensor) -> None:

@@ -69,14 +69,14 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
     from slime.launcher.hub.fetch import local_model
 
     path = Path(local_model(text, "MODEL"))
-    found, _ = model_of(path, name=name)
-    if not (found / "config.json").is_file():
+    model_path, _ = model_of(path, name=name)
+    if not (model_path / "config.json").is_file():
         raise InvalidSetting(
-            f"MODEL {path}: {found} is a Megatron checkpoint; `slime export {path}` converts it",
+            f"MODEL {path}: {model_path} is a Megatron checkpoint; `slime export {path}` converts it",
             field="MODEL", value=text, expected="a Hugging Face directory",
         )  # fmt: skip
-    check_model(name, found, tokenizer=True, weights=True)
-    return str(found)
+    check_model(name, model_path, tokenizer=True, weights=True)
+    return str(model_path)
 
 
 class Conversation:
@@ -107,13 +107,13 @@ class Conversation:
             yield from self._pieces("/v1/completions", {"prompt": text})
             return
         self._messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        pieces: list[str] = []
         try:
             for piece in self._pieces("/v1/chat/completions", {"messages": self._messages}):
-                said.append(piece)
+                pieces.append(piece)
                 yield piece
         finally:
-            self._messages.append({"role": "assistant", "content": "".join(said)})
+            self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _pieces(self, path: str, body: dict[str, Any]) -> Iterator[str]:
         content = json.dumps(body | self.params | {"stream": True, "model": "default"}).encode()

@@ -85,14 +85,14 @@ def _split(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(name: str, entry: dict[str, Any], path: str) -> dict[str, Any]:
-    columns, others = _split(entry)
+    columns, overrides = _split(entry)
     for key, value in columns.items():
         is_mapping = isinstance(value, Mapping)
         texts = list(value.values()) if is_mapping else [value]
         if is_mapping != (key == "multimodal_keys") or not all(isinstance(text, str) for text in texts):
             expected = "a mapping {image: COLUMN}" if key == "multimodal_keys" else "the name of a column"
             raise _invalid(path, f"{name}.{key}: {value!r}", expected)
-    return columns | check_overrides({name: others}, f"{FLAG} {path}: ")[name]
+    return columns | check_overrides({name: overrides}, f"{FLAG} {path}: ")[name]
 
 
 def _invalid(path: str, got: str, expected: str) -> InvalidFile:

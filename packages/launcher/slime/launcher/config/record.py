@@ -36,7 +36,7 @@ def settings_text(config: RunConfig) -> str:
     """Returns the settings that flags, files and the environment set as YAML, and all others as comments."""
     explicit = _keys(config.explicit)
     identity = {name: explicit.pop(name) for name in OWN if name in explicit}
-    others = {
+    implicit = {
         name: config.flat.get(name)
         for name in declared()
         if name not in config.explicit and name not in OWN and config.flat.get(name) is not None
@@ -44,7 +44,7 @@ def settings_text(config: RunConfig) -> str:
     return (
         "# Settings of this run. To repeat it: slime train --config run.yaml --output-dir ANOTHER\n"
         f"{_yaml(explicit)}\n# Its own directory and name:\n{_commented(identity)}\n# Everything else, as it was:\n"
-        f"{_commented(others)}"
+        f"{_commented(implicit)}"
     )
 
 

@@ -119,14 +119,14 @@ class Sources:
                 raise InvalidSetting.must_be(f"{source}: {key}", "text without NUL characters", got=value)
             flag = self._by_key.get(key)
             if flag is None:
-                found = self._other(key, value, source, other if keep_unknown else None)
+                key_values = self._other(key, value, source, other if keep_unknown else None)
             elif not _turns_off(key, flag):
-                found = {flag.name: _checked(flag, value, source)}
+                key_values = {flag.name: _checked(flag, value, source)}
             elif not isinstance(value, bool):
                 raise InvalidSetting.must_be(f"{source}: {key}", "true or false", got=value)
             else:
-                found = {flag.name: not value}
-            for name, new in found.items():
+                key_values = {flag.name: not value}
+            for name, new in key_values.items():
                 if flag is not None and name in values and values[name] != new:
                     raise InvalidSetting.conflict(key, spelled[name], "both set the same setting").at(source)
                 spelled[name] = key

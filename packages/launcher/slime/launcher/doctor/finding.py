@@ -71,23 +71,25 @@ def run_checks(checks: Mapping[str, Check], subject: Subject, seconds: float) ->
 
 
 def _run(check: Check, name: str, subject: Subject, seconds: float) -> Iterator[Finding]:
-    found: queue.Queue[Any] = queue.Queue()
+    queued: queue.Queue[Any] = queue.Queue()
 
     def work() -> None:
         try:
             for finding in check(subject):
-                found.put(finding)
+                queued.put(finding)
         except SlimeError as error:
-            found.put(fail(str(error), "correct what the message names"))
+            queued.put(fail(str(error), "correct what the message names"))
         except (Exception, SystemExit) as error:  # one broken check must not hide the others
-            found.put(fail(f"{name}: {type(error).__name__}: {error}", "the check itself failed; look at this by hand"))
-        found.put(_DONE)
+            queued.put(
+                fail(f"{name}: {type(error).__name__}: {error}", "the check itself failed; look at this by hand")
+            )
+        queued.put(_DONE)
 
     threading.Thread(target=work, name=f"doctor-{name}", daemon=True).start()
     deadline = time.monotonic() + seconds
     while True:
         try:
-            item = found.get(timeout=max(0.0, deadline - time.monotonic()))
+            item = queued.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             yield fail(f"{name}: no answer within {seconds:g} s", "find out what hangs there, or raise --timeout")
             return

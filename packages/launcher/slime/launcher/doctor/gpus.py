@@ -16,8 +16,8 @@ TAKEN = 0.05
 
 
 def check_gpus(subject: Subject) -> Iterator[Finding]:
-    found, listed = probes.gpus(), probes.visible_devices()
-    if not found:
+    gpus, listed = probes.gpus(), probes.visible_devices()
+    if not gpus:
         if listed:
             yield fail(f"CUDA_VISIBLE_DEVICES={listed}, and no GPU is visible", "unset it, or look at nvidia-smi")
         elif subject.flag("rollout_num_gpus") or needs_gpu(str(subject.flag("rollout_engine"))):
@@ -29,13 +29,13 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
             yield ok("no GPU is visible: training uses the CPU")
             yield from _engine(subject)
         return
-    for gpu in found:
+    for gpu in gpus:
         yield from _gpu(gpu)
     if listed is not None:
         count = len([entry for entry in listed.split(",") if entry.strip()])
-        if count != len(found):
+        if count != len(gpus):
             yield fail(
-                f"CUDA_VISIBLE_DEVICES={listed} names {count} GPUs, {len(found)} are there",
+                f"CUDA_VISIBLE_DEVICES={listed} names {count} GPUs, {len(gpus)} are there",
                 "name only GPUs that are there",
             )
     if not probes.torch_sees_gpus():
@@ -43,7 +43,7 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
             "the driver has GPUs, and torch sees none",
             "install a torch built for CUDA whose version the driver supports (nvidia-smi names it)",
         )
-    yield from _against_flags(subject, found)
+    yield from _against_flags(subject, gpus)
 
 
 def _gpu(gpu: probes.Gpu) -> Iterator[Finding]:
@@ -77,14 +77,14 @@ def _engine(subject: Subject) -> Iterator[Finding]:
             yield fail(str(error), "change the flag, or use a machine whose engine knows it")
 
 
-def _against_flags(subject: Subject, found: list[probes.Gpu]) -> Iterator[Finding]:
+def _against_flags(subject: Subject, gpus: list[probes.Gpu]) -> Iterator[Finding]:
     if subject.config is None or _on_a_cluster(subject):
         return
     from slime.launcher.plan.run_plan import Hardware, make_plan
 
-    size = min(gpu.total_bytes for gpu in found)
+    size = min(gpu.total_bytes for gpu in gpus)
     try:
-        plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in found), size, "this machine"))
+        plan = make_plan(subject.config, Hardware(tuple(gpu.name for gpu in gpus), size, "this machine"))
     except ConfigError as error:
         yield fail(str(error), "change the flags, or use a machine with what they ask for")
         return

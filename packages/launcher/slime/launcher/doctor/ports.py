@@ -38,14 +38,14 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
 
 def _of_ray() -> Iterator[Finding]:
     """Checks the fixed ports of `ray start --head`; the system chooses every other port."""
-    for port, (what, flag) in RAY_PORTS.items():
+    for port, (service, flag) in RAY_PORTS.items():
         if probes.port_is_free(port):
             continue
         local = probes.local_ray_address() or ""
         if local.endswith(f":{RAY_PORT}") and probes.answers("127.0.0.1", RAY_PORT):
             continue
         yield warn(
-            f"port {port} of {what} is in use, and not by a Ray of this machine",
+            f"port {port} of {service} is in use, and not by a Ray of this machine",
             f"`ray start --head {flag} N` with another N, or end what listens there (ss -ltnp 'sport = :{port}')",
         )
 

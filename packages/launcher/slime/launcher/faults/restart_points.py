@@ -78,13 +78,13 @@ class RestartPoints:
 
     def newest(self, upto: int) -> tuple[int, str | None]:
         """Returns the step of the newest state up to step `upto`, and its directory."""
-        found = {step: path for step, path in steps(self._directory).items() if step <= upto}
+        candidates = {step: path for step, path in steps(self._directory).items() if step <= upto}
         if self._checkpoints is not None:
             for step, path in steps(self._checkpoints).items():
                 whole = not (step + 1) % self._multiple
                 if whole and self._start[0] < step <= upto and _identity(path) != self._others.get(path):
-                    found[step] = path
-        return (max(found), str(found[max(found)])) if found else self._start
+                    candidates[step] = path
+        return (max(candidates), str(candidates[max(candidates)])) if candidates else self._start
 
     def clear(self) -> None:
         # A trainer that was killed leaves what it was writing.

@@ -50,9 +50,9 @@ def fetch(values: dict[str, Any]) -> dict[str, Any]:
     ):
         text = values.get(setting)
         if isinstance(text, str):
-            found = find(text, flag)
-            values[setting] = found.path
-            pinned |= {setting: found.pinned} if found.pinned != text else {}
+            fetched = find(text, flag)
+            values[setting] = fetched.path
+            pinned |= {setting: fetched.pinned} if fetched.pinned != text else {}
     words = [w for item in values.get("eval_prompt_data") or () for w in ([item] if isinstance(item, str) else item)]
     if not all(isinstance(word, str) for word in words):
         return pinned  # an error where the sets are read
@@ -61,10 +61,10 @@ def fetch(values: dict[str, Any]) -> dict[str, Any]:
     sets = [
         (name, _dataset(path, f"--eval-prompt-data {name}")) for name, path in zip(*[iter(words)] * 2, strict=False)
     ]
-    local = [[name, found.path] for name, found in sets]
+    local = [[name, fetched.path] for name, fetched in sets]
     if local and local != values["eval_prompt_data"] and len(words) % 2 == 0:
         values["eval_prompt_data"] = local
-        pinned["eval_prompt_data"] = [[name, found.pinned] for name, found in sets]
+        pinned["eval_prompt_data"] = [[name, fetched.pinned] for name, fetched in sets]
     return pinned
 
 
@@ -105,14 +105,14 @@ def _dataset(text: str, flag: str) -> Fetched:
             f"{version} is installed, which may run code of a data set: pip install 'datasets>={SAFE_DATASETS}'",
         )
     try:
-        found = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
+        dataset = datasets.load_dataset(name.name, name.config, split=name.split, revision=name.revision)
     except Exception as error:  # the library raises errors of many kinds
         raise _not_fetched(flag, text, name, error, "dataset") from error
     rows = text[len(path) :]
     # The library names the directory of its files after the commit.
-    files = [file["filename"] for file in found.cache_files]
+    files = [file["filename"] for file in dataset.cache_files]
     pinned = _pinned(path, name, files[0] if files else "")
-    return Fetched(str(_as_file(name, found)) + rows, pinned + rows)
+    return Fetched(str(_as_file(name, dataset)) + rows, pinned + rows)
 
 
 def _pinned(text: str, name: HubName, cached: str) -> str:
@@ -121,10 +121,10 @@ def _pinned(text: str, name: HubName, cached: str) -> str:
     return text if commit is None else f"{text.removesuffix(f'@{name.revision}')}@{commit}"
 
 
-def _as_file(name: HubName, found: Any) -> Path:
+def _as_file(name: HubName, dataset: Any) -> Path:
     """Writes a data set as Parquet, once for each version: the library's files are named after their content."""
     # A data set that the library holds only in memory has no files.
-    content = [file["filename"] for file in found.cache_files] or found._fingerprint
+    content = [file["filename"] for file in dataset.cache_files] or dataset._fingerprint
     state = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     words = [*name.name.split("/"), *([name.config] if name.config else []), name.split, state]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "slime", "datasets")
@@ -133,7 +133,7 @@ def _as_file(name: HubName, found: Any) -> Path:
         with path_errors(cache):
             cache.mkdir(parents=True, exist_ok=True)
         with whole_file(path, "wb") as file:
-            found.to_parquet(file)
+            dataset.to_parquet(file)
     return path
 
 

@@ -104,16 +104,16 @@ class PrometheusServer(Sink):
         # One thread asks; others that come meanwhile wait for its answer.
         with self._turn:
             with self._lock:
-                asked, found = self._health
+                asked_at, serving = self._health
                 clients = dict(self._clients)
-            if time.monotonic() - asked > HEALTH_SECONDS:
-                found = dict(
+            if time.monotonic() - asked_at > HEALTH_SECONDS:
+                serving = dict(
                     zip(clients, self._asking.map(lambda c: c.is_serving(CALL_SECONDS), clients.values()), strict=True)
                 )
                 with self._lock:
                     if self._clients.keys() == clients.keys():
-                        self._health = time.monotonic(), found
-        return found
+                        self._health = time.monotonic(), serving
+        return serving
 
     def describe(self) -> list[Metric]:
         """Returns nothing, so that the registry does not collect at registration to learn the names."""

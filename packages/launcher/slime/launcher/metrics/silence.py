@@ -37,13 +37,13 @@ class SilenceWatch:
 
     def look(self, step: int, metrics: Metrics, samples: Sequence[Sample], where: Path) -> str | None:
         """Returns the warning to print after this step, if any. where: the directory of the run."""
-        found = {
+        is_silent = {
             "rewards": self._compares and metrics.get("rollout/zero_std_ratio") == 1,
             "tokens": metrics.get("rollout/trained_tokens") == 0,
             # For example, one sample left in each group, or masks on the samples whose rewards differ.
             "gradient": metrics.get("train/grad_norm") == 0,
         }
-        for kind, silent in found.items():
+        for kind, silent in is_silent.items():
             self._silent[kind] = self._silent[kind] + 1 if silent else 0
         for kind in ("tokens", "rewards", "gradient"):
             if self._silent[kind] >= SILENT_STEPS and kind not in self._warned:

@@ -112,18 +112,20 @@ def _engines_on_several(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple
 
 def _engines_over_nodes(request: GpuRequest, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[EngineShare]] | None:
     for nodes in range(2, len(gpus) + 1):
-        each = request.per_engine // nodes
-        if request.per_engine % nodes or each > max(gpus):
+        per_node = request.per_engine // nodes
+        if request.per_engine % nodes or per_node > max(gpus):
             continue
         fitting = [i for i, count in enumerate(gpus) if count >= request.ranks]
         # The trainer takes nodes that the engines cannot use, or of which it leaves them enough.
         trainer = sorted(
-            sorted(fitting, key=lambda i: (gpus[i] >= each) - (gpus[i] - request.ranks >= each))[: request.nodes]
+            sorted(fitting, key=lambda i: (gpus[i] >= per_node) - (gpus[i] - request.ranks >= per_node))[
+                : request.nodes
+            ]
         )
-        rooms = [i for i, count in enumerate(gpus) if count - (request.ranks if i in trainer else 0) >= each]
+        rooms = [i for i, count in enumerate(gpus) if count - (request.ranks if i in trainer else 0) >= per_node]
         needed = request.engines // request.per_engine * nodes
         if len(trainer) == request.nodes and len(rooms) >= needed:
-            return tuple(trainer), parts_of_engines(rooms[:needed], each, nodes)
+            return tuple(trainer), parts_of_engines(rooms[:needed], per_node, nodes)
     return None
 
 
@@ -164,17 +166,17 @@ def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting:
     return InvalidSetting.requires(str(request), expected, has)
 
 
-def check_shared(nodes: int, ranks: int, asked: int | None, per_engine: int) -> None:
+def check_shared(nodes: int, ranks: int, rollout_gpus: int | None, per_engine: int) -> None:
     """Raises InvalidSetting unless colocated engines use all of the trainer's GPUs, evenly on each node.
 
-    asked: the value of --rollout-num-gpus.
+    rollout_gpus: the value of --rollout-num-gpus.
     """
     total = nodes * ranks
     trainer = f"--actor-num-nodes {nodes} x " if nodes > 1 else ""
     trainer += f"--actor-num-gpus-per-node {ranks}"
-    if asked is not None and asked != total:
+    if rollout_gpus is not None and rollout_gpus != total:
         raise InvalidSetting.must_be(
-            "--rollout-num-gpus", f"{total}, all of {trainer}", got=asked, reason="--colocate shares every GPU"
+            "--rollout-num-gpus", f"{total}, all of {trainer}", got=rollout_gpus, reason="--colocate shares every GPU"
         )
     if ranks % per_engine and (per_engine % ranks or total % per_engine):
         several = f", or whole nodes that divide --actor-num-nodes {nodes}" if nodes > 1 else ""

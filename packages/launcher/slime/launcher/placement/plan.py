@@ -108,11 +108,11 @@ def plan_placement(
     """
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     nodes, ranks = launcher.actor_num_nodes, launcher.actor_num_gpus_per_node
-    asked, engine = rollout.rollout_num_gpus, rollout.rollout_num_gpus_per_engine
+    rollout_gpus, engine = rollout.rollout_num_gpus, rollout.rollout_num_gpus_per_engine
     external = bool(rollout.rollout_external_engine_addrs) or launcher.debug_train_only
     if launcher.debug_rollout_only:
         # Without a trainer, colocated engines get the GPUs that they would have shared with it.
-        asked = asked or (nodes * ranks if launcher.colocate else None)
+        rollout_gpus = rollout_gpus or (nodes * ranks if launcher.colocate else None)
         nodes, ranks = 1, 0
     if nodes > len(counts):
         raise InvalidSetting.must_be(
@@ -139,8 +139,8 @@ def plan_placement(
     elsewhere = external or _on_cpu(rollout)
     shares = launcher.colocate and bool(ranks) and not elsewhere
     if shares:
-        check_shared(nodes, ranks, asked, engine)
-    request = GpuRequest(nodes, ranks, 0 if elsewhere or shares else asked or engine, engine)
+        check_shared(nodes, ranks, rollout_gpus, engine)
+    request = GpuRequest(nodes, ranks, 0 if elsewhere or shares else rollout_gpus or engine, engine)
     check_sum(request, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
     chosen = choose_idle(request, idle, usable)

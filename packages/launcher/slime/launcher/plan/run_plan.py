@@ -47,15 +47,15 @@ def _place(config: RunConfig, hardware: Hardware) -> Placement:
     """Places the run on as many nodes as the trainer needs, or on more if the engines need them."""
     nodes, count = config.launcher.actor_num_nodes, len(hardware.gpus)
     engine = config.rollout.rollout_num_gpus_per_engine
-    asked = config.rollout.rollout_num_gpus or engine
+    rollout_gpus = config.rollout.rollout_num_gpus or engine
     try:
         return plan_placement(config.launcher, config.rollout, [count] * nodes)
     except InvalidSetting:
-        one = nodes == 1 and not (hardware.assumed and asked > count)
+        one = nodes == 1 and not (hardware.assumed and rollout_gpus > count)
         if one or not count:
             raise
     # At most, the engines need nodes of their own; an engine that is larger than a node takes whole nodes.
-    most = nodes + -(-asked // (count // engine * engine or count))
+    most = nodes + -(-rollout_gpus // (count // engine * engine or count))
     for several in range(nodes + 1, most):
         try:
             return plan_placement(config.launcher, config.rollout, [count] * several)

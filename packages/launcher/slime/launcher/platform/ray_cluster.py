@@ -50,12 +50,12 @@ def ray_cluster(
 
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-    others = set(psutil.Process().children())
+    earlier_children = set(psutil.Process().children())
     # Children that this process starts later are not Ray's; a tracker may start one.
     servers: set[psutil.Process] | None = None
 
     def abandon(signum: int) -> None:
-        _kill(_descendants(set(psutil.Process().children()) - others))
+        _kill(_descendants(set(psutil.Process().children()) - earlier_children))
         _leave(signum)
 
     stack = ExitStack()
@@ -67,12 +67,12 @@ def ray_cluster(
             else:
                 options |= dict(num_cpus=num_cpus, object_store_memory=object_store_bytes)
                 _start(stack, options)
-            servers = set(psutil.Process().children()) - others
+            servers = set(psutil.Process().children()) - earlier_children
         check_that_ray_asks_for_its_token()
         yield
     finally:
         with uninterrupted():
-            started = _descendants(set(psutil.Process().children()) - others if servers is None else servers)
+            started = _descendants(set(psutil.Process().children()) - earlier_children if servers is None else servers)
             if not ray.is_initialized():
                 _kill(started)
             ray.shutdown()
@@ -87,7 +87,7 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
 
     deadline = time.monotonic() + START_SECONDS
     for attempt in range(1, START_ATTEMPTS + 1):
-        others = set(psutil.Process().children())
+        earlier_children = set(psutil.Process().children())
         try:
             return _start_once(stack, options, deadline)
         except Exception as error:  # Ray also raises plain exceptions
@@ -99,7 +99,7 @@ def _start(stack: ExitStack, options: dict[str, Any]) -> None:
                     field="--ray-address", value="", expected="a machine with idle cores and free memory",
                 ) from error  # fmt: skip
             log.warning("Ray did not start (%s, %s); trying again", error, _load())
-            _kill(_descendants(set(psutil.Process().children()) - others))
+            _kill(_descendants(set(psutil.Process().children()) - earlier_children))
             ray.shutdown()
 
 
@@ -182,15 +182,15 @@ def _descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
     """Kills processes and those that they start meanwhile. They are suspended first, so that they start no more."""
-    found = set(processes)
-    for process in list(found):
+    to_kill = set(processes)
+    for process in list(to_kill):
         with suppress(psutil.NoSuchProcess):
             process.suspend()
-            found |= set(process.children(recursive=True))
-    for process in found:
+            to_kill |= set(process.children(recursive=True))
+    for process in to_kill:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(found, timeout=RAY_STOP_SECONDS)
+    psutil.wait_procs(to_kill, timeout=RAY_STOP_SECONDS)
 
 
 def _leave(signum: int) -> None:

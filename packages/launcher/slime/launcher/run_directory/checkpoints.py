@@ -112,8 +112,8 @@ def continued_step(load: str | None, start_rollout_id: int | None) -> int | None
 
 def _of_step(directory: Path, flag: str, step: int) -> str:
     names = [checkpoint_path(directory, step, backend) for backend in ("megatron", "fsdp")]
-    found = [path for path in names if (path / STATE_FILE).is_file() or (path / ".metadata").is_file()]
-    if not found:
+    existing = [path for path in names if (path / STATE_FILE).is_file() or (path / ".metadata").is_file()]
+    if not existing:
         known = ", ".join(map(str, steps(directory))) or "none"
         raise MissingFile(
             f"{flag}: no checkpoint of step {step} in {directory}; steps there: {known}",
@@ -121,7 +121,7 @@ def _of_step(directory: Path, flag: str, step: int) -> str:
             value=step,
             expected=known,
         )
-    return str(found[0])
+    return str(existing[0])
 
 
 def prune(directory: Path, *, keep: int | None, retain_interval: int | None, needed: str | None = None) -> list[Path]:

@@ -58,13 +58,13 @@ def used(config: Run) -> list[Path]:
     if config.launcher.num_rollout == 0:
         return []
     candidates = [config.output_dir / name for name in (*FILES, MODEL)]
-    found = [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
-    found += [config.output_dir / SAMPLES] if kept_files(config.output_dir) else []
-    found += checkpoints.steps(config.checkpoint_dir).values()
-    found += writable.exports(config.flat)
+    results = [path for path in candidates if path.is_dir() or (path.is_file() and path.stat().st_size)]
+    results += [config.output_dir / SAMPLES] if kept_files(config.output_dir) else []
+    results += checkpoints.steps(config.checkpoint_dir).values()
+    results += writable.exports(config.flat)
     for name in writable.DUMPS:
-        found += writable.matches(config.flat.get(name))
-    return found
+        results += writable.matches(config.flat.get(name))
+    return results
 
 
 def resumes(config: Run) -> bool:

@@ -152,17 +152,17 @@ class Supervisor:
 
     def lost(self) -> dict[str, str]:
         """Returns the services that died or hang, by name, each with a reason such as "died"."""
-        found = {}
+        reasons = {}
         for process in list(self._processes):
             # `end` may take them away meanwhile, in another thread.
             watched, probe = process.watched, process.probe
             if watched is None or probe is None:
                 continue
             if (reason := watched.look()) is not None:
-                found[process.name] = reason
+                reasons[process.name] = reason
             elif probe.silent:
-                found[process.name] = f"did not answer its health check within {self.health_seconds:g} s"
-        return found
+                reasons[process.name] = f"did not answer its health check within {self.health_seconds:g} s"
+        return reasons
 
     def named(self, prefix: str) -> list[Process]:
         """Returns the processes of one kind of service ("buffer", "rollout" or "trainer"), in order."""
@@ -319,15 +319,15 @@ class Supervisor:
         import ray
 
         deadline = time.monotonic() + NOTICE_SECONDS
-        asked = {process.actor.ping.remote(): process for process in self._processes}
-        silent = list(asked)
+        pings = {process.actor.ping.remote(): process for process in self._processes}
+        silent = list(pings)
         while silent and (left := deadline - time.monotonic()) > 0:
             answered, silent = ray.wait(silent, timeout=left)
             for reference in answered:
                 try:
                     ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    raise self._died(asked[reference], error) from None
+                    raise self._died(pings[reference], error) from None
         wait({self._death}, timeout=AFTERMATH_SECONDS)
 
     def last_lines(self, name: str, count: int = 15) -> str:

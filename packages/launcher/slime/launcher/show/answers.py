@@ -189,7 +189,7 @@ class Answers:
             # Each call checks at least one part, so that the checks come to an end.
             if is_new and time.monotonic() > until:
                 break
-        found = [
+        findings = [
             {"step": file.step, "eval": file.evaluation, **finding.as_dict()}
             for file in files
             if file.path in done
@@ -198,9 +198,9 @@ class Answers:
         listed = [*CHECKS, *([(*REGRADED, None)] if self._regrade else [])]
         return {
             "files": len(files), "checked": sum(file.path in done and done[file.path].whole for file in files),
-            "findings": found[:MOST_FINDINGS],
+            "findings": findings[:MOST_FINDINGS],
             "checks": [
-                {"check": key, "title": title, "meaning": meaning, "count": sum(f["check"] == key for f in found)}
+                {"check": key, "title": title, "meaning": meaning, "count": sum(f["check"] == key for f in findings)}
                 for key, title, meaning, _ in listed
             ],
         }  # fmt: skip
@@ -315,13 +315,13 @@ def spread(files: Sequence[KeptFile]) -> list[KeptFile]:
 
 def ranges(steps: Sequence[int]) -> list[list[int]]:
     """Returns ascending steps as ranges [first, last]."""
-    found: list[list[int]] = []
+    step_ranges: list[list[int]] = []
     for step in steps:
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
+        if step_ranges and step == step_ranges[-1][1] + 1:
+            step_ranges[-1][1] = step
         else:
-            found.append([step, step])
-    return found
+            step_ranges.append([step, step])
+    return step_ranges
 
 
 def _thinned(

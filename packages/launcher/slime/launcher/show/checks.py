@@ -192,13 +192,13 @@ def run_checks(rows: list[Row], rules: Rules) -> list[SampleFinding]:
 
 def _generated(row: Row) -> np.ndarray:
     """Returns [R] bool: the tokens that a model generated, by their spans or else by the engine's log-probs."""
-    found = np.zeros(row["response_length"] or 0, bool)
+    generated = np.zeros(row["response_length"] or 0, bool)
     for span in row["spans"] or ():
-        found[span["start"] : span["end"]] = True
+        generated[span["start"] : span["end"]] = True
     engine = row["engine_log_probs"]
-    if not row["spans"] and engine is not None and len(engine) == len(found):
-        found = np.asarray(engine) != 0
-    return found
+    if not row["spans"] and engine is not None and len(engine) == len(generated):
+        generated = np.asarray(engine) != 0
+    return generated
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -70,14 +70,14 @@ def _title(runs: list[RunFiles]) -> str:
 
 def embed(answers: Answers) -> dict[str, Any]:
     """Returns the answers to the requests that the page makes, for a choice of samples."""
-    found: dict[str, Any] = {}
+    embedded: dict[str, Any] = {}
     room = MOST_BYTES
 
     def add(name: str, **query: object) -> Any:
         nonlocal room
         answer = answers.answer(name, {key: str(value) for key, value in query.items()})
         room -= len(json.dumps(answer))
-        found[request(name, query)] = answer
+        embedded[request(name, query)] = answer
         return answer
 
     add("runs")
@@ -109,15 +109,15 @@ def embed(answers: Answers) -> dict[str, Any]:
             flagged_first = sorted(rows, key=lambda row: not row["findings"])
             for row in flagged_first[:FILE_TOKENS]:
                 add("sample", run=number, step=file.step, kind=kind, row=row["row"])
-        found[request("steps", {"run": number})] = {kind: ranges(steps) for kind, steps in kept.items()}
+        embedded[request("steps", {"run": number})] = {kind: ranges(steps) for kind, steps in kept.items()}
         total = len(run.kept())
         run_name = f"{run.name}: " if len(answers.runs) > 1 else ""
         notes.append(
             f"{run_name}{samples} samples of {sum(map(len, kept.values()))} of {total} steps and evaluations, "
             f"at most {FILE_SAMPLES} of each, {FILE_TOKENS} of these token by token"
         )
-    found["note"] = f"This file holds a choice of the samples: {'; '.join(notes)}. `slime show` shows all of them."
-    return found
+    embedded["note"] = f"This file holds a choice of the samples: {'; '.join(notes)}. `slime show` shows all of them."
+    return embedded
 
 
 def request(name: str, query: Mapping[str, object]) -> str:

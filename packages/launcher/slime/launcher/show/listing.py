@@ -65,22 +65,22 @@ def compared(runs: Sequence[RunFiles]) -> dict[str, Any]:
     }
 
 
-def comparison(found: dict[str, Any]) -> list[Table]:
-    names = [printable(run["name"]) for run in found["runs"]]
+def comparison(answer: dict[str, Any]) -> list[Table]:
+    names = [printable(run["name"]) for run in answer["runs"]]
     tables = []
     settings = Table("setting", *names, title="Settings that differ", title_justify="left", box=None, pad_edge=False)
-    for name, values in found["settings"].items():
+    for name, values in answer["settings"].items():
         settings.add_row(printable(str(name)), *("-" if value is None else printable(str(value)) for value in values))
     tables.append(settings)
     means = f"Metrics, means of the last {LAST} steps"
     metrics = Table("metric", *names, title=means, title_justify="left", box=None, pad_edge=False)
-    metrics.add_row("steps", *(str(run["steps"]) for run in found["runs"]))
-    for key, values in found["metrics"].items():
+    metrics.add_row("steps", *(str(run["steps"]) for run in answer["runs"]))
+    for key, values in answer["metrics"].items():
         metrics.add_row(key, *map(shown, values))
     tables.append(metrics)
-    if found["scores"]:
+    if answer["scores"]:
         scores = Table("set", *names, title="Evaluation, first → last", title_justify="left", box=None, pad_edge=False)
-        for name, pairs in found["scores"].items():
+        for name, pairs in answer["scores"].items():
             scores.add_row(printable(name), *("-" if p is None else f"{shown(p[0])} → {shown(p[1])}" for p in pairs))
         tables.append(scores)
     return tables

@@ -34,10 +34,10 @@ def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
     graded = [row for row in rows if row["reward"] is not None]
     args = RewardArgs(**settings)
     again = asyncio.run(_grade(args, [_sample(row) for row in graded]))
-    found = {id(row): value for row, value in zip(graded, again, strict=True)}
+    new_rewards = {id(row): value for row, value in zip(graded, again, strict=True)}
     findings = []
     for number, row in enumerate(rows):
-        value = found.get(id(row))
+        value = new_rewards.get(id(row))
         if isinstance(value, Exception):
             text = f"cannot be graded again: {type(value).__name__}: {value}"
             findings.append(SampleFinding("regraded", number, text))
@@ -46,7 +46,7 @@ def regrade(rows: list[Row], settings: dict[str, Any]) -> list[SampleFinding]:
             continue
         text = f"reward {row['reward']:g}, graded again {value:g}"
         same_group = [r for r in graded if r["group_index"] == row["group_index"] and r is not row]
-        others = [r["index"] for r in same_group if _equal(found[id(r)], row["reward"])]
+        others = [r["index"] for r in same_group if _equal(new_rewards[id(r)], row["reward"])]
         if others:
             text += f"; {row['reward']:g} is what the response of sample {others[0]} of the group gets"
         findings.append(SampleFinding("regraded", number, text))

@@ -44,13 +44,13 @@ def is_run(directory: Path) -> bool:
 
 def find_runs(directory: Path) -> list[Path]:
     """Returns the runs below `directory`, which may itself be one, sorted by name."""
-    found: list[Path] = []
+    runs: list[Path] = []
 
     def visit(path: Path, depth: int) -> None:
         if not os.access(path, os.R_OK | os.X_OK):
             return
         if is_run(path):
-            found.append(path)
+            runs.append(path)
         elif depth:
             for child in sorted(path.iterdir()):
                 if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
@@ -63,7 +63,7 @@ def find_runs(directory: Path) -> list[Path]:
             field="DIR", value=str(directory), expected="a directory with runs",
         )  # fmt: skip
     visit(directory, DEPTH)
-    return found
+    return runs
 
 
 class RunFiles:
@@ -212,7 +212,7 @@ class RunFiles:
 
     def failures(self) -> list[dict[str, Any]]:
         """Returns the last error in the log of each service, with the lines that follow it."""
-        found = []
+        last_errors = []
         for path in sorted((self.path / "logs").glob("*.log")):
             # A pipe would wait for its writer.
             if not path.is_file() or not os.access(path, os.R_OK):
@@ -222,8 +222,8 @@ class RunFiles:
                 lines = file.read().decode("utf-8", "replace").splitlines()
             marks = [n for n, line in enumerate(lines) if re.search(r"\bERROR\b|Traceback|\bCRITICAL\b", line)]
             if marks:
-                found.append({"log": path.name, "lines": lines[marks[-1] :][:LOG_LINES]})
-        return found
+                last_errors.append({"log": path.name, "lines": lines[marks[-1] :][:LOG_LINES]})
+        return last_errors
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -46,13 +46,13 @@ def _curves(answers: Answers, number: int, run: RunFiles) -> Iterator[str]:
 def _checks(answers: Answers, number: int) -> Iterator[str]:
     query = {"run": str(number)}
     for _ in range(CHECK_CALLS):
-        found = answers.checks(query)
-        if found["checked"] == found["files"]:
+        answer = answers.checks(query)
+        if answer["checked"] == answer["files"]:
             break
-    yield f"checks of {found['checked']} of {found['files']} steps and evaluations with samples:"
-    for check in found["checks"]:
+    yield f"checks of {answer['checked']} of {answer['files']} steps and evaluations with samples:"
+    for check in answer["checks"]:
         yield f"  {check['title']:<15} {check['count'] or 'nothing'} found"
-        for finding in [f for f in found["findings"] if f["check"] == check["check"]][:3]:
+        for finding in [f for f in answer["findings"] if f["check"] == check["check"]][:3]:
             kind = "evaluation after step" if finding["eval"] else "step"
             yield f"    {kind} {finding['step']}, sample {finding['row']}: {finding['text']}"
 

@@ -80,14 +80,14 @@ def find_loss(name: str) -> TinkerLoss:
 
 def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """Returns the configuration of a loss, defaults included. Raises InvalidField."""
-    found = dict(LOSSES[name].config)
+    merged = dict(LOSSES[name].config)
     for key, value in config.items():
         where = f"loss_fn_config.{key}"
-        if key not in found:
-            raise InvalidField(where, value, f"nothing: {name} takes {', '.join(found) or 'no configuration'}")
+        if key not in merged:
+            raise InvalidField(where, value, f"nothing: {name} takes {', '.join(merged) or 'no configuration'}")
         if not isinstance(value, float) or not math.isfinite(value) or value < 0:
             raise InvalidField(where, value, "a finite number, at least 0")
-        found[key] = value
-    if LOW in found and not found[LOW] <= 1 <= found[HIGH]:
-        raise InvalidField(f"loss_fn_config.{LOW}", [found[LOW], found[HIGH]], f"{LOW} <= 1 <= {HIGH}")
-    return found
+        merged[key] = value
+    if LOW in merged and not merged[LOW] <= 1 <= merged[HIGH]:
+        raise InvalidField(f"loss_fn_config.{LOW}", [merged[LOW], merged[HIGH]], f"{LOW} <= 1 <= {HIGH}")
+    return merged

@@ -167,16 +167,16 @@ def read_adam(body: Mapping[str, Any]) -> Adam:
     for name in params:
         if name not in known:
             raise InvalidField(f"adam_params.{name}", params[name], f"nothing: known are {', '.join(known)}")
-    found = Adam(
+    adam = Adam(
         **{
             name: number(params, name, SMALLEST_EPS if name == "eps" else 0.0, default, "adam_params.")
             for name, default in known.items()
         }
     )
     for name in ("beta1", "beta2"):
-        if getattr(found, name) >= 1:
-            raise InvalidField(f"adam_params.{name}", getattr(found, name), "less than 1")
-    return found
+        if getattr(adam, name) >= 1:
+            raise InvalidField(f"adam_params.{name}", getattr(adam, name), "less than 1")
+    return adam
 
 
 # Fields of a SampleRequest that are not supported, with the value that turns each off.
@@ -236,7 +236,7 @@ def _prompt(prompt: Any) -> list[int]:
     chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
     if not isinstance(chunks, list):
         raise InvalidField("prompt", prompt, "an object with chunks")
-    found: list[int] = []
+    token_ids: list[int] = []
     for number, chunk in enumerate(chunks):
         kind = chunk.get("type") if isinstance(chunk, dict) else None
         if kind != "encoded_text":
@@ -244,7 +244,7 @@ def _prompt(prompt: Any) -> list[int]:
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise InvalidField(f"prompt.chunks[{number}].tokens", tokens, "a list of token ids")
-        found += tokens
-    if not found:
+        token_ids += tokens
+    if not token_ids:
         raise InvalidField("prompt", "no tokens", "at least one token")
-    return found
+    return token_ids

@@ -84,7 +84,7 @@ class TrainedModel:
         prompts = [_untrained(each[loss.share]) if loss.share else 0 for each in inputs]
         gather, device = self._backend.gathers_keys, self._backend.device
         rows = list(make_rows(work.data, prompts, gather=gather, device=device))
-        found: list[np.ndarray] = []
+        log_probs_of: list[np.ndarray] = []
         total = 0.0
 
         def take(number: int, batch: PackedBatch, outputs: Outputs) -> Tensor:
@@ -100,7 +100,7 @@ class TrainedModel:
             value = loss.terms(outputs.log_probs, on_device, config).sum()
             total += float(value.detach())
             log_probs = outputs.log_probs.detach().float().cpu().numpy()
-            found.extend(log_probs[places] for places in row.places)
+            log_probs_of.extend(log_probs[places] for places in row.places)
             return value
 
         batches = [row.batch for row in rows]
@@ -111,7 +111,7 @@ class TrainedModel:
                 take(number, batch, outputs)
         else:
             self._backend.forward_backward(batches, take)
-        return encode_pass(found, {"loss:sum": total})
+        return encode_pass(log_probs_of, {"loss:sum": total})
 
     def fail(self, message: str) -> None:
         """Records that a pass was not computed, so that the next step, which would lack its gradients, fails."""
@@ -150,15 +150,15 @@ def _loss_inputs(
             raise InvalidField(
                 f"data[{number}].{name}", "given", f"nothing: {loss_fn} takes target_tokens, {', '.join(wanted)}"
             )
-    found = {}
+    arrays = {}
     for name, default in wanted.items():
         if name in datum.inputs:
-            found[name] = datum.inputs[name]
+            arrays[name] = datum.inputs[name]
         elif default is not None:
-            found[name] = np.full(len(datum.tokens), default, dtype=np.float32)
+            arrays[name] = np.full(len(datum.tokens), default, dtype=np.float32)
         else:
             raise InvalidField(f"data[{number}].{name}", "nothing", f"a number for each token, which {loss_fn} needs")
-    return found
+    return arrays
 
 
 def _untrained(shares: np.ndarray) -> int:

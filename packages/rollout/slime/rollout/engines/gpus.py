@@ -18,13 +18,13 @@ def visible_gpus(environ: Mapping[str, str] | None = None, installed: int | None
     count = installed_gpus() if installed is None else installed
     if listed is None:
         return [str(number) for number in range(count)]
-    found: list[str] = []
+    gpu_names: list[str] = []
     for entry in (entry.strip() for entry in listed.split(",")):
         is_name = entry.startswith(("GPU-", "MIG-"))
         if count == 0 or not (is_name or (entry.isdigit() and int(entry) < count)):
             break
-        found.append(entry)
-    return found
+        gpu_names.append(entry)
+    return gpu_names
 
 
 def installed_gpus() -> int:

@@ -256,16 +256,16 @@ class WatchedEngines:
         member.healthy = False
         return await self._end(await asyncio.to_thread(_death, member, error))
 
-    async def _end(self, found: EngineError) -> EngineError:
+    async def _end(self, error: EngineError) -> EngineError:
         if self.error is not None:
             return self.error
-        self.error = found
+        self.error = error
         if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(found)
-        await self.router.fail(found)
+            self._failed.set_exception(error)
+        await self.router.fail(error)
         for listener in list(self._listeners):
-            listener(found)
-        return found
+            listener(error)
+        return error
 
     async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Awaits `coroutine`, but cancels it and raises EngineError at once when the fleet fails."""

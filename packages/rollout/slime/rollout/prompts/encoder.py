@@ -132,14 +132,14 @@ class PromptEncoder:
         return json.dumps([*inputs, bool(sample.multimodal_inputs)])
 
     def _once(self, cache: OrderedDict[str, T], key: str, limit: int, make: Callable[[], T]) -> T:
-        found = cache.get(key)
-        if found is None:
-            found = make()
+        value = cache.get(key)
+        if value is None:
+            value = make()
             with self._caching:
-                cache[key] = found
+                cache[key] = value
                 if len(cache) > limit:
                     cache.popitem(last=False)
-        return found
+        return value
 
 
 def _is_rendered(sample: Sample) -> bool:

@@ -70,15 +70,15 @@ class Media:
         """
         if list(ids).count(self.image_token) < len(images):
             raise _wrong_number(len(images), list(ids).count(self.image_token))
-        each = [self._one(image) for image in images]
-        left = iter(each)
+        processed = [self._one(image) for image in images]
+        left = iter(processed)
         expanded: list[int] = []
         places: list[int] = []
         for token in ids:
             of_image, _ = next(left, ([], {})) if token == self.image_token else ([], {})
             places += [len(expanded) + i for i, part in enumerate(of_image) if part == self.image_token]
             expanded += of_image or [token]
-        return expanded, places, self.vision.take(self.vision.join([inputs for _, inputs in each]))
+        return expanded, places, self.vision.take(self.vision.join([inputs for _, inputs in processed]))
 
     def _process(self, text: str, images: Sequence[bytes], count: int) -> tuple[list[int], dict[str, np.ndarray]]:
         if count != len(images):

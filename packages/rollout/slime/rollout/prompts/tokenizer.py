@@ -76,7 +76,7 @@ def has_chat_template(hf_checkpoint: str) -> bool:
 
 def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
     """Returns the chat templates that the files of a tokenizer show, by file; transformers takes the first of them."""
-    directory, found = Path(hf_checkpoint), dict[str, str]()
+    directory, texts = Path(hf_checkpoint), dict[str, str]()
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         try:
             text: Any = (directory / name).read_text(encoding="utf-8")
@@ -86,8 +86,8 @@ def chat_template_texts(hf_checkpoint: str) -> dict[str, str]:
         if isinstance(text, list):  # several, by name
             text = "".join(str(each.get("template", "")) for each in text if isinstance(each, dict))
         if text:
-            found[name] = str(text)
-    return found
+            texts[name] = str(text)
+    return texts
 
 
 def chat_template_fault(hf_checkpoint: str) -> str | None:

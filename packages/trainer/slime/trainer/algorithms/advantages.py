@@ -56,7 +56,7 @@ def generalized_advantages(
     r_t = -kl_coef * kl_t, plus rho at the last such token, after which V and A are 0. Tokens with mask 0 are no actions
     of the policy: their A is 0, and t + 1 means the next token with mask 1.
     """
-    found = torch.zeros_like(values)
+    advantages = torch.zeros_like(values)
     ends = torch.tensor(list(lengths)).cumsum(0).tolist()
     for reward, end, length in zip(rewards, ends, lengths, strict=True):
         actions = mask[end - length : end].nonzero()[:, 0] + end - length
@@ -66,8 +66,8 @@ def generalized_advantages(
         token_rewards = -kl_coef * kl[actions]
         token_rewards[-1] += reward
         deltas = token_rewards + gamma * torch.cat([token_values[1:], token_values.new_zeros(1)]) - token_values
-        found[actions] = discounted_returns(deltas, gamma * lambd)
-    return found
+        advantages[actions] = discounted_returns(deltas, gamma * lambd)
+    return advantages
 
 
 def discounted_returns(rewards: Tensor, gamma: float, chunk: int = 128) -> Tensor:

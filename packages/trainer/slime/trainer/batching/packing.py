@@ -113,20 +113,22 @@ def check_experts(sample: Sample, layers: int, top_k: int, experts: int) -> None
 
     A sample that trains nothing may leave that out.
     """
-    found, rows = sample.rollout_routed_experts, len(sample.array("tokens")) - 1
-    if found is None and not loss_mask(sample).any():
+    chosen, rows = sample.rollout_routed_experts, len(sample.array("tokens")) - 1
+    if chosen is None and not loss_mask(sample).any():
         return
-    if found is None or found.shape != (rows, layers, top_k):
+    if chosen is None or chosen.shape != (rows, layers, top_k):
         raise InvalidField(
-            "rollout_routed_experts", None if found is None else list(found.shape),
+            "rollout_routed_experts", None if chosen is None else list(chosen.shape),
             f"[{rows}, {layers}, {top_k}] (tokens but the last, layers, experts of a token), for "
             f"--use-rollout-routing-replay: the engine returns them (sample {sample.index})",
         )  # fmt: skip
     # -1 is a token or a layer that the engine did not route.
-    outside = (found < -1) | (found >= experts)
+    outside = (chosen < -1) | (chosen >= experts)
     if outside.any():
         raise InvalidField(
-            "rollout_routed_experts", int(found[outside][0]), f"experts from 0 to {experts - 1} (sample {sample.index})"
+            "rollout_routed_experts",
+            int(chosen[outside][0]),
+            f"experts from 0 to {experts - 1} (sample {sample.index})",
         )
 
 
@@ -176,16 +178,16 @@ def pack(
         for number in members:
             layout.lay_response(owner, number, end)
     sharing = [length for length, *_ in layout.laid]
-    others = []
+    alone = []
     for owner, members in enumerate(families):
         if len(members) == 1:
             before = layout.filled
             layout.lay_response(owner, members[0], layout.lay_prompt(owner, members[0]))
-            others.append(layout.filled - before)
+            alone.append(layout.filled - before)
     if padding := -layout.filled % multiple:
-        others.append(padding)
+        alone.append(padding)
         layout.lay(np.zeros(padding, dtype=np.int64), 0, len(families), 0)
-    runs = _runs(sharing[: len(shared)], sharing[len(shared) :], [len(m) for _, m in shared], others, gather, device)
+    runs = _runs(sharing[: len(shared)], sharing[len(shared) :], [len(m) for _, m in shared], alone, gather, device)
     written = [t[len(t) - s.response_length :] for s, t in zip(samples, layout.tokens_of, strict=True)]
     held, firsts, owners, branches = np.array(layout.laid, dtype=np.int64).T
     places = np.arange(layout.filled) - np.repeat(np.cumsum(held) - held - firsts, held)
@@ -337,7 +339,7 @@ def _runs(
     prompts: Sequence[int],
     responses: Sequence[int],
     sizes: Sequence[int],
-    others: Sequence[int],
+    alone: Sequence[int],
     gather: bool,
     device: torch.device | str,
 ) -> Runs:
@@ -346,16 +348,16 @@ def _runs(
     All are given by their lengths; `sizes` says how many responses each prompt has.
     """
     if not any(responses):
-        return Runs.apart([*prompts, *others], device)
+        return Runs.apart([*prompts, *alone], device)
     starts = np.cumsum([0, *sizes])
     of_prompts = [responses[a:b] for a, b in itertools.pairwise(starts)]
     if not gather:
-        return Runs.sharing(prompts, of_prompts, others, device)
+        return Runs.sharing(prompts, of_prompts, alone, device)
     limits = np.cumsum([0, *prompts])
-    lengths = [*prompts, *responses, *others]
+    lengths = [*prompts, *responses, *alone]
     before = [np.arange(0)] * len(prompts)
     before += [np.arange(*limits[i : i + 2]) for i, size in enumerate(sizes) for _ in range(size)]
-    before += [np.arange(0)] * len(others)
+    before += [np.arange(0)] * len(alone)
     ends = np.cumsum(lengths)
     laid = [
         (length, np.concatenate([seen, np.arange(end - length, end)]))

@@ -98,13 +98,16 @@ class Runs:
 
     @staticmethod
     def sharing(
-        prompts: Sequence[int], responses: Sequence[Sequence[int]], others: Sequence[int], device: torch.device | str
+        prompts: Sequence[int],
+        responses: Sequence[Sequence[int]],
+        alone: Sequence[int],
+        device: torch.device | str,
     ) -> Runs:
         """Makes the runs of prompts, of their responses in the same order, and of sequences that see only themselves.
 
         Every argument holds lengths; responses: one list per prompt.
         """
-        apart = Runs.apart([*prompts, *itertools.chain.from_iterable(responses), *others], device)
+        apart = Runs.apart([*prompts, *itertools.chain.from_iterable(responses), *alone], device)
         of_prompts = [sum(lengths) for lengths in responses]
         shared = SharedPrompts(
             _limits(of_prompts, device, first=sum(prompts)), _limits(prompts, device),

@@ -27,15 +27,15 @@ class Lengths:
 
     def cost(self, positions: Iterable[int], cost: Cost = float) -> float:
         """Returns the cost of a micro-batch, with `cost` of a sequence by its tokens; by default, the tokens."""
-        found, seen = 0.0, set()
+        total, seen = 0.0, set()
         for position in positions:
-            found += cost(self.total[position])
+            total += cost(self.total[position])
             which, prompt = self.prompts.get(position, (None, 0))
             if which in seen:
-                found -= cost(prompt)
+                total -= cost(prompt)
             elif which is not None:
                 seen.add(which)
-        return found
+        return total
 
     def shared(self) -> list[int]:
         """Returns positions of samples whose prompt another one may share."""

@@ -219,15 +219,15 @@ class DeviceMemory:
             # An optimizer may update the weights themselves; those move with their own part.
             owned = {_address(tensor) for tensor, _ in self._backend.device_tensors(WEIGHTS)}
         moved: list[_Away] = []
-        found: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+        storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         for tensor, matters in self._tensors(part):
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             usable = storage.device.type in self._device_types and storage.resizable() and storage.nbytes()
             if usable and key and key not in owned:
-                found[key] = storage, matters or found.get(key, (None, False))[1]
+                storages[key] = storage, matters or storages.get(key, (None, False))[1]
         before, now = self._host.get(part, {}), dict[int, Tensor]()
-        for storage, matters in found.values():
+        for storage, matters in storages.values():
             if matters:
                 now[storage._cdata] = _host_copy(storage, before.get(storage._cdata))
             moved.append(_Away(storage, now.get(storage._cdata)))

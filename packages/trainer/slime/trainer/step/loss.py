@@ -113,17 +113,17 @@ class Loss:
         """
         if self.settings.loss_type != "policy_loss":
             return {"loss": 0.0} | totals
-        found = {"loss": 0.0, "pg_loss": 0.0} | dict.fromkeys(self._over_all, 0.0)
+        metrics = {"loss": 0.0, "pg_loss": 0.0} | dict.fromkeys(self._over_all, 0.0)
         for name, total in totals.items():
             if name in LOSS_TERMS:
-                found[name] = total
+                metrics[name] = total
             elif name not in (_FED, _TRAINED, _COMPARED):
                 weight = totals[_COMPARED if name == MISMATCH else _TRAINED]
                 if name in self._over_all:
                     weight = totals[_FED] + skipped_weight
                 if weight:
-                    found[name] = total / weight
-        return found
+                    metrics[name] = total / weight
+        return metrics
 
     def _policy_loss(
         self, batch: PackedBatch, outputs: Outputs, targets: Targets, denominator: float, sums: Sums

@@ -106,10 +106,10 @@ class Preparation:
         needed = self._needs_old_log_probs(len(updates)) or stale
         sums = {"entropy": 0.0, "weight": 0.0}
         for number, work in enumerate(updates):
-            found: list[Outputs | None] = [None] * len(work.batches)
+            policy_outputs: list[Outputs | None] = [None] * len(work.batches)
             if s.use_rollout_entropy or (needed and (not stale or POLICY in names.values())):
-                found = self._scores(work, POLICY, entropy=s.use_rollout_entropy)
-            trained = [None if f is None else f.log_probs for f in found]
+                policy_outputs = self._scores(work, POLICY, entropy=s.use_rollout_entropy)
+            trained = [None if f is None else f.log_probs for f in policy_outputs]
             old = self._old_log_probs(work, names, trained) if stale else trained
             nothing: list[Outputs | None] = [None] * len(work.batches)
             ref = self._scores(work, REFERENCE) if s.needs_reference else nothing
@@ -118,7 +118,7 @@ class Preparation:
             for i, batch in enumerate(work.batches):
                 if batch is None:
                     continue
-                of_reference, outputs = ref[i], found[i]
+                of_reference, outputs = ref[i], policy_outputs[i]
                 work.targets[i] = targets = Targets(
                     advantages=torch.empty(0),
                     returns=torch.empty(0),

@@ -80,13 +80,13 @@ class DeltaTransport(WeightTransport):
                 self._lineage = next(self._lineages)
         for error in refused.values():
             log.warning("all weights are sent in place of a delta: %s", error)
-        others = [engine for engine in engines if engine not in holders or engine.name in refused]
-        if others:
+        whole_receivers = [engine for engine in engines if engine not in holders or engine.name in refused]
+        if whole_receivers:
             started = time.perf_counter()
-            sent += self._carrier.send_whole(others, version, self._lineage, self._snapshot.weights())
+            sent += self._carrier.send_whole(whole_receivers, version, self._lineage, self._snapshot.weights())
             self._metrics["perf/update_weights_whole_time"] = time.perf_counter() - started
         self._metrics["perf/update_weights_whole_bytes"] = float(self._snapshot.nbytes)
-        self._metrics["perf/update_weights_whole_engines"] = float(len(others))
+        self._metrics["perf/update_weights_whole_engines"] = float(len(whole_receivers))
         return sent
 
     @property

@@ -136,7 +136,7 @@ def images_id(images: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _padded(array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
-    """Pads each dimension but the first with zeros, to the largest size among `others`."""
-    sizes = [max(other.shape[axis] for other in others) for axis in range(1, array.ndim)]
+def _padded(array: np.ndarray, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Pads each dimension but the first with zeros, to the largest size among `arrays`."""
+    sizes = [max(other.shape[axis] for other in arrays) for axis in range(1, array.ndim)]
     return np.pad(array, [(0, 0), *((0, size - have) for size, have in zip(sizes, array.shape[1:], strict=True))])

@@ -48,19 +48,19 @@ def match_fields(
     names: Iterable[str], array_fields: dict[str, ArrayField], descriptor: Any
 ) -> dict[str, tuple[FieldDescriptor, ...]]:
     """Returns the parts of the message that carry each field. Raises FieldsDiffer naming a field without a partner."""
-    found: dict[str, tuple[FieldDescriptor, ...]] = dict.fromkeys(names, ())
+    parts_by_name: dict[str, tuple[FieldDescriptor, ...]] = dict.fromkeys(names, ())
     for part in descriptor.fields:
         if part.name == EXTRA:
             continue
         name = _owner(part)
-        if name not in found:
+        if name not in parts_by_name:
             raise FieldsDiffer(
                 f"{part.name} is a field of {descriptor.full_name} and {name} none of Sample: declare it in "
                 "slime/types/sample/sample.py, too",
                 field=name, expected="a field of Sample",
             )  # fmt: skip
-        found[name] += (part,)
-    for name, parts in found.items():
+        parts_by_name[name] += (part,)
+    for name, parts in parts_by_name.items():
         if not parts:
             raise FieldsDiffer(
                 f"{name} is a field of Sample and none of {descriptor.full_name}: declare it in "
@@ -73,7 +73,7 @@ def match_fields(
                 "slime/types/sample/sample.py declares it with array_field(), and only there",
                 field=name, expected="array_field() and Tensor, or neither",
             )  # fmt: skip
-    return found
+    return parts_by_name
 
 
 def _owner(part: FieldDescriptor) -> str:
@@ -115,8 +115,8 @@ def fields_of(kind: Kind) -> tuple[str, ...]:
 def record_types(kind: Kind) -> dict[str, Any]:
     """Returns the class of each field with records. Raises FieldsDiffer if its fields are not the message's."""
     hints = typing.get_type_hints(Sample)
-    found = {name: (typing.get_args(hints[name]) or (hints[name],))[0] for name in fields_of(kind)}
-    for name, cls in found.items():
+    classes = {name: (typing.get_args(hints[name]) or (hints[name],))[0] for name in fields_of(kind)}
+    for name, cls in classes.items():
         message: Any = PARTS[name][0].message_type
         of_class, in_message = (
             set(cls().__dict__ if kind is Kind.RECORD else cls.__annotations__),
@@ -127,7 +127,7 @@ def record_types(kind: Kind) -> dict[str, Any]:
                 f"{cls.__name__} and {message.full_name} differ in {', '.join(sorted(of_class ^ in_message))}",
                 field=name, expected="the same fields in both",
             )  # fmt: skip
-    return found
+    return classes
 
 
 def expected_scalars() -> dict[str, str]:

@@ -88,15 +88,15 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _docstrings(cls: type) -> dict[str, str]:
     """Returns the first sentence of the text under each field of a dataclass and its bases."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         body = ast.parse(inspect.getsource(base)).body[0].body  # type: ignore[attr-defined]
         for first, second in itertools.pairwise(body):
             if isinstance(first, ast.AnnAssign) and isinstance(second, ast.Expr):
                 text = " ".join(str(getattr(second.value, "value", "")).split())
                 sentence = re.split(r"(?<=[a-z)\]0-9])\. |; ", text + " ")[0].strip().rstrip(".")
-                found[first.target.id] = sentence if len(sentence) <= 160 else sentence[:157] + "..."  # type: ignore
-    return found
+                sentences[first.target.id] = sentence if len(sentence) <= 160 else sentence[:157] + "..."  # type: ignore
+    return sentences
 
 
 def _by_hand() -> list[FlagRow]:

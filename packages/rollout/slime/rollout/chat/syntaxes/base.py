@@ -77,11 +77,11 @@ def typed(text: str, schema: Any) -> Any:
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, JSON]:
     """Returns the schemas of each tool's parameters, by the tool's name. tools: in OpenAI's form."""
-    found: dict[str, JSON] = {}
+    schemas: dict[str, JSON] = {}
     for tool in tools or ():
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            found[function["name"]] = properties if isinstance(properties, dict) else {}
-    return found
+            schemas[function["name"]] = properties if isinstance(properties, dict) else {}
+    return schemas

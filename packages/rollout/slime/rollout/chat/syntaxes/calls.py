@@ -91,13 +91,13 @@ CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool�
 
 def _v3(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
     """Reads function<｜tool▁sep｜>NAME, followed by the arguments in a Markdown code block."""
-    found = []
+    named_calls = []
     for call in _enclosed(block, CALL_BEGIN, CALL_END, cut=True):
         name, mark, arguments = call.partition(CALL_SEPARATOR)[2].partition("\n```json\n")
         arguments = arguments.rstrip()
         if mark and arguments.endswith("\n```"):
-            found.append((name, arguments.removesuffix("```")))
-    return _named(found)
+            named_calls.append((name, arguments.removesuffix("```")))
+    return _named(named_calls)
 
 
 def _named_json(begin: str, separator: str, end: str) -> ParseBlock:
@@ -110,8 +110,8 @@ def _named_json(begin: str, separator: str, end: str) -> ParseBlock:
     return parse
 
 
-def _named(found: Sequence[tuple[str, str]]) -> Sequence[ToolCall] | None:
-    stripped = [(name.strip(), arguments.strip()) for name, arguments in found]
+def _named(named_calls: Sequence[tuple[str, str]]) -> Sequence[ToolCall] | None:
+    stripped = [(name.strip(), arguments.strip()) for name, arguments in named_calls]
     right = [name and not {"<", "\n"} & set(name) and load_object(text) is not None for name, text in stripped]
     return [_numbered(name, arguments) for name, arguments in stripped] if right and all(right) else None
 

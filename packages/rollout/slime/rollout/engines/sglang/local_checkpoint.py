@@ -70,13 +70,13 @@ def pull(source: str, directory: str, version: int, lineage: str) -> Path:
     target = root / checkpoint_name(version, lineage)
     with _alone(root):
         if _lineage(target) != lineage:
-            found = read_index(Path(source))
-            if found is None:
+            delta_index = read_index(Path(source))
+            if delta_index is None:
                 _unlock(root)
                 _remove_unused(root, lineage)
                 _copy(Path(source), target, lineage)
             else:
-                _update(root, target, *found)
+                _update(root, target, *delta_index)
         _lock(root, target)
         _remove_unused(root, lineage, but=target)
     return target

@@ -28,13 +28,13 @@ def reward(args: RolloutArgs, sample: Sample) -> float:
 
 def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
     """Returns (F1, precision, recall)."""
-    found, expected = _words(prediction or ""), _words(label)
-    if found != expected and {" ".join(found), " ".join(expected)} & CLOSED:
+    predicted, expected = _words(prediction or ""), _words(label)
+    if predicted != expected and {" ".join(predicted), " ".join(expected)} & CLOSED:
         return 0.0, 0.0, 0.0
-    common = (Counter(found) & Counter(expected)).total()
+    common = (Counter(predicted) & Counter(expected)).total()
     if common == 0:
         return 0.0, 0.0, 0.0
-    precision, recall = common / len(found), common / len(expected)
+    precision, recall = common / len(predicted), common / len(expected)
     return 2 * precision * recall / (precision + recall), precision, recall
 
 

@@ -92,14 +92,14 @@ class MasterWeights:
         flat, end = part(piece), start + math.prod(shape)
         if self.ranks == 1 or piece is self.fixed:
             return flat[start:end].view(shape)
-        found = flat.new_empty(end - start)
+        gathered = flat.new_empty(end - start)
         for owner, low, high in self._owners(piece, start, end):
             # Parts of a parameter lie on as many ranks as it takes, each of which knows its own.
-            of_owner = found[low - start : high - start]
+            of_owner = gathered[low - start : high - start]
             if owner == self.rank:
                 of_owner.copy_(flat[low - piece.first : high - piece.first])
             dist.broadcast(of_owner, owner)
-        return found.view(shape)
+        return gathered.view(shape)
 
     def put(self, name: str, part: Callable[[Piece], Tensor], values: Tensor) -> None:
         """Writes this rank's part of the whole `values` of a parameter to `part`'s [n]."""

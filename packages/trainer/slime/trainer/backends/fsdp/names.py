@@ -34,7 +34,7 @@ def other_in_files(model: Any, flag: str) -> frozenset[str]:
 
     Raises NotAvailable naming a tensor whose form in the files takes several tensors of the model.
     """
-    others = set()
+    differing = set()
     for name, tensor in model.state_dict().items():
         whole = torch.empty_like(tensor, device="meta")
         try:
@@ -44,8 +44,8 @@ def other_in_files(model: Any, flag: str) -> frozenset[str]:
         if sum(part.numel() for part in parts.values()) != tensor.numel():
             raise _not_available(model, flag, name)
         if parts.get(name) is not whole:
-            others.add(name)
-    return frozenset(others)
+            differing.add(name)
+    return frozenset(differing)
 
 
 def _not_available(model: Any, flag: str, name: str) -> NotAvailable:

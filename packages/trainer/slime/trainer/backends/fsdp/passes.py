@@ -63,7 +63,7 @@ class Passes:
         self, model: nn.Module, batches: Sequence[MaybeBatch], entropy: bool, replay: RoutingReplay | None = None
     ) -> list[Outputs | None]:
         """Returns outputs without gradient, None for None. replay: of the experts of `model`."""
-        found: list[Outputs | None] = []
+        outputs: list[Outputs | None] = []
         if replay is not None:
             replay.scores()
         for batch in batches:
@@ -72,15 +72,15 @@ class Passes:
             if batch is None:
                 if self._world_size > 1:
                     self._idle(model)
-                found.append(None)
+                outputs.append(None)
             elif self._fuses(batch):
                 log_probs, entropies = self._fused_outputs(model, batch)
-                found.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
+                outputs.append(Outputs(batch.scatter(log_probs), batch.scatter(entropies) if entropy else None))
             else:
-                found.append(self.outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
+                outputs.append(self.outputs(batch, self._logits(model, batch), "value" if entropy else "none"))
             if replay is not None:
                 replay.end(batch)
-        return found
+        return outputs
 
     def _fuses(self, batch: PackedBatch) -> bool:
         """Tells whether log-probs and entropies come from one reading of the logits: compiled, over all tokens."""

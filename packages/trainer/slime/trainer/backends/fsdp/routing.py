@@ -19,7 +19,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 def attach(model: nn.Module) -> list[LayerRouting]:
     """Has the routers of `model` ask the returned objects, one a layer with experts."""
-    found = []
+    layers = []
     shape = experts_of(model.config.to_dict())
     count = shape.experts if shape is not None else 0
     for name, module in model.named_modules():
@@ -28,8 +28,8 @@ def attach(model: nn.Module) -> list[LayerRouting]:
             continue
         layer = LayerRouting(int(place[1]))
         module.forward = _asking(layer, module.forward, count)
-        found.append(layer)
-    return found
+        layers.append(layer)
+    return layers
 
 
 def _asking(layer: LayerRouting, forward: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> Iterator[dic
     """
     weights.check_complete()
     ids, start = scored.ids, scored.start
-    found: list[float] = []
+    log_probs: list[float] = []
     cache = None
     part = TOGETHER if type(loaded.model).__name__ in IN_PARTS else len(ids)
     tokens = torch.tensor(ids, device=next(loaded.model.parameters()).device)
@@ -72,10 +72,10 @@ def score(loaded: Loaded, scored: Scored, weights: ModelWeights) -> Iterator[dic
                 input_ids=tokens[None, first : first + part], past_key_values=cache, use_cache=part < len(ids)
             )
             cache = output.past_key_values
-            found += _log_probs(output.logits[0], tokens[first + 1 : first + part + 1])
+            log_probs += _log_probs(output.logits[0], tokens[first + 1 : first + part + 1])
         del output
         yield None
-    entries = [[value, token, None] for value, token in zip([None, *found], ids, strict=True)]
+    entries = [[value, token, None] for value, token in zip([None, *log_probs], ids, strict=True)]
     meta = {
         "id": scored.rid, "finish_reason": {"type": "length", "length": 0}, "prompt_tokens": len(ids),
         "completion_tokens": 0, "cached_tokens": 0, "weight_version": weights.version,

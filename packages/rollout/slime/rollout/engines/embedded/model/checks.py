@@ -53,13 +53,13 @@ class WeightChecker:
 
 
 def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    each = {
+    checksums = {
         name: hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in tensors.items()
     }
-    whole = hashlib.sha256("".join(name + each[name] for name in sorted(each)).encode()).hexdigest()
+    whole = hashlib.sha256("".join(name + checksums[name] for name in sorted(checksums)).encode()).hexdigest()
     place = dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0) | dict.fromkeys(
         ("tp_size", "dp_size", "pp_size", "size"), 1
     )
-    rank = {"checksums": each, "per_gpu_checksum": whole, "parallelism_info": place}
+    rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": place}
     return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(whole.encode()).hexdigest()}

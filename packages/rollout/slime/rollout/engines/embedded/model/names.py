@@ -46,13 +46,13 @@ def disk_tensors(model: Any) -> dict[str, torch.Tensor]:
         views = revert_weight_conversion(model, {name: t.as_subclass(_InPlace) for name, t in state.items()})
     except Exception as error:
         raise _not_available(model, "the tensors", f": {type(error).__name__}: {error}") from error
-    found = {name: view.as_subclass(torch.Tensor) for name, view in views.items()}
-    stored, reached = _elements(state.values()), _elements(found.values())
-    for name, tensor in [*found.items(), *state.items()]:
+    plain_views = {name: view.as_subclass(torch.Tensor) for name, view in views.items()}
+    stored, reached = _elements(state.values()), _elements(plain_views.values())
+    for name, tensor in [*plain_views.items(), *state.items()]:
         storage = tensor.untyped_storage().data_ptr()
         if stored[storage] != reached[storage]:
             raise _not_available(model, name)
-    return found
+    return plain_views
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[int]:

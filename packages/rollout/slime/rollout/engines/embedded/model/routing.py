@@ -22,13 +22,13 @@ class RoutingRecorder:
         text = model.config.get_text_config()
         self._layers = int(text.num_hidden_layers)
         self._seen: dict[int, torch.Tensor] = {}
-        found = 0
+        num_routers = 0
         for name, module in model.named_modules():
             place = _LAYER.search(name)
             if place is not None and type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._hook(int(place[1])))
-                found += 1
-        if not found:
+                num_routers += 1
+        if not num_routers:
             raise NotAvailable.requires(
                 FLAG, "a mixture of experts", f"{type(model).__name__} has no router known here"
             )

@@ -90,14 +90,14 @@ class ModelWeights:
 
     def load_directory(self, path: str, version: str) -> None:
         """Loads the safetensors of a Hugging Face directory file by file, or a directory of deltas."""
-        found = read_index(Path(path))
-        if found is not None:
-            for number, file in enumerate(found[1]):
+        delta_index = read_index(Path(path))
+        if delta_index is not None:
+            for number, file in enumerate(delta_index[1]):
                 try:
                     bucket = file.read_bytes()
                 except OSError as error:
                     raise InvalidFile(f"model_path: {file}: {error}", field="model_path", value=str(file)) from error
-                self.load_delta(bucket, version, last=number == len(found[1]) - 1)
+                self.load_delta(bucket, version, last=number == len(delta_index[1]) - 1)
             return
         files = _weight_files(Path(path))
         for number, file in enumerate(files):

@@ -24,8 +24,8 @@ _UNICODE = str.maketrans({
 })  # fmt: skip
 
 
-def _joined(found: re.Match[str]) -> str:
-    return found[0].replace(" ", "")
+def _joined(match: re.Match[str]) -> str:
+    return match[0].replace(" ", "")
 
 
 _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [

@@ -57,17 +57,17 @@ def means(chunks: Sequence[torch.nn.Module], ranks: Ranks, micro_batches: int) -
     """Returns means of the losses since `clear`, without coefficients: over routers and the micro-batches of all
     replicas, and over tokens for multi-token-prediction layers. Collective."""
     totals = ranks.add_numbers(_of_this_rank(chunks))
-    found = {}
+    metrics = {}
     if totals.get("mtp tokens"):
-        found["mtp_loss"] = totals["mtp"] / totals["mtp tokens"]
+        metrics["mtp_loss"] = totals["mtp"] / totals["mtp tokens"]
     routers = totals.get("routers", 0.0)
     for name, metric in _OF_ROUTERS.items():
         if routers and name in totals:
             replicas = 1 if name == "global_load_balancing_loss" else parallel_state.get_data_parallel_world_size()
             # A rank has the mean over its part for the z-loss, and its part of the sum for the other losses.
             parts = _ranks_of_a_row() if name == "z_loss" else 1
-            found[metric] = totals[name] / (routers * micro_batches * replicas * parts)
-    return found
+            metrics[metric] = totals[name] / (routers * micro_batches * replicas * parts)
+    return metrics
 
 
 def _of_this_rank(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:

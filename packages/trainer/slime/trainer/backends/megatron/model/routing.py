@@ -14,16 +14,16 @@ from slime.trainer.backends.routing import LayerRouting, RoutingReplay
 
 def attach(chunks: Sequence[torch.nn.Module], *, from_rollout: bool) -> RoutingReplay:
     """Has the routers of this rank's chunks ask the returned object; layers that predict ahead choose by themselves."""
-    found = []
+    layers = []
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, TopKRouter) and "mtp" not in name.split("."):
                 assert module.layer_number is not None
                 layer = _Megatron(module.layer_number - 1)
                 module.router_replay = layer
-                found.append(layer)
-    replay = RoutingReplay(found, from_rollout=from_rollout)
-    for layer in found:
+                layers.append(layer)
+    replay = RoutingReplay(layers, from_rollout=from_rollout)
+    for layer in layers:
         layer.pass_ = replay
     return replay
 

@@ -50,13 +50,13 @@ def reading(checkpoint: TorchDist, flag: str) -> sharded_state.Read:
     """Returns a reader of parts of its tensors; rows of a vocabulary that has more padding here become zeros."""
 
     def read(key: str, index: Index, out: Tensor) -> None:
-        found = next((name for name in _names(key) if name in checkpoint.tensors), None)
-        if found is None:
+        stored_name = next((name for name in _names(key) if name in checkpoint.tensors), None)
+        if stored_name is None:
             raise InvalidFile(f"{flag}: {checkpoint.directory} has no tensor {key}", field=flag, value=key)
-        kept = _rows_there(index, checkpoint.tensors[found].shape)
+        kept = _rows_there(index, checkpoint.tensors[stored_name].shape)
         out[kept:] = 0
         if kept:
-            checkpoint.read(found, (slice(index[0].start, index[0].start + kept), *index[1:]), out[:kept])
+            checkpoint.read(stored_name, (slice(index[0].start, index[0].start + kept), *index[1:]), out[:kept])
 
     return read
 
