@@ -45,6 +45,7 @@ The constructors of ConfigError word the faults of flags and files; its subclass
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name most similar to `name`, the first of equally similar ones; None if none is similar.
 
     A name that exactly one known name extends by words is taken as short for it: `--sglang-tp` for `--sglang-tp-size`.
+    If none is similar, a name may abbreviate words of one (`--hf-ckpt`), or add words to it (`--lr-rate`).
     """
     names, name = list(known), name[:100]
     longer = [candidate for candidate in names if candidate.startswith((f"{name}-", f"{name}_"))]
@@ -113,7 +115,25 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         ratio = matcher.ratio()
         if ratio >= SIMILAR and ratio > similarity:
             best, similarity = candidate, ratio
+    if best is None:
+        # By letters, `--hf-ckpt` is far from `--hf-checkpoint`, and `--lr-rate` from `--lr`.
+        typed = _words(name)
+        abbreviated = [candidate for candidate in names if _abbreviates(typed, _words(candidate))]
+        begun = [candidate for candidate in names if typed[: len(_words(candidate))] == _words(candidate)]
+        best = abbreviated[0] if len(abbreviated) == 1 else max(begun, key=len, default=None)
     return best
+
+
+def _words(name: str) -> list[str]:
+    return re.split("[-_]+", name.lower().strip("-_"))
+
+
+def _abbreviates(typed: list[str], words: list[str]) -> bool:
+    """Tells whether every typed word leaves out letters of its word, though not the first, and one is whole."""
+    if len(typed) != len(words) or not set(typed) & set(words):
+        return False
+    pairs = [(short, word, iter(word)) for short, word in zip(typed, words, strict=True)]
+    return all(short[:1] == word[:1] and all(letter in left for letter in short) for short, word, left in pairs)
 
 
 def _letters(name: str) -> str:
