@@ -21,21 +21,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
 import sys
 import time
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import reasoning_gym
 
 PUBLISHED_GAIN, PUBLISHED_MINUTES = 6.6, 71
-VERSIONS = ("torch", "transformers", "ray", "sglang", "megatron-core", "reasoning-gym")
+VERSIONS = ("torch", "transformers", "ray", "sglang", "megatron-core", "reasoning_gym")
 HELD_OUT_SEED = 1_000_000_000  # a data set draws its problem i from its seed + i
 ASK = "\nReason step by step, and put the final answer in \\boxed{}."
 
@@ -49,12 +47,13 @@ def main() -> int:
         command = training_command(options, rest, out, seed)
         print(shlex.join(command), flush=True)
         started = time.monotonic()
-        if code := subprocess.run(command, check=False).returncode:
+        if code := run(command):
             return code
+        noted = json.loads((out / "versions.json").read_text())
         about = {
-            "date": date.today().isoformat(), "hardware": hardware(), "python": platform.python_version(),
-            "versions": {name: version(name) for name in VERSIONS}, "command": shlex.join(["python", *sys.argv]),
-            "seconds": time.monotonic() - started,
+            "date": date.today().isoformat(), "hardware": hardware(), "seconds": time.monotonic() - started,
+            "command": shlex.join(["python", *sys.argv]),
+            "versions": {"python": noted["python"]} | {name: noted["packages"].get(name) for name in VERSIONS},
         }  # fmt: skip
         (out / "yardstick.json").write_text(json.dumps(about, indent=1) + "\n")
     runs = {seed: read_run(options.output_dir / f"seed-{seed}") for seed in options.seeds}
@@ -101,6 +100,16 @@ def training_command(options: argparse.Namespace, rest: list[str], out: Path, se
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     words += ["--eval-prompt-data", "held_out", str(held_out), "--apply-chat-template", "--use-dynamic-batch-size"]
     return [sys.executable, "-m", "slime.launcher.cli", "train", *words, *rest]
+
+
+def run(command: list[str]) -> int:
+    """Returns the exit code. An interruption reaches the command, too, which ends all that it began."""
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                pass
 
 
 def write_problems(path: Path, count: int, seed: int) -> None:
@@ -161,13 +170,6 @@ def plot(path: Path, runs: dict[int, dict[str, Any]]) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
-
-
-def version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def hardware() -> str:
