@@ -79,13 +79,13 @@ def _checkpoints(subject: Subject) -> Iterator[Finding]:
         yield from _directory(flag, directory, LEAST_BYTES, "checkpoints")
         return
     size, kept, words = needed
-    before = f"a checkpoint takes {byte_size(size)}, {words}"
+    formula = f"a checkpoint takes {byte_size(size)}, {words}"
     nearest, free = probes.disk_free(directory)
     if nearest.is_dir() and probes.writable(nearest) and size <= free < size * kept:
         yield warn(
             f"{flag} {directory}: {byte_size(free)} free, but the run keeps {kept} checkpoints, "
-            f"{byte_size(kept * size)} ({before})",
+            f"{byte_size(kept * size)} ({formula})",
             "--save-keep 2 keeps the last two; --no-save-optim makes them smaller",
         )
         return
-    yield from _directory(flag, directory, size, before)
+    yield from _directory(flag, directory, size, formula)

@@ -48,8 +48,8 @@ def cut(
     """Cuts the part of `batch` for context parallel rank `rank` of `size`. A `batch` of None makes a row of one token
     that predicts nothing.
 
-    multiple: L is a multiple of it, for sequence parallelism. length: L, where it has to be longer than needed. A batch
-    with prompts that several responses see requires a `size` of 1.
+    multiple: L is a multiple of it, for sequence parallelism, or of twice it if `size` is above 1. length: L, where it
+    has to be longer than needed. A batch with prompts that several responses see requires a `size` of 1.
     """
     if batch is None:
         tokens = firsts = np.zeros(1, dtype=np.int64)
