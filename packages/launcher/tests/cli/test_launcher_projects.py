@@ -281,6 +281,9 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
     assert "--step 3 requires a run: model is a model directory" in capsys.readouterr().err
     assert cli.main(["export", "nowhere"]) == 2
     assert "RUN|MODEL nowhere: no such directory" in capsys.readouterr().err
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main(["export", str(tmp_path / "loop")]) == 2
+    assert "loop: no such directory" in capsys.readouterr().err
 
 
 def test_a_name_on_the_hub_is_exported_and_gives_the_export_its_name(

@@ -65,7 +65,10 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show", "nowhere"], "nowhere: not the directory of a run"),
+        (["show", "nowhere"], "nowhere: not the directory of a run: there is no such directory"),
+        (["show", "FILE"], "metrics.jsonl: not the directory of a run: it is not a directory"),
+        (["show", "LOOP"], "loop: not the directory of a run: there is no such directory"),
+        (["compare", "RUN", "LOOP"], "loop: not the directory of a run"),
         (["runs", "nowhere"], "nowhere: no such directory"),
         (["runs", "FILE"], "metrics.jsonl: is not a directory; name the directory that holds"),
         (["show", "ABOVE"], "lists the runs below it"),
@@ -83,7 +86,10 @@ def test_a_wrong_argument_is_one_line(
     tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run")
-    places = {"RUN": str(run), "ABOVE": str(tmp_path), "FILE": str(run / "metrics.jsonl")}
+    (tmp_path / "loop").symlink_to("loop")
+    places = {
+        "RUN": str(run), "ABOVE": str(tmp_path), "FILE": str(run / "metrics.jsonl"), "LOOP": str(tmp_path / "loop"),
+    }  # fmt: skip
     assert main([places.get(word, word) for word in words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

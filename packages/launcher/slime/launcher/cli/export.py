@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -89,7 +90,8 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 
 def name_of(path: Path, step: int | None = None) -> str:
     """Returns a name for the exported files: the run's, also for the directory `model` inside it, and the step."""
-    path = path.resolve()
+    # Path.resolve() raises a RuntimeError on a link that leads to itself, which `model_of` refuses by name.
+    path = Path(os.path.realpath(path))
     run = path.parent if path.name == "model" and is_run(path.parent) else path
     return run.name if step is None else f"{run.name}-step-{step}"
 

@@ -72,7 +72,9 @@ class RunFiles:
     def __init__(self, path: Path, name: str | None = None) -> None:
         """Raises InvalidSetting if `path` holds no run. name: how to show the run (default: its directory's name)."""
         if not is_run(path):
-            found = f"it has none of {', '.join(MARKS)}" if path.is_dir() else "there is no such directory"
+            found = "there is no such directory"
+            if path.exists():
+                found = f"it has none of {', '.join(MARKS)}" if path.is_dir() else "it is not a directory"
             if path.is_dir() and find_runs(path):
                 found += f"; slime runs {path} lists the runs below it"
             raise InvalidSetting(
@@ -263,7 +265,8 @@ def finite(value: Any) -> float | None:
 
 def names(paths: list[Path]) -> Iterator[str]:
     """Yields the shortest names that distinguish the runs: their last directory, or more of the path."""
-    parts = [path.resolve().parts for path in paths]
+    # Path.resolve() raises a RuntimeError on a link that leads to itself; as a run it is refused later.
+    parts = [Path(os.path.realpath(path)).parts for path in paths]
     for directories in parts:
         length = 1
         while length < len(directories) and sum(other[-length:] == directories[-length:] for other in parts) > 1:
