@@ -137,6 +137,8 @@ def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "expected the output directory of a run, with run.yaml" in capsys.readouterr().err
     assert cli.main(["resume", str(tmp_path / "none")]) == 2
     assert "none: no such directory; `slime runs DIR` lists the runs below DIR" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_bytes(b"\xbb")
+    assert cli.main(["resume", str(tmp_path)]) == 2 and "run.yaml: not YAML" in capsys.readouterr().err
 
 
 def test_an_evaluation_of_a_run_has_its_reward_and_columns_wherever_it_is_started(

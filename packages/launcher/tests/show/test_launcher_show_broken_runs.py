@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,19 @@ def test_a_tokenizer_that_cannot_be_read_is_warned_of_once(tmp_path: Path, caplo
     assert [record.getMessage() for record in caplog.records] == [
         f"{file} cannot be read: Unknown tokenizer version '9.0' at line 1 column 16"
     ]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_metrics_that_are_not_a_file_do_not_hide_the_run_or_other_runs(
+    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "other")
+    metrics = make_run(tmp_path / "run") / "metrics.jsonl"
+    metrics.unlink()
+    make(metrics)
+    assert RunFiles(tmp_path / "run").steps() == []
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == {"run", "other"}
 
 
 def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

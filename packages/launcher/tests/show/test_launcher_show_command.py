@@ -72,7 +72,10 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
         (["runs", "nowhere"], "nowhere: no such directory"),
         (["runs", "FILE"], "metrics.jsonl: is not a directory; name the directory that holds"),
         (["show", "ABOVE"], "lists the runs below it"),
-        (["show", "RUN", "--text", "--step", "88"], "step"),
+        (["show", "RUN", "--text", "--step", "88"], "--step must be a step of which samples were kept, got 88"),
+        (["show", "RUN", "--text", "--step", "-5"], "--step must be at least 0, got -5"),
+        (["show", "RUN", "--step", "0"], "--step 0 requires --text"),
+        (["show", "RUN", "--text", "--html", "page.html"], "--text and --html page.html cannot be used together"),
         (["show", "RUN", "--html", "."], "--html"),
         (["show", "RUN", "--port", "99999"], "--port must be from 0 to 65535, got 99999"),
         (["sho", "x"], "did you mean show?"),
@@ -93,6 +96,14 @@ def test_a_wrong_argument_is_one_line(
     assert main([places.get(word, word) for word in words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_run_that_is_compared_with_itself_is_named_by_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(make_run(tmp_path / "run"))
+    assert main(["compare", run, run, "--json"]) == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)["runs"]} == {run}
 
 
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:

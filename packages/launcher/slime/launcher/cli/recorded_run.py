@@ -13,7 +13,7 @@ from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
 from slime.types.config_files import read_config
-from slime.types.errors import MissingFile
+from slime.types.errors import InvalidFile, MissingFile
 
 # The heading that `config.record` writes above each command.
 _STARTED_IN = re.compile(r"^# \S+ \S+ \S+, in (?P<directory>.*)$", re.MULTILINE)
@@ -95,17 +95,32 @@ def read_run(path: Path) -> RecordedRun:
             f"RUN {path}: expected the output directory of a run, with {SETTINGS}", field="RUN", value=str(path)
         )
     path = path.absolute()
-    text = (path / SETTINGS).read_text(encoding="utf-8")
-    # The record has these as comments, since a repetition of the run needs values of its own.
-    identity_comments = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
-    identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in identity_comments.splitlines())) or {}
-    return RecordedRun(path, read_config(str(path / SETTINGS), "RUN"), _started_in(path), identity.get("run_name"))
+    # Read first, since it refuses a file that is not text.
+    settings = read_config(str(path / SETTINGS), "RUN")
+    return RecordedRun(path, settings, _started_in(path), _run_name(path / SETTINGS))
+
+
+def _run_name(path: Path) -> str | None:
+    """Returns the name of the run. The record has it as a comment, since a repetition needs a name of its own."""
+    text = path.read_text(encoding="utf-8")
+    comments = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
+    try:
+        identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in comments.splitlines())) or {}
+    except (yaml.YAMLError, ValueError, RecursionError):
+        identity = None
+    if not isinstance(identity, dict):
+        expected = "the directory and name of the run as YAML, each line behind `# `"
+        raise InvalidFile(
+            f"RUN {path}: cannot read the comments below `Its own directory and name`; expected {expected}",
+            field="RUN", value=str(path), expected=expected,
+        )  # fmt: skip
+    return identity.get("run_name")
 
 
 def _started_in(path: Path) -> Path:
     """Returns the directory in which the run was last started; the current one if that is unknown or gone."""
     try:
-        found = _STARTED_IN.findall((path / COMMAND).read_text(encoding="utf-8"))
+        found = _STARTED_IN.findall((path / COMMAND).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         found = []
     return Path(found[-1]) if found and Path(found[-1]).is_dir() else Path.cwd()

@@ -18,7 +18,7 @@ from rich.console import Console
 from slime.launcher.config.help import CommandParser
 from slime.launcher.metrics.printable import printable
 from slime.launcher.show.run_files import RunFiles, find_runs, names
-from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.errors import InvalidField, InvalidSetting, SlimeError
 from slime.types.settings import Parser
 
 if TYPE_CHECKING:
@@ -117,12 +117,22 @@ def _compare(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
 def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
     from slime.launcher.show.answers import Answers
 
+    if options.text and options.html is not None:
+        raise InvalidSetting.conflict("--text", f"--html {options.html}", "one prints the run, the other writes a file")
+    if options.step is not None and not options.text:
+        raise InvalidSetting.requires(f"--step {options.step}", "--text")
     answers = Answers(runs, regrade=options.regrade)
     if options.text:
         from slime.launcher.show.text import text
 
         for number in range(len(runs)):
-            for line in text(answers, number, options.step):
+            try:
+                lines = list(text(answers, number, options.step))
+            except InvalidField as error:
+                if error.field != "step":
+                    raise
+                raise InvalidSetting.must_be("--step", str(error.expected), got=options.step) from None
+            for line in lines:
                 print(printable(line))
         return 0
     if options.html is not None:

@@ -110,6 +110,9 @@ class RunFiles:
             return self._evaluations[:]
 
     def _read_on(self) -> None:
+        # A pipe would wait for its writer.
+        if not (self.path / METRICS).is_file():
+            return
         try:
             with (self.path / METRICS).open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -120,7 +123,8 @@ class RunFiles:
                     self.edition += 1
                 file.seek(self._read_to)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
+            # As with every other file of a run: one that cannot be read does not hide the rest.
             return
         # The last line may still be incomplete.
         whole = data[: data.rfind(b"\n") + 1]
@@ -271,4 +275,5 @@ def names(paths: list[Path]) -> Iterator[str]:
         length = 1
         while length < len(directories) and sum(other[-length:] == directories[-length:] for other in parts) > 1:
             length += 1
-        yield "/".join(directories[-length:])
+        # The first part of an absolute path is a slash itself.
+        yield "/".join(directories[-length:]).replace("//", "/", 1)
