@@ -132,7 +132,7 @@ def read_run(out: Path) -> dict[str, Any]:
         "held_out": [[point["step"], 100 * point["score"]] for point in scores["history"]],
         "rewards": [row["rollout/raw_reward"] for row in rows],
         "step_seconds": statistics.median(row["perf/step_time"] for row in rows),
-        "response_tokens": [row["rollout/response_length"] for row in rows if "rollout/response_length" in row],
+        "response_tokens": [row["rollout/response_lengths"] for row in rows if "rollout/response_lengths" in row],
     }  # fmt: skip
 
 
