@@ -22,6 +22,12 @@ def test_a_key_that_occurs_twice_is_an_error_with_its_place(text: str) -> None:
     [
         ("a: 1\na: 2\n", ", line 2: the key 'a' occurs twice"),
         ("a: [1\nb: 2\n", ", line 2: expected ',' or ']', but got ':' (while parsing a flow sequence)"),
+        ("a: 1\nb: 2026-13-45\n", ", line 2: cannot read a value as YAML's type timestamp: month must be in 1..12"),
+        (
+            "a: !!float x\n",
+            ", line 1: cannot read a value as YAML's type float: could not convert string to float: 'x'",
+        ),
+        ("a: [!!bool x]\n", ", line 1: cannot read a value as YAML's type bool"),
         ("- 1\n", " must be a mapping of settings, got [1]"),
     ],
 )
@@ -31,6 +37,12 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, mess
     with pytest.raises(InvalidFile) as caught:
         read_config(file)
     assert str(caught.value) == f"--config {file}{message}"
+
+
+def test_a_number_of_more_digits_than_python_reads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("seed: " + "1" * 5000)
+    with pytest.raises(InvalidFile, match="line 1: cannot read a value as YAML's type int: Exceeds the limit"):
+        read_config(tmp_path / "run.yaml")
 
 
 def test_merged_keys_may_be_given_again() -> None:

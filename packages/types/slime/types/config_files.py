@@ -28,6 +28,16 @@ class _Loader(yaml.SafeLoader):
                 seen.add((key.tag, key.value))
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        # PyYAML lets errors of Python through: a month 13, more digits than `int` reads, `!!bool x`.
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Errors of other types speak of PyYAML's own code.
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            problem = f"cannot read a value as YAML's type {node.tag.rpartition(':')[2]}{reason}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 def load(text: str) -> Any:
     """Reads plain values only, as `yaml.safe_load` does. Raises yaml.YAMLError."""

@@ -12,7 +12,7 @@ import yaml
 from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
-from slime.types.config_files import read_config
+from slime.types.config_files import load, read_config
 from slime.types.errors import InvalidFile, MissingFile
 
 # The heading that `config.record` writes above each command.
@@ -105,8 +105,8 @@ def _run_name(path: Path) -> str | None:
     text = path.read_text(encoding="utf-8")
     comments = text.partition("# Its own directory and name:\n")[2].partition("\n# Everything else")[0]
     try:
-        identity = yaml.safe_load("\n".join(line.removeprefix("# ") for line in comments.splitlines())) or {}
-    except (yaml.YAMLError, ValueError, RecursionError):
+        identity = load("\n".join(line.removeprefix("# ") for line in comments.splitlines())) or {}
+    except (yaml.YAMLError, RecursionError):
         identity = None
     if not isinstance(identity, dict):
         expected = "the directory and name of the run as YAML, each line behind `# `"
