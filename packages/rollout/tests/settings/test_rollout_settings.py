@@ -29,7 +29,7 @@ from slime.rollout.recordings.torch_files import read_torch
 from slime.rollout.rewards.registry import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
-from slime.types.errors import DeadlineExceeded, InvalidFile, InvalidSetting, MissingFile, NotAvailable
+from slime.types.errors import DeadlineExceeded, InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace
 from slime.types.settings import build
 
 
@@ -276,3 +276,8 @@ def test_the_length_of_an_evaluation_prompt_is_found_off_the_event_loop():
     sample = Sample(prompt=[{"role": "user", "content": "12"}])
     assert asyncio.run(fits(state, sample)) and not asyncio.run(fits(state, Sample(prompt="123")))
     assert len(threads) == 3 and threading.get_ident() not in threads
+
+
+def test_an_output_without_space_is_told_by_its_flag() -> None:
+    with pytest.raises(OutOfSpace, match="--output: no space left while writing /dev/full"):
+        write_samples(Path("/dev/full"), [Sample(prompt="p")])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from slime.launcher.config.help import CommandParser
 from slime.launcher.platform.signals import Terminated, terminate_as_interrupt
 from slime.rollout.engines.keys import read_key
+from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.rpc.token_files import LOCALHOST, publish, retract
 from slime.types.settings import build
@@ -118,8 +119,9 @@ def serve(options: Any) -> None:
         values["rollout_num_gpus"] = 1
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.output_dir, prefix=".snapshots-"))
+        with path_errors(options.output_dir, "--output-dir"):
+            options.output_dir.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.output_dir, prefix=".snapshots-"))
         engines = start_engines(build(RolloutSettings, values))
         stack.callback(stop_all, engines)
         names = [options.hf_checkpoint, str(directory), *([options.model_name] if options.model_name else [])]

@@ -18,6 +18,7 @@ from slime.rollout.prompts.tokenizer import has_chat_template
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
 from slime.types import Sample
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.files import check_readable, json_reason, whole_file
 
@@ -119,7 +120,8 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 def write_samples(path: Path, samples: list[Sample]) -> None:
     whole = path.is_file() or not path.exists()
-    with whole_file(path, field="--output") if whole else path.open("w") as file:
+    # A device or a pipe is written as it is, and closed within `path_errors`, since closing writes the rest.
+    with path_errors(path, "--output"), whole_file(path, field="--output") if whole else path.open("w") as file:
         for sample in samples:
             file.write(json.dumps(sample.to_dict(), default=_plain) + "\n")
 
