@@ -36,6 +36,8 @@ COMMANDS = {
     "inspect": "Print names, shapes and types of the tensors in a directory or file",
     "verify": "Compare the tensors of two directories or files",
 }
+# Exit code of a command whose reader has left, as a shell shows a process that SIGPIPE ended.
+PIPE_CLOSED = 141
 USAGE = f"""usage: slime-convert COMMAND ...
 
 {command_list(COMMANDS)}
@@ -45,7 +47,7 @@ USAGE = f"""usage: slime-convert COMMAND ...
 
 
 def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C.
+    """Returns the exit code: 0 done, 1 failed or different, 2 wrong arguments or files, 130 Ctrl-C, 141 reader left.
 
     training: whose flags `to-hf` accepts beside its own and Megatron's; those of the installed packages by default.
     """
@@ -67,15 +69,29 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
         print(f"slime-convert: error: {wrong_command(words, commands)}", file=sys.stderr)
         return 2
     try:
-        return commands[words[0]](words[1:])
+        code = commands[words[0]](words[1:])
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
     except SlimeError as error:
         print(f"slime-convert: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe.
+        _drop_output()
+        return PIPE_CLOSED
     except OSError as error:
-        print(f"slime-convert: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        # Without a name it is the standard output.
+        if error.filename is None:
+            _drop_output()
+        print(f"slime-convert: error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    # The interpreter flushes the stream once more as it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str], command: str, settings: type, *positionals: str) -> tuple[Any, dict[str, Any]]:

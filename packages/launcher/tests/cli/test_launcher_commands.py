@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import importlib
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -165,3 +168,43 @@ def test_no_help_says_a_default_twice_and_a_missing_model_is_told_by_its_flag(
         assert not re.search(r"(\(default: [^()]*\)) \1", text), command
     assert cli.main(["tinker", "--hf-checkpoint", "nowhere"]) == 2
     assert "slime: error: --hf-checkpoint nowhere: no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--help", "runs {}"])
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        ("", 141, ""),
+        (">/dev/full", 1, "slime: error: cannot write to the standard output: No space left on device\n"),
+        (">&-", 0, ""),
+    ],
+    ids=["no reader", "full", "closed"],
+)
+def test_an_output_that_takes_no_more_is_told_in_one_line(
+    words: str, output: str, code: int, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m slime.launcher.cli {words.format(tmp_path)} {output}"],
+            env=os.environ | environment, stdout=writer, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_a_tinker_service_names_the_directory_that_it_cannot_write(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slime.launcher.cli.chat.model_directory", lambda model, flag: str(tmp_path))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-key")
+    output = tmp_path / "output"
+    output.write_text("mine") if kind == "file" else output.symlink_to(output)
+    assert cli.main(["tinker", "--hf-checkpoint", "m", "--port", "0", "--output-dir", str(output)]) == 2
+    assert f"slime: error: --output-dir: cannot write {output}: File exists" in capsys.readouterr().err

@@ -37,10 +37,6 @@ def main(command: str, argv: Sequence[str]) -> int:
     except SlimeError as error:
         print(printable(f"slime: error: {error}"), file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def parser(command: str) -> Parser:
@@ -191,9 +187,15 @@ def watched(directory: Path, wanted: bool) -> Iterator[None]:
         server.server_close()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would end the process with exit code 1, as for an error.
+        raise BrokenPipeError
+
+
 def _console() -> Console:
     # A pipe gets whole lines. Brackets in names and settings are not markup.
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    return _Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def _has_display() -> bool:
