@@ -72,6 +72,23 @@ def test_no_engine_loads_the_checkpoint_of_another_run_with_the_same_directory(
     updates.close()
 
 
+def test_a_checkpoint_of_an_earlier_boot_is_not_built_on(sglang: SGLangStandIn, model: str, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    updates, backend = sender(sglang, model, **on_disk(tmp_path, update_weight_local_checkpoint_dir=str(local)))
+    for version, whole in ((1, 1), (2, 0)):
+        change(backend, version)
+        updates.push(version)
+        assert updates.metrics["perf/update_weights_whole_engines"] == whole
+    # A power failure of the host leaves this.
+    (mark,) = local.glob("weight_v000002-*/slime-files.json")
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "boot": "an earlier one"}))
+    change(backend, 3)
+    updates.push(3)
+    assert updates.metrics["perf/update_weights_whole_engines"] == 1
+    assert holds(sglang, backend) and len(list(local.glob("weight_v*"))) == 1
+    updates.close()
+
+
 def holds(engine: SGLangStandIn, backend: Any) -> bool:
     wanted = backend.policy.model.norm.weight.detach()
     return torch.equal(engine.held["model.norm.weight"].view(torch.int32), wanted.view(torch.int32))

@@ -7,7 +7,8 @@
 
 LINEAGE is part of the name so that no engine loads a directory that another run left or is writing. Each process of an
 engine locks the directory that it loaded last; directories of another trainer process are removed only if no process
-locks them.
+locks them. A directory of an earlier boot of the host may be a mix of versions, since a delta is not flushed to the
+disk: it is not used.
 
 SGLang loads whole directories. Before that its processes run `pull_weights`, which copies a published directory, or
 writes a published delta into the local files and renames their directory.
@@ -16,6 +17,7 @@ writes a published delta into the local files and renames their directory.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -28,13 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_written, sync, whole_directory
+from slime.types.directories import clear_leftovers, path_errors, read_mark, remove_written, whole_directory
 from slime.types.errors import DataLoss, InvalidFile, MissingFile, WrongState
 from slime.types.weight_deltas import checkpoint_name, process_of
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, read_index
 
 FIELD = "--update-weight-local-checkpoint-dir"
 WRITER = "slime-rollout"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 # safetensors' names of dtypes, by torch's names.
 SAFETENSORS_TYPES = {
     "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "float16": "F16", "bfloat16": "BF16",
@@ -69,7 +72,7 @@ def pull(source: str, directory: str, version: int, lineage: str) -> Path:
     root = Path(directory)
     target = root / checkpoint_name(version, lineage)
     with _alone(root):
-        if _lineage(target) != lineage:
+        if not _holds(target, lineage):
             delta_index = read_index(Path(source))
             if delta_index is None:
                 _unlock(root)
@@ -97,6 +100,17 @@ def _alone(root: Path) -> Iterator[None]:
 def _lineage(path: Path) -> str | None:
     mark = read_mark(path)
     return None if mark is None or "lineage" not in mark else str(mark["lineage"])
+
+
+def _holds(path: Path, lineage: str) -> bool:
+    mark = read_mark(path)
+    return mark is not None and mark.get("lineage") == lineage and mark.get("boot") == _boot()
+
+
+@functools.cache
+def _boot() -> str:
+    # SGLang runs on Linux alone, so nothing else needs a boot's name.
+    return BOOT.read_text().strip() if BOOT.exists() else ""
 
 
 def _lock(root: Path, target: Path) -> None:
@@ -139,7 +153,7 @@ def _copy(source: Path, target: Path, lineage: str) -> None:
     if mark is None:
         # The trainer no longer waits for this update and has removed the directory.
         raise MissingFile(f"{source} is not a whole directory that slime wrote", field="source", value=str(source))
-    with whole_directory(target, WRITER, field=FIELD, lineage=lineage) as partial:
+    with whole_directory(target, WRITER, field=FIELD, lineage=lineage, boot=_boot()) as partial:
         for name in mark["files"]:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, partial / name)
@@ -147,15 +161,14 @@ def _copy(source: Path, target: Path, lineage: str) -> None:
 
 def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]) -> None:
     base = root / checkpoint_name(about.base_version, about.lineage)
-    if _lineage(base) != about.lineage:
+    if not _holds(base, about.lineage):
         raise WrongState(
-            f"{FIELD}: {base} is missing or of another run, but weight version {about.version} is a delta to it",
-            field=FIELD, value=str(base), expected="a whole update first",
+            f"{FIELD}: {base} is missing, of another run or of an earlier boot, but weight version {about.version} "
+            "is a delta to it", field=FIELD, value=str(base), expected="a whole update first",
         )  # fmt: skip
     updating = base.with_name(f".{base.name}.updating")
     with path_errors(root, FIELD):
         base.rename(updating)
-        sync(root)
         tensors = dict(_tensors(updating))
         for file in files:
             for delta in read_bucket(file.read_bytes())[1]:
@@ -170,11 +183,7 @@ def _update(root: Path, target: Path, about: VersionDelta, files: Sequence[Path]
                     held[2][:] = new
         if tensors:
             raise DataLoss(f"the delta of weight version {about.version} lacks {min(tensors)}", field=min(tensors))
-        # After a crash of the host the new name must not stand for bytes of the previous version.
-        for file in updating.glob("*.safetensors"):
-            sync(file)
         updating.rename(target)
-        sync(root)
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Any]]]:
