@@ -42,7 +42,10 @@ def test_a_source_that_cannot_be_read_is_named_with_its_flag(
 
 @pytest.mark.parametrize(
     ("output", "code", "message"),
-    [("", 141, ""), (">/dev/full", 1, "slime-convert: error: cannot write: No space left on device\n")],
+    [
+        ("", 141, ""),
+        (">/dev/full", 1, "slime-convert: error: cannot write to the standard output: No space left on device\n"),
+    ],
     ids=["no reader", "full"],
 )
 def test_an_output_that_takes_no_more_is_told_in_one_line(output: str, code: int, message: str, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +20,7 @@ from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
 from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
+from slime.types.standard_output import run_printing
 
 PROG = "slime-buffer"
 # Seconds between checks whether this server may still serve.
@@ -37,8 +38,6 @@ PRINTING_COMMANDS = {
     "token": "Print the token of a role, derived from the token of the service in FILE",
 }
 COMMANDS = {"serve": "Serve a data buffer over gRPC", **PRINTING_COMMANDS}
-# The exit code that shells give a command that SIGPIPE ended.
-PIPE_CLOSED = 141
 USAGE = f"""usage: {PROG} serve [--prompt-data PATH] [--buffer-dir DIR] [--port N] ...
        {PROG} groups {{list,show,reject,quarantine}} (--address HOST:PORT | --buffer-dir DIR | {STORE} URL) ...
        {PROG} check [DIR] [--buffer-store URL] [--buffer-payloads URL]
@@ -70,8 +69,11 @@ class StandbySettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 after a clean stop, 2 for wrong settings, 1 for any other error."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Returns 0 after a clean stop, 2 for wrong settings, 1 for any other error, 141 if its reader left."""
+    return run_printing(PROG, partial(_run, list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(words: list[str]) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
@@ -133,19 +135,11 @@ def serve_until_signal(settings: BufferSettings, rpc: RpcSettings, *, standby: b
 
 def print_answer(command: str, words: Sequence[str]) -> int:
     """Runs a command that prints and ends; returns its exit code."""
-    try:
-        if command == "token":
-            code = print_token(words)
-        elif command == "groups":
-            code = groups_command.main(words, f"{PROG} groups")
-        else:
-            code = run_storage_command(command, words)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-    return code
+    if command == "token":
+        return print_token(words)
+    if command == "groups":
+        return groups_command.main(words, f"{PROG} groups")
+    return run_storage_command(command, words)
 
 
 def run_storage_command(command: str, words: Sequence[str]) -> int:

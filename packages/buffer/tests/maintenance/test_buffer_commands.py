@@ -144,6 +144,14 @@ def test_a_reader_that_has_had_enough_ends_the_command_without_a_traceback(words
         assert main([*words, str(stopped)]) == 141
 
 
+def test_an_output_that_is_full_is_told_in_one_line(stopped, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["check", str(stopped)]) == 1
+    problem = "slime-buffer: error: cannot write to the standard output: No space left on device\n"
+    assert capsys.readouterr().err == problem
+
+
 def test_check_names_what_is_wrong_and_changes_nothing(stopped, capsys):
     assert command(capsys, "check", stopped).endswith(": no problems\n")
     (stopped / "payloads" / "000000" / "0000000002-01234567").write_bytes(b"stray")

@@ -25,6 +25,7 @@ from slime.converters.settings import (
 )
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted, errors_name
 from slime.types.settings import Parser, add_flags, build, command_list, wrong_command
+from slime.types.standard_output import run_printing
 
 COMMANDS = {
     "hf-to-torch-dist": "Convert a Hugging Face directory into a torch_dist checkpoint of Megatron",
@@ -36,8 +37,6 @@ COMMANDS = {
     "inspect": "Print names, shapes and types of the tensors in a directory or file",
     "verify": "Compare the tensors of two directories or files",
 }
-# Exit code of a command whose reader has left, as a shell shows a process that SIGPIPE ended.
-PIPE_CLOSED = 141
 USAGE = f"""usage: slime-convert COMMAND ...
 
 {command_list(COMMANDS)}
@@ -52,6 +51,14 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
     training: whose flags `to-hf` accepts beside its own and Megatron's; those of the installed packages by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run_printing("slime-convert", partial(_run, words, training))
+    except OSError as error:
+        print(f"slime-convert: error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run(words: list[str], training: Parser | None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if words else 2
@@ -69,29 +76,12 @@ def main(argv: Sequence[str] | None = None, *, training: Parser | None = None) -
         print(f"slime-convert: error: {wrong_command(words, commands)}", file=sys.stderr)
         return 2
     try:
-        code = commands[words[0]](words[1:])
-        sys.stdout.flush()
-        return code
+        return commands[words[0]](words[1:])
     except KeyboardInterrupt:
         return 130
     except SlimeError as error:
         print(f"slime-convert: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe.
-        _drop_output()
-        return PIPE_CLOSED
-    except OSError as error:
-        # Without a name it is the standard output.
-        if error.filename is None:
-            _drop_output()
-        print(f"slime-convert: error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
-        return 1
-
-
-def _drop_output() -> None:
-    # The interpreter flushes the stream once more as it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str], command: str, settings: type, *positionals: str) -> tuple[Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
@@ -16,6 +17,7 @@ from slime.types.addresses import parse_address
 from slime.types.errors import ConfigError, SlimeError
 from slime.types.rpc import RpcSettings
 from slime.types.settings import REQUIRED, command_list, parse, setting, wrong_command
+from slime.types.standard_output import run_printing
 
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
@@ -48,8 +50,11 @@ class GenerateSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 after a clean end, 2 for settings that cannot work, 1 otherwise."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Returns 0 after a clean end, 2 for settings that cannot work, 1 otherwise, 141 if its reader left."""
+    return run_printing("slime-rollout", partial(_run, list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(words: list[str]) -> int:
     commands = {"serve": _serve, "generate": _generate}
     if not words or words[0] not in commands:
         wants_help = bool(words) and words[0] in ("-h", "--help")

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings, check_backend, given, why_refused
@@ -18,6 +19,7 @@ from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeE
 from slime.types.rpc import RpcSettings
 from slime.types.setting_values import flag_name
 from slime.types.settings import command_list, parse, setting, wrong_command
+from slime.types.standard_output import run_printing
 
 COMMANDS = {"serve": "Train on the steps of a buffer and push the weights to the engines: one process for each rank"}
 USAGE = f"""\
@@ -87,8 +89,12 @@ class PlaceSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 after a clean stop, 2 for a wrong command line or file, 1 for any other failure."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Returns 0 after a clean stop, 2 for a wrong command line or file, 1 for any other failure, 141 if its reader
+    left."""
+    return run_printing("slime-trainer", partial(_run, list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0

@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from slime.launcher.platform.signals import leave
 from slime.types.settings import Parser, command_list, wrong_command
+from slime.types.standard_output import run_printing
 
 
 class Command(NamedTuple):
@@ -45,8 +46,6 @@ COMMANDS = {
     "runs": Command("slime.launcher.show.command", "List runs with their state, reward and scores"),
     "compare": Command("slime.launcher.show.command", "Show the settings and metrics of two or more runs side by side"),
 }
-# Exit code of a command whose reader has left, as a shell shows a process that SIGPIPE ended.
-PIPE_CLOSED = 141
 # Packages with programs of their own: slime-buffer, ...
 SERVICES = ("buffer", "rollout", "trainer", "convert")
 
@@ -63,35 +62,7 @@ def usage() -> str:
 
 def program() -> NoReturn:
     """Runs a command and ends the process, as the `slime` program does."""
-    if sys.stdout is None:  # closed by the shell, as in `slime runs >&-`
-        sys.stdout = open(os.devnull, "w")
-    try:
-        try:
-            code = main()
-        except SystemExit:  # of --help
-            sys.stdout.flush()
-            raise
-        sys.stdout.flush()
-    except OSError as error:
-        code = _code_without_output(error)
-    leave(code)
-
-
-def _code_without_output(error: OSError) -> int:
-    """Returns the exit code if the standard output takes no more text; raises `error` again if it does."""
-    if error.filename is not None:
-        raise error
-    try:
-        # Python's buffer may be empty although its last write failed, so the file itself is asked.
-        os.write(1, b"\n")
-    except OSError as refused:
-        # The interpreter flushes the stream once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if isinstance(refused, BrokenPipeError):  # its reader, such as `head`, has left
-            return PIPE_CLOSED
-        print(f"slime: error: cannot write to the standard output: {refused.strerror}", file=sys.stderr)
-        return 1
-    raise error
+    leave(run_printing("slime", main))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
