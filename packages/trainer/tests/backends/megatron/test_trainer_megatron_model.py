@@ -77,6 +77,17 @@ def test_kernels_that_are_not_there_are_not_used():
     assert config.use_cpu_initialization
 
 
+@pytest.mark.parametrize(("given", "told"), [({}, 1), ({"transformer_impl": "transformer_engine"}, 0)])
+def test_layers_that_would_be_faster_without_transformer_engine_are_told(
+    given: dict[str, str], told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    config = config_of()
+    monkeypatch.setattr(megatron_config, "have_transformer_engine", lambda: True)
+    with caplog.at_level("INFO"):
+        assert build.compile_layers([], MODEL | given, config, 1.0) is not None
+    assert sum("--transformer-impl local" in message for message in caplog.messages) == told
+
+
 def test_transformer_engine_is_asked_for_what_its_kernels_can_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(megatron_config, "have_transformer_engine", lambda: True)
     fusions = megatron_config._fusions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from slime.trainer.backends.megatron.model.layers import (
 from slime.trainer.backends.megatron.model.norms import LatentNorm, norm_of
 
 Provider = Callable[..., torch.nn.Module]
+log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -145,7 +147,13 @@ def compile_layers(
     ):  # fmt: skip
         return None
     compiler = Compiler(activation_budget)
-    if not uses_transformer_engine(args):
+    if uses_transformer_engine(args):
+        if args.get("transformer_impl") is None:
+            log.info(
+                "layers are Transformer Engine's, which is installed: --transformer-impl local compiles other ones, "
+                "which are faster for small models (docs/benchmarks/h100.md)"
+            )
+    else:
         # Megatron's function warns if a layer names no group, and a warning breaks the compiled graph in two.
         parallel_layers.get_tensor_model_parallel_group_if_none = _group_or_default
         for chunk in chunks:
