@@ -12,6 +12,7 @@ import pytest
 
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, SlimeError, UnknownFlag
 from slime.types.rpc import RpcSettings
+from slime.types.setting_values import named_path
 from slime.types.settings import REQUIRED, Parser, add_flags, build, json_object, markdown_table, parse, setting
 
 
@@ -31,6 +32,7 @@ class Paint:
     extra: dict[str, Any] = setting(dict, "more, as JSON", parse=json_object)
     seed: int | None = setting(None, "a seed", minimum=0)
     out: Path = setting(Path("out"), "where to write")
+    rubbish_dir: str | None = setting(None, "where to put the rubbish")
 
 
 @dataclass(kw_only=True)
@@ -87,6 +89,7 @@ def test_classes_that_share_a_field_share_its_flag() -> None:
         (["--extra", "{"], ["--extra"]),
         (["--varnish=yes"], ["--varnish", "'yes'", "no value"]),
         (["--seed", "9" * 20], ["--seed", "64 bits"]),
+        (["--rubbish-dir="], ["--rubbish-dir", "a path", "''"]),
         (["stray"], ["unexpected argument 'stray'"]),
         (["-5"], ["unexpected argument '-5'"]),
     ],
@@ -150,6 +153,14 @@ def test_errors_of_argparse_are_worded_as_all_others(words: str, message: str) -
     with pytest.raises(InvalidSetting) as caught:
         parser.parse_strict(words.split())
     assert str(caught.value) == message
+
+
+def test_a_path_of_an_argument_is_not_empty() -> None:
+    parser = Parser()
+    parser.add_argument("--output", type=named_path)
+    assert parser.parse_strict(["--output", "."]).output == Path()
+    with pytest.raises(InvalidSetting, match=r"^--output must be a path, got ''$"):
+        parser.parse_strict(["--output", ""])
 
 
 @pytest.mark.parametrize("words", [["r\0n"], ["run", "r\0n"], ["run", "--set", "a", "b\0"]])

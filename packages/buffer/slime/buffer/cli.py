@@ -19,6 +19,7 @@ from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeE
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
+from slime.types.setting_values import named_path
 from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
 from slime.types.standard_output import run_printing
 
@@ -149,7 +150,7 @@ def run_storage_command(command: str, words: Sequence[str]) -> int:
     parser = Parser(prog=f"{PROG} {command}", description=f"{STORAGE_COMMANDS[command]}.")
     parser.add_argument("directory", metavar="DIR", nargs="?", help=DIR)
     if command == "backup":
-        parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help=DEST)
+        parser.add_argument("target", metavar="DEST", nargs="?", type=named_path, help=DEST)
     parser.add_argument("--buffer-dir", metavar="DIR", help="The same as DIR")
     groups_command.add_store_flags(parser)
     options = parser.parse_strict(words)

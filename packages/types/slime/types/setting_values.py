@@ -6,6 +6,7 @@ expected.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -19,6 +20,8 @@ from typing import Any
 from slime.types.errors import InvalidSetting
 
 NUMBERS = {"int": "an integer", "float": "a number"}
+# A variable of the shell that is not set is an empty value, and Path("") is the current directory.
+A_PATH = "a path"
 
 
 def flag_name(field: str) -> str:
@@ -63,6 +66,8 @@ def check(field: dataclasses.Field[Any], hint: Any, value: Any, name: str = "") 
     items = [_coerce(name, base, meta, item) for item in value] if many else [_coerce(name, base, meta, value)]
     for item in items:
         _check_bounds(name, meta, item)
+        if item == "" and field.name.endswith(("_dir", "_path")):
+            raise InvalidSetting.must_be(name, A_PATH, got="")
     return items if many else items[0]
 
 
@@ -75,7 +80,7 @@ def _kind(base: Any) -> str:
         list: "a list",
         dict: "a mapping",
     }
-    return kinds.get(base, "a path" if isinstance(base, type) and issubclass(base, Path) else "a value")
+    return kinds.get(base, A_PATH if isinstance(base, type) and issubclass(base, Path) else "a value")
 
 
 def _coerce(name: str, base: Any, meta: Mapping[str, Any], value: Any) -> Any:
@@ -95,6 +100,13 @@ def _coerce(name: str, base: Any, meta: Mapping[str, Any], value: Any) -> Any:
     if base is Any or base is list or (isinstance(value, base) and not (base is int and isinstance(value, bool))):
         return value
     raise InvalidSetting.must_be(name, _kind(base), got=value)
+
+
+def named_path(text: str) -> Path:
+    """Returns the path of an argument, as argparse's `type`; an empty one is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"must be {A_PATH}, got ''")
+    return Path(text)
 
 
 def _check_bounds(name: str, meta: Mapping[str, Any], value: Any) -> None:

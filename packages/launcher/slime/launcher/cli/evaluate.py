@@ -17,6 +17,7 @@ from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model
 from slime.launcher.config.help import CommandParser
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import whole_file, write_whole
+from slime.types.setting_values import named_path
 
 DIRECTORY = Path("evaluations")
 ROWS, SCORES = "rows.jsonl", "scores.json"
@@ -52,7 +53,7 @@ def parser(command: str) -> CommandParser:
         f"{ROWS} below --output-dir (default: {DIRECTORY}/NAME-TIME).",
     )
     reader.add_argument("--json", action="store_true", help="Print the scores as JSON; everything else on stderr")
-    reader.add_argument("--output-dir", type=Path, metavar="DIR", help="Directory of the rows, scores and logs")
+    reader.add_argument("--output-dir", type=named_path, metavar="DIR", help="Directory of the rows, scores and logs")
     return reader
 
 

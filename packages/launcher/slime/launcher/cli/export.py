@@ -14,6 +14,7 @@ from typing import Any
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
+from slime.types.setting_values import named_path
 
 FORMATS = ("hf", "gguf")
 DIRECTORY = Path("exports")
@@ -33,8 +34,11 @@ def parser(command: str) -> CommandParser:
         help="Format to write: hf, a Hugging Face directory; gguf, a single file",
     )
     reader.add_argument(
-        "--output", type=Path, metavar="PATH", help="Directory or file to write (default: exports/NAME[-step-N][.gguf])"
-    )
+        "--output",
+        type=named_path,
+        metavar="PATH",
+        help="Directory or file to write (default: exports/NAME[-step-N][.gguf])",
+    )  # fmt: skip
     reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint of iteration N")
     reader.add_argument(
         "--push",

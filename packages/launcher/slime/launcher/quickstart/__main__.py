@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from slime.types.errors import MissingFile, SlimeError
+from slime.types.setting_values import named_path
 from slime.types.settings import Parser
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -48,12 +49,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, list[str]]:
         "--tiny", action="store_true", help="Train a two-layer model made on the spot, which learns to reverse digits"
     )
     parser.add_argument(
-        "--output-dir", type=Path, default=None, help="Directory of the run's files (default: runs/NAME)"
+        "--output-dir", type=named_path, default=None, help="Directory of the run's files (default: runs/NAME)"
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the data split, the sampling and the tiny model")
     parser.add_argument("--num-rollout", type=int, default=None, help="Iterations to run (default: the recipe's)")
     parser.add_argument(
-        "--model-dir", type=Path, default=None, help="Directory that keeps the converted model between runs"
+        "--model-dir", type=named_path, default=None, help="Directory that keeps the converted model between runs"
     )
     options, rest = parser.parse_known_args(argv)
     kind = "tiny" if options.tiny else "quickstart"

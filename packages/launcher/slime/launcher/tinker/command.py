@@ -23,6 +23,7 @@ from slime.rollout.engines.keys import read_key
 from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.rpc.token_files import LOCALHOST, publish, retract
+from slime.types.setting_values import named_path
 from slime.types.settings import build
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def parser(command: str) -> CommandParser:
     )  # fmt: skip
     reader.add_argument("--port", type=int, default=8791, metavar="N", help="Port on the loopback; 0 takes a free one")
     reader.add_argument(
-        "--output-dir", type=Path, default=Path("runs/tinker"), metavar="DIR",
+        "--output-dir", type=named_path, default=Path("runs/tinker"), metavar="DIR",
         help="Directory of the checkpoints",
     )  # fmt: skip
     reader.add_argument(
