@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,15 @@ def test_sglang_needs_a_directory_on_its_host_and_a_shared_one(
     updates, _ = sender(sglang, model)
     with pytest.raises(NotAvailable, match="delta requires --update-weight-transport disk: the engines .sglang."):
         updates.push(1)
+
+
+@pytest.mark.parametrize("package", ["zstandard", "xxhash"])
+def test_a_missing_package_is_named_before_anything_is_trained(
+    sglang: SGLangStandIn, model: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(NotAvailable, match=f'requires the package {package}: pip install "slime-types.deltas."'):
+        sender(sglang, model)
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(

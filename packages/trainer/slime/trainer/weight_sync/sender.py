@@ -24,17 +24,25 @@ from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.trainer.weight_sync.transaction import Engines, push
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
+from slime.types.weight_deltas.checksums import find_checksum
+from slime.types.weight_deltas.encoding import zstandard_module
 
 
 class WeightSender:
     """Sends the policy of `backend` to the engines of a rollout service. Its methods are collective.
 
     source: directory of the config and tokenizer files for models that are written.
+
+    Raises NotAvailable where a package that deltas need is not installed.
     """
 
     def __init__(
         self, settings: TrainerSettings, ranks: Ranks, backend: Backend, rollout: Engines, source: Path
     ) -> None:
+        if settings.update_weight_mode == "delta":
+            # The first delta is encoded after a rollout and an update, which would be lost.
+            zstandard_module()
+            find_checksum(settings.update_weight_delta_checksum)
         self._settings = settings
         self._ranks = ranks
         self._backend = backend

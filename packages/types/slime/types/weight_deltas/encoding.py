@@ -113,11 +113,11 @@ def _from_planes(data: Bytes, size: int) -> Any:
 
 
 def _compress(data: Bytes) -> bytes:
-    return bytes(_zstandard().ZstdCompressor(level=LEVEL).compress(data))
+    return bytes(zstandard_module().ZstdCompressor(level=LEVEL).compress(data))
 
 
 def _decompress(payload: bytes, size: int) -> Bytes:
-    zstandard = _zstandard()
+    zstandard = zstandard_module()
     try:
         # The decompressor makes room for what the frame announces.
         announced = zstandard.get_frame_parameters(payload).content_size
@@ -129,7 +129,8 @@ def _decompress(payload: bytes, size: int) -> Bytes:
     return np.frombuffer(content, np.uint8)
 
 
-def _zstandard() -> Any:
+def zstandard_module() -> Any:
+    """Raises NotAvailable where the package is not installed."""
     try:
         import zstandard
     except ImportError:
