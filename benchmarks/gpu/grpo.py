@@ -102,7 +102,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def training_command(options: argparse.Namespace, rest: list[str], out: Path) -> list[str]:
     from slime.launcher.quickstart import arithmetic
 
-    train, held_out = arithmetic.write(out / "inputs", options.seed)
+    # With negative answers, as in the runs of docs/benchmarks.
+    train, held_out = arithmetic.write(out / "inputs", options.seed, negative=True)
     prompts = f"{held_out}@[0:{options.held_out}]" if options.held_out else str(held_out)
     sampled = {"name": "sampled", "path": prompts, "temperature": 1, "n_samples_per_eval_prompt": options.eval_samples}
     greedy = {"name": "greedy", "path": prompts, "temperature": 0, "n_samples_per_eval_prompt": 1}
