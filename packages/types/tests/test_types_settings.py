@@ -155,6 +155,14 @@ def test_errors_of_argparse_are_worded_as_all_others(words: str, message: str) -
     assert str(caught.value) == message
 
 
+def test_an_unknown_flag_is_named_before_an_argument_that_is_missing() -> None:
+    parser = Parser()
+    parser.add_argument("index", type=int)
+    parser.add_argument("--limit", type=int)
+    with pytest.raises(UnknownFlag, match="unknown option --limt; did you mean --limit"):
+        parser.parse_strict(["--limt", "2"])
+
+
 def test_a_path_of_an_argument_is_not_empty() -> None:
     parser = Parser()
     parser.add_argument("--output", type=named_path)

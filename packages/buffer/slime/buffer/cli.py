@@ -16,12 +16,12 @@ from slime.buffer.maintenance import groups_command
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.urls import STORE
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, counted
+from slime.types.programs import command_list, run_printing, wrong_command
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token
 from slime.types.rpc.roles import Role, role_token
 from slime.types.setting_values import named_path
-from slime.types.settings import REQUIRED, Parser, command_list, parse, setting, wrong_command
-from slime.types.standard_output import run_printing
+from slime.types.settings import REQUIRED, Parser, parse, setting
 
 PROG = "slime-buffer"
 # Seconds between checks whether this server may still serve.

@@ -24,8 +24,8 @@ from slime.converters.settings import (
     VerifySettings,
 )
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError, UnknownFlag, counted, errors_name
-from slime.types.settings import Parser, add_flags, build, command_list, wrong_command
-from slime.types.standard_output import run_printing
+from slime.types.programs import command_list, run_printing, wrong_command
+from slime.types.settings import Parser, add_flags, build
 
 COMMANDS = {
     "hf-to-torch-dist": "Convert a Hugging Face directory into a torch_dist checkpoint of Megatron",

@@ -15,9 +15,9 @@ from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
 from slime.types.errors import ConfigError, SlimeError
+from slime.types.programs import command_list, run_printing, wrong_command
 from slime.types.rpc import RpcSettings
-from slime.types.settings import REQUIRED, command_list, parse, setting, wrong_command
-from slime.types.standard_output import run_printing
+from slime.types.settings import REQUIRED, parse, setting
 
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",

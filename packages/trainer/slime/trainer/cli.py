@@ -16,10 +16,10 @@ from slime.trainer.settings.checks import refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.addresses import check_address, parse_address
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, UnknownFlag
+from slime.types.programs import command_list, run_printing, wrong_command
 from slime.types.rpc import RpcSettings
 from slime.types.setting_values import flag_name
-from slime.types.settings import command_list, parse, setting, wrong_command
-from slime.types.standard_output import run_printing
+from slime.types.settings import parse, setting
 
 COMMANDS = {"serve": "Train on the steps of a buffer and push the weights to the engines: one process for each rank"}
 USAGE = f"""\

@@ -156,19 +156,29 @@ class Parser(argparse.ArgumentParser):
 
     def parse_strict(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         self.spelled = {}
-        namespace, unknown = self.parse_known_args(argv)
+        try:
+            namespace, unknown = self.parse_known_args(argv)
+        except InvalidSetting:
+            # A flag that is not known is the likelier mistake than an argument that is missing.
+            self._refuse_unknown([word for word in argv or () if word.startswith("--") and word != "--"])
+            raise
         for action in self._actions:
             # No command line holds one, but a program in Python that calls the main of a command may.
             name = (action.option_strings or [str(action.metavar or action.dest)])[0]
             check_text(name, getattr(namespace, action.dest, None))
-        for word in unknown:
-            # A single dash, or the long ones that word processors make of two.
-            if word.startswith(("-", "–", "—")) and not self._negative_number_matcher.match(word):
-                name = word.split("=", 1)[0]
-                raise UnknownFlag.unknown("option", name, self.flag_names(), refused=self.refused_flags())
+        self._refuse_unknown(unknown)
         if unknown:
             raise InvalidSetting(f"unexpected argument {unknown[0]!r}", value=unknown[0])
         return namespace
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Raises UnknownFlag for the first word that looks like a flag and is none of this parser's."""
+        for word in words:
+            # A single dash, or the long ones that word processors make of two.
+            name = word.split("=", 1)[0]
+            if word.startswith(("-", "–", "—")) and not self._negative_number_matcher.match(word):
+                if name not in self._option_string_actions:
+                    raise UnknownFlag.unknown("option", name, self.flag_names(), refused=self.refused_flags())
 
     def flag_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
@@ -176,19 +186,6 @@ class Parser(argparse.ArgumentParser):
     def refused_flags(self) -> list[str]:
         """Lists flags that are known only to be refused with a reason: their actions have `refused`."""
         return [name for action in self._actions if getattr(action, "refused", "") for name in action.option_strings]
-
-
-def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "command") -> InvalidSetting:
-    """Returns the error for a command line that is empty or whose first word is not in `known`."""
-    if words:
-        return InvalidSetting.unknown(kind, words[0], known)
-    return InvalidSetting.required(f"a {kind}", f"one of {', '.join(known)}; see --help")
-
-
-def command_list(commands: Mapping[str, str]) -> str:
-    """Returns the part of a usage text that says what each command does: a phrase that begins with a capital."""
-    width = max(map(len, commands)) + 2
-    return "\n".join(["commands:", *(f"  {name:<{width}}{about}" for name, about in commands.items())])
 
 
 def flag_names(field: dataclasses.Field[Any]) -> list[str]:

@@ -16,10 +16,11 @@ from slime.types import Sample
 from slime.types.addresses import check_address
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidField, InvalidSetting, Unauthenticated, counted
+from slime.types.programs import command_list, wrong_command
 from slime.types.rpc import RpcSettings
 from slime.types.sample.validate import validate_finished
 from slime.types.setting_values import flag_name
-from slime.types.settings import Parser, command_list, wrong_command
+from slime.types.settings import Parser
 
 TEXT_CHARACTERS = 500
 COLUMNS = ("group", "state", "step", "samples", "bytes", "attempt", "worker", "reason")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from slime.launcher.platform.signals import leave
-from slime.types.settings import Parser, command_list, wrong_command
-from slime.types.standard_output import run_printing
+from slime.types.programs import command_list, run_printing, wrong_command
+from slime.types.settings import Parser
 
 
 class Command(NamedTuple):

@@ -1,13 +1,28 @@
-"""The standard output of the command-line programs: its reader may leave, and its disk may be full."""
+"""Command-line programs: lists of commands, and a standard output that takes no more text."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from slime.types.errors import InvalidSetting
 
 # Exit code of a program whose reader has left, as a shell shows a process that SIGPIPE ended.
 PIPE_CLOSED = 141
+
+
+def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "command") -> InvalidSetting:
+    """Returns the error for a command line that is empty or whose first word is not in `known`."""
+    if words:
+        return InvalidSetting.unknown(kind, words[0], known)
+    return InvalidSetting.required(f"a {kind}", f"one of {', '.join(known)}; see --help")
+
+
+def command_list(commands: Mapping[str, str]) -> str:
+    """Returns the part of a usage text that says what each command does: a phrase that begins with a capital."""
+    width = max(map(len, commands)) + 2
+    return "\n".join(["commands:", *(f"  {name:<{width}}{about}" for name, about in commands.items())])
 
 
 def run_printing(program: str, command: Callable[[], int]) -> int:
