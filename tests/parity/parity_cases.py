@@ -114,4 +114,8 @@ CASES: dict[str, Case] = {
         {"loss_type": "grpo", "scale_rewards": "group"}, {"grpo_std_normalization": True},
         different="TRL adds 1e-4 to the standard deviation of a group, ours and the GRPO of verl and slime 1e-6",
     ),
+    "grpo-std-batch": Case(
+        {"loss_type": "grpo", "scale_rewards": "batch"}, {"grpo_std_normalization": True, "grpo_std_scope": "batch"},
+        different="TRL adds 1e-4 to the standard deviation, ours 1e-6",
+    ),
 }  # fmt: skip

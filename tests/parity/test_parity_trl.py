@@ -1,8 +1,8 @@
 """Loss, gradients and advantages of our trainer on both backends against trainers of TRL, on the same samples.
 
 TRL is installed into an environment of its own, which sees the torch and the transformers of this one. Not compared,
-since only one side has them: luspo, sapo and vespo, entropy masks, batch-wide standard deviations (TRL); k1, k2,
-low_var_kl, REINFORCE++, trajectories of several samples (ours).
+since only one side has them: luspo, sapo and vespo, entropy masks (TRL); k1, k2, low_var_kl, REINFORCE++, trajectories
+of several samples (ours).
 """
 
 from __future__ import annotations
@@ -210,11 +210,12 @@ def test_loss_gradients_and_advantages_are_those_of_trl(
 def test_standardised_advantages_differ_by_the_epsilon_alone(
     directory: Path, samples: list[Sample], trl: dict[str, dict[str, torch.Tensor]]
 ):
-    theirs = trl["grpo-std"]["advantages"].tolist()
-    ours = run_ours(directory, samples, "grpo-std", "fsdp").advantages
-    for first in range(0, len(samples), GROUP_SIZE):
-        deviation = statistics.stdev(s.reward for s in samples[first : first + GROUP_SIZE])
-        for i in range(first, first + GROUP_SIZE):
+    for name, scope in (("grpo-std", GROUP_SIZE), ("grpo-std-batch", len(samples))):
+        theirs = trl[name]["advantages"].tolist()
+        ours = run_ours(directory, samples, name, "fsdp").advantages
+        for i in range(len(samples)):
+            first = i - i % scope
+            deviation = statistics.stdev(s.reward for s in samples[first : first + scope])
             assert ours[i] * (deviation + 1e-6) == pytest.approx(theirs[i] * (deviation + 1e-4), rel=1e-5, abs=1e-7)
 
 

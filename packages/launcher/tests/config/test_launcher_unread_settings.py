@@ -91,6 +91,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         "--custom-pg-loss-reducer-function-path f", "", "--loss-type sft_loss",
     ),
     "grpo_std_normalization": ("--disable-grpo-std-normalization", "", "--advantage-estimator rloo"),
+    "grpo_std_scope": ("--grpo-std-scope batch", "", "--disable-grpo-std-normalization"),
     "rewards_normalization": ("--disable-rewards-normalization", "", "--advantage-estimator ppo"),
     "kl_loss_type": ("--kl-loss-type k2", "--use-kl-loss", ""),
     "use_unbiased_kl": ("--use-unbiased-kl", "--use-kl-loss", ""),

@@ -36,6 +36,20 @@ def test_rewards_are_normalised_by_group_whatever_the_order():
                 assert out[i] == pytest.approx((rewards[i] - mean) / (std + 1e-6), abs=1e-12)
 
 
+def test_the_deviation_of_an_iteration_is_that_of_all_its_trajectories():
+    rewards, groups = [1.0, 0.0, 5.0, 4.0, 3.0], ["a", "a", "b", "b", "b"]
+    out = normalize_rewards(rewards, groups, range(5), baseline=group_mean, scale=True, over_iteration=True)
+    deviation = statistics.stdev(rewards) + 1e-6
+    assert out == pytest.approx([value / deviation for value in (0.5, -0.5, 1.0, 0.0, -1.0)], rel=1e-12)
+    # Two samples of one trajectory count as their mean.
+    fanned = normalize_rewards(
+        [2.0, 0.0, *rewards[1:]], ["a", *groups], [0, 0, 1, 2, 3, 4], baseline=group_mean, scale=True,
+        over_iteration=True,
+    )  # fmt: skip
+    assert fanned[2:] == pytest.approx(out[1:], rel=1e-12)
+    assert normalize_rewards([2.0], [0], [0], baseline=group_mean, scale=True, over_iteration=True) == [0.0]
+
+
 def test_a_trajectory_of_several_samples_counts_once():
     whole = normalize_rewards([1.0, 0.0, 0.0], [0, 0, 0], [10, 11, 12], baseline=group_mean, scale=True)
     fanned = normalize_rewards(

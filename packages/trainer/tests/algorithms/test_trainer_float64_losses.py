@@ -24,6 +24,7 @@ TIS = {"use_tis": True, "tis_clip_low": 0.8, "tis_clip": 1.2}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo without deviation": {"grpo_std_normalization": False},
+    "grpo with the deviation of the iteration": {"grpo_std_scope": "batch"},
     "rewards as they are": {"rewards_normalization": False},
     "clip": OFF_POLICY | {"eps_clip": 0.1, "eps_clip_high": 0.2},
     "dual clip": OFF_POLICY | {"eps_clip_c": 1.1},
@@ -75,7 +76,8 @@ def rewards(samples: list[Sample], s: Any) -> list[float]:
             else:
                 value -= float(group.mean())
             if s.grpo_std_normalization and s.advantage_estimator in ("grpo", "gspo", "cispo"):
-                value /= float(group.std(ddof=1)) + EPSILON
+                scope = group if s.grpo_std_scope == "group" else np.array([x.reward for x in samples], np.float64)
+                value /= float(scope.std(ddof=1)) + EPSILON
         found.append(value)
     return found
 

@@ -170,13 +170,17 @@ EFFECTS = (
         (
             "eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "normalize_advantages", "use_tis", "use_opsm",
             "use_kl_loss", "kl_loss_coef", "use_rollout_logprobs", "custom_pg_loss_reducer_function_path",
-            "grpo_std_normalization", "rewards_normalization",
+            "grpo_std_normalization", "grpo_std_scope", "rewards_normalization",
         ),
         "--loss-type policy_loss", lambda args: args["loss_type"] != "sft_loss",
     ),
     Effect(
-        ("grpo_std_normalization",), "an --advantage-estimator that divides by the standard deviation",
+        ("grpo_std_normalization", "grpo_std_scope"), "an --advantage-estimator that divides by the standard deviation",
         lambda args: find_estimator(args["advantage_estimator"]).scale or args["loss_type"] == "sft_loss",
+    ),
+    Effect(
+        ("grpo_std_scope",), "centred rewards that are divided by their standard deviation",
+        lambda args: args["grpo_std_normalization"] and args["rewards_normalization"],
     ),
     Effect(
         ("rewards_normalization",), "an --advantage-estimator that compares the samples of a prompt",

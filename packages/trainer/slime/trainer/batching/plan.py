@@ -113,6 +113,7 @@ class Planner:
             [rollouts[i] for i in scored],
             baseline=estimator.baseline if self.settings.rewards_normalization else None,
             scale=self.settings.grpo_std_normalization and estimator.scale,
+            over_iteration=self.settings.grpo_std_scope == "batch",
         )
         training = [0.0] * len(raw)
         for i, value in zip(scored, normalized, strict=True):

@@ -44,6 +44,12 @@ class AlgorithmSettings:
         off_flag="disable-grpo-std-normalization",
         off_help="Do not divide the centred rewards of a group by their standard deviation, as GRPO does (Dr. GRPO)",
     )
+    grpo_std_scope: str = setting(
+        "group",
+        "Rewards whose standard deviation divides the centred ones: those of the group, or of the whole iteration "
+        "(batch), with which a group of nearly equal rewards weighs no more than others (Liu et al., arXiv:2508.08221)",
+        choices=("group", "batch"),
+    )
     normalize_advantages: bool = setting(False, "Whiten advantages over all tokens of an iteration")
     gamma: float = setting(1.0, f"Discount factor ({estimators_that(lambda row: row.discounts)})", minimum=0, maximum=1)
     lambd: float = setting(1.0, f"Lambda of GAE ({estimators_that(lambda row: row.critic)})", minimum=0, maximum=1)
