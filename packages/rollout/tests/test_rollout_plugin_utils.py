@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from slime.rollout import sft_rollout
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
 from slime.utils import async_utils, misc
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.processing_utils import encode_image_for_rollout_engine, load_processor, load_tokenizer
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    encode_image_for_rollout_engine,
+    load_processor,
+    load_tokenizer,
+)
 
 NUM_GPUS = 0
 
@@ -53,6 +58,23 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template, unk_token="<unk>")
+
+
+def test_a_processor_gives_token_ids_as_lists_and_images_as_tensors() -> None:
+    words = tokenizer(CHATML)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        image_processor=images, tokenizer=words, patch_size=4, vision_feature_select_strategy="default"
+    )
+    keywords = build_processor_kwargs({"images": [Image.new("RGB", (8, 8))], "images_kwargs": {"do_rescale": False}})
+    answer = processor(text="hi <image> bye", **keywords)
+    image = words.convert_tokens_to_ids("<image>")
+    hi, bye = words.convert_tokens_to_ids(["hi", "bye"])
+    assert answer["input_ids"] == [[hi, image, image, image, bye]]
+    assert answer["pixel_values"].shape == (1, 3, 8, 8)
+    assert set(answer) == {"input_ids", "attention_mask", "pixel_values"}
+    assert processor(text="hi", **build_processor_kwargs())["input_ids"] == [[hi]]
 
 
 @pytest.mark.parametrize(("kind", "template"), [("qwen", CHATML), ("qwen3", DROPS_REASONING)])

@@ -8,7 +8,10 @@ import io
 import logging
 from typing import Any
 
-__all__ = ["encode_image_for_rollout_engine", "load_processor", "load_tokenizer", "process_vision_info"]
+__all__ = [
+    "build_processor_kwargs", "encode_image_for_rollout_engine", "load_processor", "load_tokenizer",
+    "process_vision_info",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,16 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
         log.warning("%s has no processor: %s", name_or_path, error)
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the keywords of a processor's call on these inputs: token ids come as lists, images, videos and audio as
+    torch tensors, and nothing else beside them."""
+    keywords = dict(multimodal_inputs or {}) | {"return_mm_token_type_ids": False}
+    for kind, form in (("text", None), ("images", "pt"), ("videos", "pt"), ("audio", "pt")):
+        name = f"{kind}_kwargs"
+        keywords[name] = keywords.get(name, {}) | {"return_tensors": form}
+    return keywords
 
 
 def process_vision_info(prompt: Any, processor: Any) -> dict[str, Any]:
