@@ -1,32 +1,51 @@
-"""Frameworks of agents at the gateway. The packages are large, and the tests do not require them. To run these:
+"""Released frameworks of agents, unchanged, at the gateway of a rollout and at an embedded engine.
 
-pip install litellm langchain-openai langgraph strands-agents
-pytest packages/rollout/tests/agents/test_rollout_agents_frameworks.py
+The packages are large and no dependencies of ours: the tests install them into a directory of their own.
 """
 
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
+import uv
 from rollout_agents_fakes import Client, Letters, Speaker
+from rollout_tiny_model import write_tiny_model
 
 from slime.rollout.agents.gateway import Gateway
 from slime.rollout.agents.sessions import Session
 from slime.rollout.agents.settings import AgentSettings
+from slime.rollout.engines.embedded.launch import start_embedded
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.process import EngineProcess
 from slime.rollout.generate.state import RolloutState
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
-def framework(name: str) -> Any:
-    """The module, or a skip that says what to install."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        pytest.skip(f"{name} is not installed ({error}); see the top of this file")
+@pytest.fixture(scope="module", autouse=True)
+def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Makes the packages of frameworks.txt importable, behind those that are installed."""
+    directory = tmp_path_factory.mktemp("frameworks")
+    pins = Path(__file__).with_name("frameworks.txt")
+    where = ["--python", sys.executable, "--target", str(directory), "--no-deps", "--requirement", str(pins)]
+    subprocess.run([uv.find_uv_bin(), "--quiet", "pip", "install", *where], check=True, timeout=300)
+    sys.path.append(str(directory))
+    yield
+    sys.path.remove(str(directory))
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    with start_embedded(EmbeddedOptions(model_path=str(model), threads=1)) as process:
+        yield process.wait_ready(280)
 
 
 @pytest.fixture
@@ -66,7 +85,7 @@ def add(a: int, b: int) -> int:
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm(speaker: Speaker, client: Client, provider: str, stream: bool) -> None:
-    litellm = framework("litellm")
+    litellm = importlib.import_module("litellm")
     speaker.lines = ["yes"]
     base_url = client.base_url if provider == "openai" else client.base_url.removesuffix("/v1")
     answer = litellm.completion(
@@ -79,7 +98,7 @@ def test_litellm(speaker: Speaker, client: Client, provider: str, stream: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_of_langgraph_calls_its_tool(speaker: Speaker, client: Client, stream: bool) -> None:
-    langchain, prebuilt = framework("langchain_openai"), framework("langgraph.prebuilt")
+    langchain, prebuilt = importlib.import_module("langchain_openai"), importlib.import_module("langgraph.prebuilt")
     speaker.lines = [CALL, "3"]
     model = langchain.ChatOpenAI(model="m", base_url=client.base_url, api_key="none", streaming=stream, max_retries=0)
     agent = prebuilt.create_react_agent(model, [add])
@@ -89,9 +108,31 @@ def test_an_agent_of_langgraph_calls_its_tool(speaker: Speaker, client: Client, 
 
 
 def test_an_agent_of_strands_calls_its_tool(speaker: Speaker, client: Client) -> None:
-    strands, models = framework("strands"), framework("strands.models.openai")
+    strands, models = importlib.import_module("strands"), importlib.import_module("strands.models.openai")
     speaker.lines = [CALL, "3"]
     model = models.OpenAIModel(client_args={"base_url": client.base_url, "api_key": "none"}, model_id="m")
     agent = strands.Agent(model=model, tools=[strands.tool(add)], callback_handler=None)
     assert "3" in str(agent("1+2"))
     check_one_sample(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_embedded_engine_answers_them_alike(engine: EngineProcess, stream: bool) -> None:
+    litellm = importlib.import_module("litellm")
+    langchain = importlib.import_module("langchain_openai")
+    strands, models = importlib.import_module("strands"), importlib.import_module("strands.models.openai")
+    base_url, messages = f"{engine.url}/v1", [{"role": "user", "content": "12"}]
+    model = langchain.ChatOpenAI(
+        model="m", base_url=base_url, api_key="none", streaming=stream, max_retries=0, temperature=0, max_tokens=4
+    )
+    text = model.invoke(messages).content
+    answer = litellm.completion(
+        model="openai/m", api_base=base_url, api_key="none", messages=messages, stream=stream, temperature=0,
+        max_tokens=4, num_retries=0,
+    )  # fmt: skip
+    parts = [c.choices[0].delta.content or "" for c in answer] if stream else [answer.choices[0].message.content]
+    assert text and "".join(parts) == text
+    params = {"temperature": 0, "max_tokens": 4, "stream": stream}
+    speaker = models.OpenAIModel(client_args={"base_url": base_url, "api_key": "none"}, model_id="m", params=params)
+    with pytest.raises(strands.types.exceptions.MaxTokensReachedException):
+        strands.Agent(model=speaker, callback_handler=None)("12")
