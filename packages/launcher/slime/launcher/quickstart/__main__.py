@@ -89,7 +89,7 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
-        "--num-rollout", str(options.steps(14)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
+        "--num-rollout", str(options.steps(10)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
         "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--bf16", "--lr", "2e-5",
     ]  # fmt: skip
 
