@@ -13,7 +13,6 @@ import argparse
 import csv
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -149,7 +148,8 @@ def main() -> int:
         lasted, steps = time.monotonic() - began, run.steps
         memory.stop()
         if not run.ended:
-            run.process.send_signal(signal.SIGINT)
+            # A shell that starts this in the background has it ignore SIGINT, and the run inherits that.
+            run.process.terminate()
             run.process.wait(HANG_SECONDS)
     slopes = {
         name: slope for name, curve in memory.curves.items() if (slope := growth(curve, options.warm_up)) is not None

@@ -22,15 +22,16 @@ VARIANTS = {
     "ppo": ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--lambd", "0.95"),
     "gspo": ("--advantage-estimator", "gspo"),
     "cispo": ("--advantage-estimator", "cispo"),
-    "reinforce++": ("--advantage-estimator", "reinforce_plus_plus"),
-    "reinforce++ baseline": ("--advantage-estimator", "reinforce_plus_plus_baseline"),
+    "reinforce++": ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"),
+    "reinforce++ baseline": ("--advantage-estimator", "reinforce_plus_plus_baseline", "--normalize-advantages"),
     "dr-grpo": ("--loss-divisor", "5"),
     "deviation of the batch": ("--grpo-std-scope", "batch"),
     "tis": ("--use-tis",),
     "sequence tis": ("--use-tis", "--tis-mode", "sequence_truncate"),
     "icepop": ("--use-tis", "--tis-mode", "token_mask", "--tis-clip-low", "0.5"),
     "mis": ("--use-tis", "--tis-mode", "sequence_mask", "--tis-clip-low", "0.5"),
-    "overlong": ("--overlong-mask", "--overlong-buffer-len", "1"),
+    # The right answer has five tokens.
+    "overlong": ("--overlong-mask", "--overlong-buffer-len", "2", "--rollout-max-response-len", "8"),
 }
 
 
