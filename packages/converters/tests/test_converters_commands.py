@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from slime.converters import cli
 
@@ -38,29 +33,6 @@ def test_a_source_that_cannot_be_read_is_named_with_its_flag(
     assert cli.main([command, flag, str(source), target, str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"slime-convert: error: {flag}") and error.count(flag) == 1 and str(source) in error
-
-
-@pytest.mark.parametrize(
-    ("output", "code", "message"),
-    [
-        ("", 141, ""),
-        (">/dev/full", 1, "slime-convert: error: cannot write to the standard output: No space left on device\n"),
-    ],
-    ids=["no reader", "full"],
-)
-def test_an_output_that_takes_no_more_is_told_in_one_line(output: str, code: int, message: str, tmp_path: Path) -> None:
-    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "m.safetensors")
-    program = f"{sys.executable} -m slime.converters.cli inspect {tmp_path}/m.safetensors {output}"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(
-            ["bash", "-c", program], env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (code, message)
 
 
 def test_an_unknown_option_is_not_mistaken_for_one_that_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:

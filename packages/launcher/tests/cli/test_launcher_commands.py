@@ -6,10 +6,7 @@ import argparse
 import contextlib
 import importlib
 import io
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -168,34 +165,6 @@ def test_no_help_says_a_default_twice_and_a_missing_model_is_told_by_its_flag(
         assert not re.search(r"(\(default: [^()]*\)) \1", text), command
     assert cli.main(["tinker", "--hf-checkpoint", "nowhere"]) == 2
     assert "slime: error: --hf-checkpoint nowhere: no such directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", ["--help", "runs {}"])
-@pytest.mark.parametrize(
-    ("output", "code", "message"),
-    [
-        ("", 141, ""),
-        (">/dev/full", 1, "slime: error: cannot write to the standard output: No space left on device\n"),
-        (">&-", 0, ""),
-    ],
-    ids=["no reader", "full", "closed"],
-)
-def test_an_output_that_takes_no_more_is_told_in_one_line(
-    words: str, output: str, code: int, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(
-            ["bash", "-c", f"{sys.executable} -m slime.launcher.cli {words.format(tmp_path)} {output}"],
-            env=os.environ | environment, stdout=writer, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (code, message)
 
 
 @pytest.mark.parametrize("kind", ["file", "loop"])
