@@ -46,14 +46,18 @@ def run_printing(program: str, command: Callable[[], int]) -> int:
 
 
 def _code_without_output(program: str, error: OSError) -> int:
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # text that a caller collects
+        raise error from None
     if error.filename is not None:
         raise error
     try:
         # Python's buffer may be empty although its last write failed, so the file itself is asked.
-        os.write(sys.stdout.fileno(), b"\n")
+        os.write(output, b"\n")
     except OSError as refused:
         # The interpreter flushes the stream once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
         if isinstance(refused, BrokenPipeError):
             return PIPE_CLOSED
         print(f"{program}: error: cannot write to the standard output: {refused.strerror}", file=sys.stderr)
