@@ -228,6 +228,8 @@ class Buffer:
                 self.run_lock.check(writer)
                 self.steps.unneeded = []
                 sealed = self.steps.seal(step, num_groups, self.quarantine.check_sizes, metrics, pace)
+                if sealed is None and pace is None:
+                    caller.changes_needed = num_groups - self.store.count(State.COMPLETED)
                 unneeded, self.steps.unneeded = self.steps.unneeded, []
             self._delete(unneeded)
             return sealed

@@ -18,6 +18,7 @@ from slime.buffer.store.base import Group, State, Wait
 from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
+from slime.types.codec import encode_list
 from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
@@ -179,10 +180,11 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         plan = self.buffer.plan(request.step, wait=request.wait_seconds, caller=self._caller(context))
         return buffer_pb2.GetPlanResponse(plan_json=plan)
 
-    def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[buffer_pb2.ReadStepResponse]:
+    def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[bytes]:
         with self._outgoing.open(context):
             for chunk in self.buffer.read_step(request.step, request.positions, request.blob_store):
-                yield buffer_pb2.ReadStepResponse(samples=map(sample_pb2.Sample.FromString, chunk))
+                # Samples were checked when they were stored, and pass through as they are.
+                yield encode_list(buffer_pb2.ReadStepResponse, "samples", chunk)
 
     def AcknowledgeStep(
         self, request: buffer_pb2.AcknowledgeStepRequest, context: Any

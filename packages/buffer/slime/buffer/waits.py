@@ -23,10 +23,14 @@ LONGEST_WAIT = 600.0
 
 
 class Caller:
-    """A call that may wait. active: returns whether its client is still there; `end` is called when that changes."""
+    """A call that may wait. active: returns whether its client is still there; `end` is called when that changes.
+
+    changes_needed: the least number of changes after which another attempt can succeed, which an attempt may set.
+    """
 
     def __init__(self, active: Callable[[], bool] = lambda: True) -> None:
         self.active = active
+        self.changes_needed = 1
         self.wake_event = threading.Event()
 
     def end(self) -> None:
@@ -82,14 +86,19 @@ class Waits:
             self._leave(topic, caller)
 
     def wake(self, topic: Hashable, count: int = 1) -> None:
-        """Lets the first `count` calls that wait for `topic`, and were not woken yet, try again."""
+        """Notes `count` changes, and lets as many of the first calls that wait for `topic`, were not woken yet and need
+        no more changes try again."""
         with self._lock:
+            left = count
             for caller in self._waiting.get(topic, ()):
-                if count <= 0:
+                if left <= 0:
                     return
                 if not caller.wake_event.is_set():
-                    caller.wake_event.set()
-                    count -= 1
+                    # Waking a thread costs more than most of what a call does.
+                    caller.changes_needed -= count
+                    if caller.changes_needed <= 0:
+                        caller.wake_event.set()
+                        left -= 1
 
     def wake_all(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,12 @@ def _array_header(name: str, number: int, size: int, itemsize: int) -> bytes:
     tensor = tensor_pb2.Tensor(dtype=number, shape=[size])  # type: ignore[arg-type]
     inner = tensor.SerializeToString() + _tag(tensor, "inline") + _varint(size * itemsize)
     return _tag(sample_pb2.Sample, name) + _varint(len(inner) + size * itemsize) + inner
+
+
+def encode_list(message: Any, name: str, encoded: Iterable[bytes]) -> bytes:
+    """Returns an encoded `message` whose repeated field `name` has these encoded messages."""
+    tag = _tag(message, name)
+    return b"".join(part for each in encoded for part in (tag, _varint(len(each)), each))
 
 
 def _tag(message: Any, name: str) -> bytes:

@@ -156,6 +156,21 @@ def test_a_client_follows_a_service_that_starts_anew_with_another_token() -> Non
         service.stop()
         with serve(RpcSettings(port=port)):
             assert client.stats().next_step == 3
+        # Without a key, prompts are sent once: a call with the token that was kept would be refused.
+        with serve(RpcSettings(port=port)):
+            assert client.add_prompts(["p"]).added == 1
+
+
+def test_the_file_with_a_token_is_read_again_only_where_a_service_refuses_it(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    find = token_files.find
+    monkeypatch.setattr(token_files, "find", lambda address: found.append(address) or find(address))
+    with BufferClient(service.address) as client:
+        for _ in range(3):
+            client.stats()
+    assert found == [service.address]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

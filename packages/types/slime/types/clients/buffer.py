@@ -30,7 +30,7 @@ from slime.types.clients.buffer_records import (
     stats_from_proto,
     summary_from_proto,
 )
-from slime.types.codec import group_from_proto, sample_from_proto
+from slime.types.codec import encode_list, group_from_proto, sample_from_proto
 from slime.types.errors import Busy, DeadlineExceeded
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings
@@ -41,6 +41,7 @@ from slime.types.wire.json_fields import to_json
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 T = TypeVar("T")
+SERVICE_NAME = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
 # Longest wait of one call; a longer wait takes several calls.
 WAIT_SLICE_SECONDS = 30.0
 SLACK_SECONDS = 10.0  # time that a call may take beyond its wait
@@ -134,7 +135,7 @@ class BufferClient(Client):
     def return_group(self, token: str, samples: Sequence[Sample] = ()) -> None:
         """Returns an unfinished group with its samples so far; without `samples`, as it was leased."""
         validate_samples(samples, validate_sample)
-        self._call("ReturnGroup", self._group_stream(buffer_pb2.ReturnGroupRequest, token, samples))
+        self._hand_in("ReturnGroup", buffer_pb2.ReturnGroupRequest, buffer_pb2.ReturnGroupResponse, token, samples)
 
     def complete_group(self, token: str, samples: Sequence[Sample]) -> bool:
         """Completes a group with finished samples; returns True if this token had completed it before.
@@ -144,9 +145,8 @@ class BufferClient(Client):
         """
         # The buffer's settings decide whether a reward may be missing.
         validate_samples(samples, partial(validate_finished, reward_required=False))
-        return self._call(
-            "CompleteGroup", self._group_stream(buffer_pb2.CompleteGroupRequest, token, samples)
-        ).duplicate
+        request, answer = buffer_pb2.CompleteGroupRequest, buffer_pb2.CompleteGroupResponse
+        return self._hand_in("CompleteGroup", request, answer, token, samples).duplicate
 
     def reject_group(self, token: str, reason: str) -> None:
         self._call(
@@ -282,21 +282,27 @@ class BufferClient(Client):
     def stats(self) -> Stats:
         return stats_from_proto(self._call("GetStats", buffer_pb2.GetStatsRequest()))
 
-    def _group_stream(self, request: Any, token: str, samples: Sequence[Sample]) -> Repeatable:
-        writer = self._writer()
+    def _hand_in(self, name: str, request: Any, answer: Any, token: str, samples: Sequence[Sample]) -> Any:
+        """Calls the method `name` with the group of a lease; returns its answer."""
+        header = request(writer=self._writer(), lease_token=token).SerializeToString()
 
-        def messages() -> Iterator[Any]:
+        def messages() -> Iterator[bytes]:
             # A message costs about a millisecond, so a small group is sent as one, header and commit included.
-            message = request(writer=writer, lease_token=token)
+            message = header
             for number, chunk in enumerate(chunk_samples(samples)):
                 if number:
                     yield message
-                    message = request()
-                message.samples.extend(chunk)
-            message.commit = True
-            yield message
+                    message = b""
+                message += encode_list(request, "samples", chunk)
+            yield message + request(commit=True).SerializeToString()
 
-        return Repeatable(messages)
+        begun = messages()
+        message, path = next(begun), f"/{SERVICE_NAME}/{name}"
+        if next(begun, None) is None:
+            # A stream of one message and a call with one message are the same on the wire; gRPC starts a thread for
+            # the stream, which takes longer than the rest of the call.
+            return self._channel.unary_unary(path, response_deserializer=answer.FromString)(message)
+        return self._channel.stream_unary(path, response_deserializer=answer.FromString)(Repeatable(messages))
 
 
 def _in_slices(wait_seconds: float, call: Callable[[float], T]) -> T:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from slime.types.clients.base import Writer
-from slime.types.codec import sample_to_proto
+from slime.types.codec import encode_sample
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample, SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER
 from slime.types.sample.summary import SampleSummary
 from slime.types.sample.validate import check_finite
 from slime.types.wire.json_fields import to_json
-from slime.v1 import buffer_pb2, sample_pb2
+from slime.v1 import buffer_pb2
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 # Larger messages are slow, smaller ones too many.
 CHUNK_BYTES = 4 << 20
 
@@ -184,21 +185,25 @@ def stats_from_proto(answer: buffer_pb2.GetStatsResponse) -> Stats:
     )
 
 
-def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> Iterator[list[sample_pb2.Sample]]:
-    """Yields samples as messages, in lists of about `max_bytes`; a larger sample is a list of its own."""
-    yield from chunk_messages(map(sample_to_proto, samples), max_bytes)
+def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> Iterator[list[bytes]]:
+    """Yields encoded samples in lists of about `max_bytes`; a larger sample is a list of its own."""
+    yield from _chunks(map(encode_sample, samples), len, max_bytes)
 
 
 def chunk_messages(messages: Iterable[M], max_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
     """Yields `messages` in lists of about `max_bytes`; a larger message is a list of its own."""
-    chunk: list[M] = []
+    yield from _chunks(messages, lambda message: message.ByteSize(), max_bytes)
+
+
+def _chunks(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    chunk: list[T] = []
     size = 0
-    for message in messages:
-        length = message.ByteSize()
+    for item in items:
+        length = size_of(item)
         if chunk and size + length > max_bytes:
             yield chunk
             chunk, size = [], 0
-        chunk.append(message)
+        chunk.append(item)
         size += length
     if chunk:
         yield chunk

@@ -15,6 +15,7 @@ from slime.types.errors import InvalidFile, InvalidSetting, PermissionDenied, Sl
 from slime.types.files import read_bounded
 from slime.types.rpc import token_files
 from slime.types.rpc.details import with_details
+from slime.types.rpc.retry import TokenSource
 from slime.types.rpc.roles import Role, callers, role_token
 from slime.types.rpc.settings import RpcSettings
 from slime.types.rpc.status import abort_with
@@ -66,20 +67,19 @@ def check_exposure(settings: RpcSettings) -> None:
     )
 
 
-def token_source(address: str, settings: RpcSettings) -> Callable[[], str | None]:
-    """Returns a function that reads a client's token: from --token-file, or as the service at `address` published it.
+def token_source(address: str, settings: RpcSettings) -> TokenSource:
+    """Returns the source of a client's token: --token-file, or the file that the service at `address` published.
 
     Raises InvalidSetting where the token would cross a network in plain text.
     """
     token = read_token(settings)
     if token is None:
-        # Read for each call: a service that restarts generates another one.
-        return lambda: token_files.find(address)
+        return TokenSource(lambda: token_files.find(address))
     plain = not settings.tls_ca and not address.startswith("unix:")
     if plain and not settings.insecure and not is_loopback(address.rpartition(":")[0]):
         reason = "without TLS the token can be read on the network (--insecure sends it all the same)"
         raise InvalidSetting.requires("--token-file", f"--tls-ca FILE to call {address}", reason)
-    return lambda: token
+    return TokenSource(lambda: token)
 
 
 def server_credentials(settings: RpcSettings) -> grpc.ServerCredentials | None:
@@ -159,11 +159,11 @@ class TokenInterceptor(
 ):
     """Adds the token, if any, to every call."""
 
-    def __init__(self, token: Callable[[], str | None]) -> None:
+    def __init__(self, token: TokenSource) -> None:
         self._token = token
 
     def _intercept(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
-        token = self._token()
+        token = self._token.current()
         if token is not None:
             details = with_details(details, metadata=[*(details.metadata or ()), (HEADER, f"Bearer {token}")])
         return continuation(details, request)

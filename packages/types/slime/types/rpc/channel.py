@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from slime.types.addresses import check_address
 from slime.types.rpc.auth import TokenInterceptor, channel_credentials, token_source
@@ -62,6 +63,8 @@ def connect(address: str, settings: RpcSettings | None = None) -> grpc.Channel:
     # connection is noticed by pings during calls that wait.
     options = [
         *message_options(settings),
+        # The thread that reads a server stream drives it, so that a short one does not start a thread of its own.
+        (ChannelOptions.SingleThreadedUnaryStream, 1),
         ("grpc.enable_http_proxy", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         # gRPC's default pauses grow to two minutes, so clients would return long after their server.

@@ -16,7 +16,24 @@ from slime.v1 import error_pb2
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-Token = Callable[[], str | None]
+
+
+class TokenSource:
+    """A client's token, kept until a service refuses it: reading its file costs as much as a third of a short call."""
+
+    def __init__(self, read: Callable[[], str | None] = lambda: None) -> None:
+        self._read = read
+        self._token: str | None = None
+
+    def current(self) -> str | None:
+        if self._token is None:
+            self._token = self._read()
+        return self._token
+
+    def renew(self) -> str | None:
+        """Reads the token again: a service that restarts generates another one."""
+        self._token = self._read()
+        return self._token
 
 
 class Repeatable:
@@ -32,7 +49,7 @@ class Repeatable:
 class Attempts:
     """Limits the attempts of a call to `seconds` and to its deadline, with exponential backoff and jitter."""
 
-    def __init__(self, seconds: float, details: grpc.ClientCallDetails, token: Token) -> None:
+    def __init__(self, seconds: float, details: grpc.ClientCallDetails, token: TokenSource) -> None:
         self._details = details
         self._token = token
         self._token_sent: str | None = None
@@ -42,14 +59,14 @@ class Attempts:
 
     def details(self) -> grpc.ClientCallDetails:
         """Returns the details of the next attempt, whose timeout is the time left to the call."""
-        self._token_sent = self._token()
+        self._token_sent = self._token.current()
         if self._details.timeout is None:
             return self._details
         return with_details(self._details, timeout=max(0.0, self._details.timeout - (time.monotonic() - self._started)))
 
     def pause_after(self, outcome: Any) -> bool:
         """Returns whether to call again after this outcome, after a pause if so."""
-        if outcome.code() is grpc.StatusCode.UNAUTHENTICATED and self._token() != self._token_sent:
+        if outcome.code() is grpc.StatusCode.UNAUTHENTICATED and self._token.renew() != self._token_sent:
             return True  # The service has just started, and generated another token.
         if not _is_transient(outcome):
             return False
@@ -78,7 +95,7 @@ class RetryInterceptor(
     iterated over again (a list, `Repeatable`); a caller whose stream must not arrive twice passes an iterator.
     """
 
-    def __init__(self, seconds: float, token: Token = lambda: None) -> None:
+    def __init__(self, seconds: float, token: TokenSource) -> None:
         self._seconds = seconds
         self._token = token
 
@@ -101,6 +118,7 @@ class RetryInterceptor(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request_iterator: Any
     ) -> Any:
         if isinstance(request_iterator, Iterator):
+            self._token.renew()  # The call cannot be made again with another one.
             return continuation(details, request_iterator)
         attempts = Attempts(self._seconds, details, self._token)
         while True:

@@ -130,6 +130,7 @@ class ErrorsToStatus(grpc.ServerInterceptor):
     """Turns exceptions of a servicer into statuses: a SlimeError into its own, any other exception into RemoteError.
 
     The traceback of an unexpected exception goes to the log; the client gets only the line in a plug-in, if any.
+    A servicer may answer with the bytes of a message in place of the message, which are sent as they are.
     """
 
     def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
@@ -141,7 +142,7 @@ class ErrorsToStatus(grpc.ServerInterceptor):
         return make(
             wrap(_with_readable(behavior, handler.request_streaming), details.method),
             request_deserializer=_reader(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=_writer(handler.response_serializer),
         )
 
 
@@ -160,6 +161,10 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unreadable(error)
 
     return read
+
+
+def _writer(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 def _with_readable(behavior: Callable[..., Any], request_streaming: bool) -> Callable[..., Any]:
