@@ -93,7 +93,7 @@ class Buffer:
                 buffer_filter=buffer_filter,
                 clock=clock,
             )
-            self.steps = Steps(self.store, self.payloads, release_committed=settings.release_committed)
+            self.steps = Steps(self.store, self.payloads, release_committed=settings.release_committed is not False)
             self.quarantine = Quarantine(
                 self.store, self.payloads, self.steps, lambda steps: self.waits.wake(COMPLETED, steps)
             )

@@ -130,8 +130,11 @@ class BufferSettings(GroupSettings, PromptSettings):
         "refused, or any (in `slime train`: required with --rollout-top-p and --rollout-top-k, else refused)",
         choices=NUCLEI,
     )
-    release_committed: bool = setting(
-        False, "Delete the samples of a step once it is committed; without it they can be read back after the run"
+    release_committed: bool | None = setting(
+        None,
+        "Delete the samples of a step once a checkpoint holds it. A run that goes back to an older checkpoint then "
+        "generates them again (default: on; in `slime train`, off with --debug-rollout-only, --no-save-optim and "
+        "--ref-update-interval)",
     )
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ def test_a_restart_keeps_everything(settings, durability):
 
 @pytest.mark.stores
 def test_a_crash_replays_what_the_checkpoint_does_not_hold(settings):
+    settings["release_committed"] = False
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
         complete(client, 8)
@@ -103,23 +104,40 @@ def test_a_new_buffer_joins_a_resumed_run(settings):
 
 
 @pytest.mark.stores
-def test_released_samples_cannot_be_replayed(settings):
-    settings["release_committed"] = True
+def test_a_run_that_goes_back_generates_released_samples_again(settings, caplog):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
-        complete(client, 2)
-        client.seal_step(0, 1)
-        client.acknowledge_step(0)
-        assert client.stats().payload_bytes > 0
-        client.commit_steps(0)
-        first, second = client.read_groups()
-        assert (len(first.group.samples), len(second.group.samples)) == (0, 1)
-        assert len(list(Path(settings["buffer_dir"]).glob("payloads/*/*"))) == 1
-        with pytest.raises(WrongState, match="step 0 is committed and its samples were released"):
-            client.open_run("run")
-        # The refused call changed nothing.
-        assert client.stats().writer.incarnation == 1
-        client.open_run("run", last_committed_step=0)
+        complete(client, 5)
+        sealed = []
+        for step in range(4):
+            sealed.append(client.seal_step(step, 1))
+            if step < 3:
+                client.store_plan(step, {"step": step})
+                client.acknowledge_step(step)
+        before = client.stats().payload_bytes
+        client.commit_steps(1)
+        assert 0 < client.stats().payload_bytes < before
+        assert [len(each.group.samples) for each in client.read_groups()] == [0, 0, 1, 1, 1]
+        assert len(list(Path(settings["buffer_dir"]).glob("payloads/*/*"))) == 3
+        with pytest.raises(WrongState, match="step 1 is committed and its samples were released"):
+            client.rewind_steps(0)
+        # From the newest checkpoint everything else is replayed.
+        client.open_run("run", last_committed_step=1)
+        assert client.seal_step(2, 1) == sealed[2] and client.get_plan(2) == {"step": 2}
+        # From an older one: the prompt of step 1 comes again, and what was made after it is used in its order.
+        assert client.open_run("run", last_committed_step=0).next_step == 1
+        assert "step 1 and what follows is generated again" in caplog.text
+        states = [(each.group.group_index, each.state) for each in client.read_groups()]
+        assert states == [(0, "committed"), (1, "ready"), *((index, "completed") for index in (2, 3, 4))]
+    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+        client.get_run()
+        assert complete(client, 1) == [1]
+        for step in (1, 2, 3):
+            assert [summary.group_index for summary in client.seal_step(step, 1)] == [step]
+            assert len(list(client.read_step(step, [0]))) == 1
+            client.acknowledge_step(step)
+        client.commit_steps(3)
+        assert client.stats().groups["committed"] == 4
 
 
 def test_one_server_a_directory(settings):

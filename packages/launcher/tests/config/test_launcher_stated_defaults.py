@@ -73,6 +73,7 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
     "output_dir": ("runs/RUN_NAME", ["--run-name", "r"], lambda c: c.output_dir == Path("runs/r")),
     "run_name": ("the last part of --output-dir", ["--output-dir", "out/r"], lambda c: c.launcher.run_name == "r"),
     "save": ("checkpoints below --output-dir", [], lambda c: c.checkpoint_dir == c.output_dir / "checkpoints"),
+    "release_committed": ("on", [], lambda c: c.buffer.release_committed is True),
     "use_tensorboard": ("on", [], lambda c: c.launcher.use_tensorboard is True),
     "actor_num_gpus_per_node": ("else 1", [], lambda c: c.launcher.actor_num_gpus_per_node == 1),
     "over_sampling_batch_size": (

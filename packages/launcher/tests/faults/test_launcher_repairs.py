@@ -387,3 +387,12 @@ def test_samples_that_are_deleted_cannot_be_trained_again(trainer: dict[str, Any
 
     assert reason(False) is None
     assert "--release-committed" in str(reason(True))
+
+
+@pytest.mark.parametrize(
+    "more", [["--debug-rollout-only"], ["--no-save-optim"], ["--ref-update-interval", "2", "--use-kl-loss"]]
+)
+def test_samples_that_are_needed_after_a_commit_are_kept(more: list[str]) -> None:
+    words = ["--hf-checkpoint", "m", "--prompt-data", "p", "--num-rollout", "1", *more]
+    assert run_config.parse(words, check=False).buffer.release_committed is False
+    assert run_config.parse([*words, "--release-committed"], check=False).buffer.release_committed is True

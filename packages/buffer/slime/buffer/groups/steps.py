@@ -10,6 +10,7 @@ trainer replays the same batches.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from slime.types.errors import InvalidField, NotFound, WrongState
 from slime.types.pace import TrainerPace
 from slime.types.wire.json_fields import from_json
 from slime.v1 import buffer_pb2
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 4 << 20
 # More steps than any run has, and far below the limit of 64 bits.
@@ -208,7 +211,7 @@ class Steps:
             self._move(known, State.COMMITTED)
             if self.release_committed:
                 released += [group.payload for group in self._groups(known) if group.payload is not None]
-                self.store.update_groups(known.group_indexes, payload=None, sizes=[], checksums=[])
+                self.store.update_groups(known.group_indexes, summaries=None, **NO_PAYLOAD)
         self.store.put("committed_step", max(step, self.committed_step()))
         return released
 
@@ -218,16 +221,35 @@ class Steps:
     def rewind(self, last_committed_step: int) -> list[str]:
         """Makes `last_committed_step` the last committed step; returns payloads as `commit` does.
 
-        Later steps are sealed again. Earlier ones are committed, because the checkpoint holds them. Raises WrongState
-        if the samples of a step that has to be replayed were released.
+        Later steps are sealed again, up to the first whose samples were released: its groups start again from their
+        prompts. Earlier ones are committed, because the checkpoint holds them.
         """
         if not -1 <= last_committed_step <= MAX_STEP:
             raise InvalidField("last_committed_step", last_committed_step, f"a step from 0 to {MAX_STEP}, or -1")
         for known in self.store.steps(after=self.committed_step(), upto=last_committed_step):
             if known.state is State.SEALED:
                 self._move(known, State.ACKNOWLEDGED)
-        self._reopen(last_committed_step, "last_committed_step")
+        self._forget_released(last_committed_step)
+        self._reopen(last_committed_step)
         return self.commit(last_committed_step)
+
+    def _forget_released(self, last_step: int) -> None:
+        """Forgets the steps after `last_step` from the first whose samples were released. Its groups are READY again,
+        and those that still have samples COMPLETED."""
+        steps = [(known, self._groups(known)) for known in self.store.steps(after=last_step)]
+        first = next((n for n, (_, groups) in enumerate(steps) if any(g.payload is None for g in groups)), len(steps))
+        for known, groups in steps[first:]:
+            released = [group.group_index for group in groups if group.payload is None]
+            kept = [group.group_index for group in groups if group.payload is not None]
+            forgotten = dict.fromkeys(("step", "weight_version", "ended_token", "ended_by"))
+            self.store.update_groups(released, state=State.READY, **(NO_LEASE | forgotten))
+            self.store.update_groups(kept, state=State.COMPLETED, step=None)
+            self.store.delete_step(known.step)
+        if steps[first:]:
+            log.warning(
+                "step %d and what follows is generated again: the commit of step %d deleted samples",
+                steps[first][0].step, self.committed_step(),
+            )  # fmt: skip
 
     def reopen(self, last_step: int) -> None:
         """Makes `last_step` the last acknowledged step, and commits nothing. Raises WrongState as `rewind` does, and if
@@ -237,14 +259,14 @@ class Steps:
                 f"step {last_step} is not acknowledged; the last one that is acknowledged is {self.next_step() - 1}",
                 field="last_step", value=last_step, expected=f"-1 to {self.next_step() - 1}",
             )  # fmt: skip
-        self._reopen(last_step, "last_step")
+        self._reopen(last_step)
 
-    def _reopen(self, last_step: int, field: str) -> None:
+    def _reopen(self, last_step: int) -> None:
         for known in self.store.steps(after=last_step):
             if any(group.payload is None for group in self._groups(known)):
                 raise WrongState(
                     f"step {known.step} is committed and its samples were released: it cannot be replayed",
-                    field=field,
+                    field="last_step",
                     value=last_step,
                     expected=f"at least {self.committed_step()}",
                 )

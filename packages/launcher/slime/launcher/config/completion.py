@@ -32,6 +32,10 @@ def with_needs_of_training(
         rules["log_probs_required"] = buffer.log_probs_required or trainer.reads_rollout_log_probs
         if trains:
             rules["nuclei"] = "required" if trainer.samples_from_nuclei else "refused"
+    if buffer.release_committed is None:
+        # A rank that starts again may have to begin before the last commit, and a run without a trainer keeps nothing
+        # else.
+        rules["release_committed"] = trains and not (trainer.no_save_optim or trainer.ref_update_interval)
     config = _config(trainer.hf_checkpoint)
     rules["text_only"] = buffer.text_only or (config is not None and vision_of(config) is None)
     size = vocab_size or _vocab_size(config or {})
