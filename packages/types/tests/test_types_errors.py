@@ -157,7 +157,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 def test_wrong_values_are_the_errors_that_python_code_expects() -> None:
     for cls in (errors.InvalidField, errors.PluginError):
         assert issubclass(cls, ValueError) and issubclass(cls, TypeError)
-    for cls in (errors.InvalidSetting, errors.UnknownFlag):
+    for cls in (errors.InvalidSetting, errors.InvalidFile, errors.UnknownFlag):
         assert issubclass(cls, ValueError) and not issubclass(cls, TypeError)
     with pytest.raises(ValueError, match="tokens: got "):
         Sample(tokens=["text"])  # type: ignore[list-item]

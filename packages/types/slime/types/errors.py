@@ -7,7 +7,7 @@
     │   ├── InvalidSetting (v)      out of range, contradictory, wrong type
     │   ├── NotAvailable            a known name that is not implemented
     │   ├── MissingFile
-    │   ├── InvalidFile             a file that exists and cannot be used; names the line
+    │   ├── InvalidFile (v)         a file that exists and cannot be used; names the line
     │   └── PluginError (+)         a plug-in path without a suitable callable, or one that returned a wrong value
     ├── NotFound                    NOT_FOUND
     ├── StaleWriter                 FAILED_PRECONDITION  a write of an older incarnation
@@ -273,7 +273,7 @@ class MissingFile(ConfigError):
     pass
 
 
-class InvalidFile(ConfigError):
+class InvalidFile(ConfigError, ValueError):
     pass
 
 

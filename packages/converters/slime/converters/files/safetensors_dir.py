@@ -71,6 +71,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except InvalidFile:
+        raise
     except (KeyError, TypeError, ValueError, IndexError):
         raise _invalid(path, "a header entry without dtype, shape and offsets") from None
     if size < 8 + length + end:

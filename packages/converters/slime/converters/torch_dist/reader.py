@@ -70,6 +70,8 @@ class TorchDist:
         self._open: OrderedDict[str, int] = OrderedDict()
         try:
             self._read_metadata(metadata)
+        except InvalidFile:
+            raise
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise self._invalid(METADATA, f"cannot be read as the metadata of a checkpoint: {error}") from None
         self._check_files()

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from slime.types import Sample, SampleGroup
 from slime.types.codec import group_from_proto, group_to_proto
 from slime.types.directories import path_errors
-from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, counted
+from slime.types.errors import InvalidFile, InvalidSetting, counted
 from slime.types.files import check_readable, whole_file
 from slime.v1 import sample_pb2
 
@@ -122,7 +122,9 @@ def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> Recorded
 
         rollout_id, samples = read_torch(path)
         return RecordedRollout(rollout_id, group_samples(samples, group_size))
-    except (InvalidField, ValueError, KeyError, TypeError) as error:
+    except InvalidFile:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidFile(
             f"{flag}: {path}: {error}".removeprefix(": "), field=flag, value=str(path), expected="a recorded rollout"
         ) from error
