@@ -109,6 +109,21 @@ def test_how_the_work_is_cut_changes_nothing(model: str, reference_model: str, s
             assert ((weight - other_weights[name]).abs() > 1e-3).float().mean() < 0.01, name
 
 
+def test_a_run_is_told_once_that_it_computes_prompts_again_for_each_sample(
+    model: str, caplog: pytest.LogCaptureFixture
+):
+    samples = make_samples()
+    for sample in samples:
+        prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+        sample.tokens = [*(prompt * 4), *sample.tokens[len(prompt) :]]
+    fixed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
+    for cut, told in ({}, 0), ({"use_dynamic_batch_size": False, "micro_batch_size": 12}, 0), (fixed, 1):
+        runner = Runner(make_settings(model, **cut))
+        for step in range(2):
+            runner.run(step, samples)
+        assert caplog.text.count("times the tokens that are needed") == told, cut
+
+
 def test_a_reference_equal_to_the_policy_has_no_divergence(model: str):
     metrics = Runner(make_settings(model, use_kl_loss=True, kl_loss_coef=0.1)).run()
     assert metrics["train/kl_loss"] == pytest.approx(0, abs=1e-7)

@@ -39,6 +39,8 @@ from slime.types.errors import InvalidField
 from slime.types.sample import Sample
 
 log = logging.getLogger(__name__)
+# From this many times the tokens that shared prompts leave to compute, a run is told so.
+MUCH_REPEATED = 1.25
 
 
 class TrainStep:
@@ -74,6 +76,7 @@ class TrainStep:
         # From the last run, by position of the sample: float32 [response tokens], NaN for masked tokens.
         self.log_probs: dict[int, np.ndarray] = {}
         self._scored: dict[int, torch.Tensor] = {}
+        self._advised = False
 
     def run(self, plan: dict[str, Any], read: ReadSamples, positions: Set[int] = frozenset()) -> dict[str, float]:
         """Trains on the step that `plan` describes. Metrics "train/..." and "perf/..." are those of all ranks.
@@ -136,9 +139,25 @@ class TrainStep:
             found = {int(p): digest for of_rank in self.ranks.gather(digests) for p, digest in of_rank.items()}
             other = lengths.split_prompts(found)
             if other is not None:
-                shares, scored = self._assign(plan, other)
+                lengths = other
+                shares, scored = self._assign(plan, lengths)
                 samples = self._samples(read, shares)
+            self._advise(lengths, shares)
         return self.ranks.together(lambda: self._pack(plan, shares, scored, samples))
+
+    def _advise(self, lengths: Lengths, shares: list[list[MicroBatch]]) -> None:
+        """Says once how much is computed again because micro-batches of a fixed size part the samples of a prompt."""
+        if self._advised or self.settings.use_dynamic_batch_size or self.ranks.rank:
+            return
+        self._advised = True
+        computed = sum(lengths.cost(batch) for update in shares for batch in update)
+        needed = sum(lengths.cost([position for batch in update for position in batch]) for update in shares)
+        if computed >= MUCH_REPEATED * needed:
+            log.warning(
+                "--micro-batch-size %d: %.1f times the tokens that are needed, with a prompt for each sample. "
+                "--use-dynamic-batch-size with --max-tokens-per-gpu computes a prompt once for its group",
+                self.settings.micro_batch_size, computed / needed,
+            )  # fmt: skip
 
     def _assign(self, plan: dict[str, Any], lengths: Lengths) -> tuple[list[list[MicroBatch]], list[list[MicroBatch]]]:
         """Assigns this replica's micro-batches of every update, and those of passes that only score, if they differ."""
