@@ -95,13 +95,15 @@ class PostgresStore(SqlStore):
                     raise MissingFile(
                         f"no buffer in {self.name}", field=STORE, value=self.name, expected="the database of a run"
                     )
-                for statement in [META, *SCHEMA.split(";"), ADDED]:
+                for statement in [META, *SCHEMA.split(";")]:
                     connection.execute(_translated_types(statement))
                 connection.execute("INSERT INTO buffer_meta VALUES (%s, 0, NULL)", [VERSION])
             elif missing:
                 raise self._lost(f"it has no table {', '.join(sorted(missing))}")
             else:
                 self._check_state()
+            for statement in ADDED:
+                connection.execute(_translated_types(statement))
             (self._session.epoch,) = connection.execute(
                 "UPDATE buffer_meta SET epoch = epoch + 1, server = %s RETURNING epoch", [self._session.server]
             ).fetchone()

@@ -35,8 +35,12 @@ CREATE TABLE evaluation_prompts (
 );
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-# Added after version 1; older readers do not depend on it.
-ADDED = "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)"
+# Added after version 1; older readers do not depend on them.
+ADDED = (
+    "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)",
+    # Most groups of a long run have no payload any more.
+    "CREATE INDEX IF NOT EXISTS groups_of_payload ON groups (payload, payload_bytes) WHERE payload IS NOT NULL",
+)
 TABLES = ("groups", "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
 LISTS = ("sizes", "checksums")
 GROUP_COLUMNS = tuple(field.name for field in fields(Group))
@@ -165,7 +169,9 @@ class SqlStore(Store):
         return dict(self._rows("SELECT reject_reason, count(*) FROM groups WHERE state = 'rejected' GROUP BY 1"))
 
     def payload_bytes(self) -> int:
-        return self._rows("SELECT CAST(coalesce(sum(payload_bytes), 0) AS BIGINT) FROM groups")[0][0]
+        return self._rows(
+            "SELECT CAST(coalesce(sum(payload_bytes), 0) AS BIGINT) FROM groups WHERE payload IS NOT NULL"
+        )[0][0]
 
     def payload_names(self) -> set[str]:
         return {name for (name,) in self._rows("SELECT payload FROM groups WHERE payload IS NOT NULL")}

@@ -85,7 +85,8 @@ class SqliteStore(SqlStore):
             self._connection.executescript(f"BEGIN; {MIGRATIONS[known]} PRAGMA user_version = {known + 1}; COMMIT;")
         if version == 0:
             self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-        self._connection.execute(ADDED)
+        for statement in ADDED:
+            self._connection.execute(statement)
 
     def _lost(self, problem: str) -> InvalidFile:
         return InvalidFile(
