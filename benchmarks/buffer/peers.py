@@ -192,9 +192,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table")
     parser.add_argument("--groups", type=int, default=256, help="Groups of a repeat, steps of 32 (default: 256)")
     parser.add_argument("--samples", type=int, default=8, help="Samples of a group (default: 8)")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1024, 4096], help="Tokens of a sample (default: 1024 4096)"
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="Of a sample (default: 1024 4096)")
     parser.add_argument("--producers", type=int, default=2, help="Processes that hand over groups (default: 2)")
     parser.add_argument("--repeats", type=int, default=5, help="Repeats of each way (default: 5)")
     options = parser.parse_args()

@@ -77,6 +77,12 @@ def read_transport(result: Any) -> tuple[Ratios, dict[str, float]]:
     return {"buffer by gRPC / Ray's object store": (SPEED, 1 / result["one reader ratio"])}, {}
 
 
+def read_buffer(result: Any) -> tuple[Ratios, dict[str, float]]:
+    (found,) = result["tokens"].values()
+    name = "buffer, process / Ray, lists"
+    return {name: (SPEED, found["ratios"][name])}, {}
+
+
 def read_engine(result: Any) -> tuple[Ratios, dict[str, float]]:
     speeds = {
         name: statistics.median(each["per_second"] for each in rounds) for name, rounds in result["rounds"].items()
@@ -90,6 +96,9 @@ TABLE = {
     "codec": Benchmark("types/codec.py", ["--json"], read_codec),
     "conversion": Benchmark("converters/conversion.py", ["--json", "--gib", "0.5", "--repeats", "2"], read_conversion),
     "transport": Benchmark("launcher/data_transport.py", ["--json", "--samples", "64"], read_transport),
+    "buffer": Benchmark(
+        "buffer/peers.py", ["--json", "--groups", "256", "--repeats", "3", "--tokens", "1024"], read_buffer
+    ),
     "engine": Benchmark(
         "rollout/engine.py",
         ["--json", "{json}", "--samples", "64", "--new-tokens", "32", "--repeats", "2", "--dtypes", "bfloat16",

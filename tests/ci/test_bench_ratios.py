@@ -23,6 +23,7 @@ RESULTS: dict[str, Any] = {
         ]
     },
     "launcher/data_transport.py": {"one reader ratio": 2.0},
+    "buffer/peers.py": {"tokens": {"1024": {"ratios": {"buffer, process / Ray, lists": 0.9, "others": 0.1}}}},
     "rollout/engine.py": {
         "rounds": {
             "embedded, bfloat16": [{"per_second": 400.0}, {"per_second": 500.0}, {"per_second": 900.0}],
@@ -46,6 +47,7 @@ def test_every_benchmark_gives_its_ratios() -> None:
     assert values(found) == {
         "codec / pickled numpy": 1.2, "codec / pickled lists": 20.0, "hf-to-torch-dist / copying": 0.6,
         "hf-to-torch-dist / layer and file": 0.2, "buffer by gRPC / Ray's object store": 0.5,
+        "buffer, process / Ray, lists": 0.9,
         "embedded engine / transformers": 2.0,
     }  # fmt: skip
     assert found["host"] == {ratios.HOST: 250.0}
