@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slime.launcher.quickstart import reverse
-from tiny_runs import DEADLINE, evaluations, metrics
+from tiny_runs import DEADLINE, evaluations, metrics, slow
 
 NUM_GPUS = 0
 
@@ -20,12 +22,12 @@ TEMPLATE = (
 ITERATIONS = 60
 
 
-def write_data(directory: Path) -> list[str]:
+def write_data(directory: Path, seed: int = 0) -> list[str]:
     """Writes a model and conversations; returns the flags that both runs share."""
-    model = reverse.write_model(directory / "model", 0)
+    model = reverse.write_model(directory / "model", seed)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     numbers = [f"{n:03d}" for n in range(1000)]
-    random.Random(0).shuffle(numbers)
+    random.Random(seed).shuffle(numbers)
     with (directory / "train.jsonl").open("w") as train:
         for n in numbers[64:]:
             turns = [{"role": "user", "content": n}, {"role": "assistant", "content": n[::-1]}]
@@ -51,8 +53,9 @@ def slime(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_conversations_teach_the_model_without_any_reward(tmp_path: Path) -> None:
-    flags = write_data(tmp_path)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
+def test_conversations_teach_the_model_without_any_reward(tmp_path: Path, seed: int) -> None:
+    flags = write_data(tmp_path, seed)
     slime(
         "train", *flags, "--label-key", "label", "--num-rollout", str(ITERATIONS), "--num-steps-per-rollout", "2",
         "--apply-chat-template", "--eval-prompt-data", "reverse", str(tmp_path / "held_out.jsonl"),
