@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import CharTokenizer, FakeEngine
+from rollout_fakes import VOCABULARY, CharTokenizer, FakeEngine
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.fleet.fleet import Fleet
@@ -37,3 +39,19 @@ def make_state() -> Iterator[Callable[..., RolloutState]]:
     for fleet in opened:
         fleet.stop()
         fleet.loop.stop()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of characters, and a context of 16 tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+    return directory

@@ -42,8 +42,15 @@ class GenerateSettings:
     """Files."""
 
     prompts: str = setting(REQUIRED, "File of prompts, one JSON object per line", metavar="FILE")
-    output: str = setting(REQUIRED, "File of samples to write, one JSON object per line", metavar="FILE")
-    overwrite: bool = setting(False, "Replace the --output file if it is not empty; without it such a file is refused")
+    output: str = setting(
+        REQUIRED,
+        "File of samples to write: Parquet if its name ends in .parquet, else one JSON object per line. Until all "
+        "prompts are answered, FILE.part holds the answers, and the same command goes on from there",
+        metavar="FILE",
+    )
+    overwrite: bool = setting(
+        False, "Replace the --output file if it is not empty, and begin afresh; without it such a file is refused"
+    )
     input_key: str = setting("input", "Key of the prompt: text, or a list of chat messages")
     label_key: str = setting("label", "Key of the label")
     metadata_key: str = setting("metadata", "Key of the metadata object")

@@ -21,7 +21,8 @@ from slime.rollout.cli import main
 from slime.rollout.engines.embedded.__main__ import main as embedded_main
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.generate.evaluation import fits
-from slime.rollout.generate.offline import check_output, read_prompts, write_samples
+from slime.rollout.generate.offline import read_prompts
+from slime.rollout.generate.output_file import check_output, write_samples
 from slime.rollout.metrics import pass_rates
 from slime.rollout.prompts.encoder import PromptEncoder
 from slime.rollout.prompts.tokenizer import context_length, load_tokenizer
@@ -31,22 +32,6 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.errors import DeadlineExceeded, InvalidFile, InvalidSetting, MissingFile, NotAvailable, OutOfSpace
 from slime.types.settings import build
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A directory with a tokenizer of characters, and a context of 16 tokens."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    directory = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
-    return directory
 
 
 @pytest.mark.parametrize(
@@ -164,6 +149,10 @@ def test_a_broken_line_is_named(tmp_path):
     file.write_text('{"input": "1"}\n{"input": \n')
     with pytest.raises(InvalidFile, match="line 2"):
         read_prompts(file, "input", "label", "metadata")
+    for name in ("p.csv", "p.jsonl.gz", "p.parquet"):
+        shutil.copy(file, tmp_path / name)
+        with pytest.raises(InvalidFile, match="one JSON object per line, not compressed, got"):
+            read_prompts(tmp_path / name, "input", "label", "metadata")
     with pytest.raises(MissingFile):
         read_prompts(tmp_path / "none.jsonl", "input", "label", "metadata")
 

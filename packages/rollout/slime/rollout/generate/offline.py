@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import run_iteration
+from slime.rollout.generate.output_file import KeptGroups, Progress, check_output
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
 from slime.rollout.prompts.tokenizer import has_chat_template
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
 from slime.types import Sample
-from slime.types.directories import path_errors
-from slime.types.errors import InvalidFile, InvalidSetting
-from slime.types.files import check_readable, json_reason, whole_file
+from slime.types.errors import InvalidFile, InvalidSetting, counted
+from slime.types.files import check_readable, json_reason
+
+# Settings that make other answers. Those of engines and of time limits may change between two runs of one output.
+IDENTIFYING = (
+    "hf_checkpoint", "n_samples_per_prompt", "apply_chat_template", "apply_chat_template_kwargs", "rm_type", "rm_url",
+    "custom_rm_path", "reward_key", "custom_generate_function_path", "rollout_temperature", "rollout_top_p",
+    "rollout_top_k", "rollout_max_response_len", "rollout_max_prompt_len", "rollout_max_context_len", "rollout_stop",
+    "rollout_stop_token_ids", "rollout_skip_special_tokens", "deterministic", "rollout_seed",
+)  # fmt: skip
+
+
+class _PromptsOfFile(MemorySource):
+    """Prompts of a file, whose groups are kept as they complete."""
+
+    def __init__(self, rows: list[dict[str, Any]], n_samples: int, kept: KeptGroups) -> None:
+        super().__init__(rows, n_samples)
+        self._kept = kept
+        self.progress: Progress | None = None
+
+    def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
+        super().complete(samples, leased)
+        index = (leased or samples)[0].group_index
+        assert index is not None
+        self._kept.add(index, samples)
+        if self.progress is not None:
+            self.progress(len(self._kept.groups))
 
 
 def generate_file(
@@ -33,8 +58,9 @@ def generate_file(
     metadata_key: str = "metadata",
     overwrite: bool = False,
 ) -> dict[str, float]:
-    """Writes one JSON object per sample, in the order of the prompts; returns the metrics.
+    """Writes one sample per line or row, in the order of the prompts; returns the metrics of all of them.
 
+    Groups are kept in `output`.part as they complete, and a command that was ended goes on from there.
     Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
     Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that cannot be a file
     or, without `overwrite`, is a file that is not empty.
@@ -43,22 +69,43 @@ def generate_file(
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
     if settings.apply_chat_template or any(isinstance(row["prompt"], list) for row in rows):
         _check_template(settings, prompts)
+    kept = KeptGroups(output, _identity(settings, rows), overwrite=overwrite)
+    try:
+        return _generate(settings, rows, kept)
+    except BaseException:
+        if kept.groups and kept.path.exists():
+            text = f"{len(kept.groups)} of {counted(len(rows), 'prompt')} answered, in {kept.path}: the same command"
+            print(f"{text} goes on from there", file=sys.stderr)
+        raise
+    finally:
+        kept.close()
+
+
+def _identity(settings: RolloutSettings, rows: list[dict[str, Any]]) -> str:
+    asked = {name: getattr(settings, name, None) for name in IDENTIFYING}
+    return hashlib.sha256(json.dumps([asked, rows], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _generate(settings: RolloutSettings, rows: list[dict[str, Any]], kept: KeptGroups) -> dict[str, float]:
     state = open_state(settings)
     before = CALL.set(None)
     try:
-        source = MemorySource(rows, settings.n_samples_per_prompt)
+        source = _PromptsOfFile(rows, settings.n_samples_per_prompt, kept)
         fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
-        source.add_samples(fitting)
-        call = RolloutCall(0, len(fitting))
+        left = [group for group in fitting if group[0].group_index not in kept.groups]
+        source.add_samples(left)
+        source.progress = Progress(len(fitting), len(kept.groups))
+        call = RolloutCall(0, len(left))
         CALL.set(call)
         started = time.monotonic()
-        state.args.rollout_batch_size = state.args.over_sampling_batch_size = len(fitting)
+        state.args.rollout_batch_size = state.args.over_sampling_batch_size = len(left)
         state.plugins.dynamic_filter = None
-        state.loop.run(run_iteration(state, state.args, 0, source))
+        if left:
+            state.loop.run(run_iteration(state, state.args, 0, source))
         seconds = time.monotonic() - started
-        groups = sorted(source.completed, key=lambda group: group[0].index or 0)
-        write_samples(output, flatten(groups))
-        metrics = rollout_metrics(groups, state.args) | time_metrics(flatten(groups), seconds, call.reward_seconds)
+        groups = kept.finish()
+        metrics = rollout_metrics(groups, state.args)
+        metrics |= time_metrics(flatten(source.completed), seconds, call.reward_seconds)
         return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
     finally:
         CALL.reset(before)
@@ -83,6 +130,8 @@ def _fits(state: Any, sample: Sample) -> bool:
 def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
     """Reads fields of Sample, one dict per line; skips empty lines. Raises InvalidFile naming a broken line."""
     check_readable(path, "--prompts")
+    if path.suffix in (".csv", ".gz", ".parquet"):
+        raise InvalidFile.must_be("--prompts", "a file of one JSON object per line, not compressed", got=str(path))
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -108,27 +157,3 @@ def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) 
             f"--prompts {path} is empty", field="--prompts", value=str(path), expected="at least one line"
         )
     return rows
-
-
-def check_output(path: Path, overwrite: bool) -> None:
-    """Raises InvalidSetting for a path that cannot be written, or not without `overwrite`; pipes are accepted."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(path))
-    if path.is_file() and path.stat().st_size and not overwrite:
-        raise InvalidSetting.requires(f"--output {path}", "--overwrite", "the file exists and is not empty")
-
-
-def write_samples(path: Path, samples: list[Sample]) -> None:
-    whole = path.is_file() or not path.exists()
-    # A device or a pipe is written as it is, and closed within `path_errors`, since closing writes the rest.
-    with path_errors(path, "--output"), whole_file(path, field="--output") if whole else path.open("w") as file:
-        for sample in samples:
-            file.write(json.dumps(sample.to_dict(), default=_plain) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} in a sample cannot be written as JSON")

@@ -1,0 +1,108 @@
+"""The output of `slime-rollout generate`: what is kept when it ends early, how it goes on, and Parquet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rollout_fakes import FakeEngine
+
+from slime.rollout.cli import main
+from slime.rollout.generate.output_file import FORMAT, KeptGroups, check_output, write_samples
+from slime.types import Sample
+from slime.types.errors import InvalidSetting
+
+# Scores "12>" at once. "34>" waits until the first is kept, and fails once.
+REWARD = """
+import asyncio
+from pathlib import Path
+
+DIRECTORY = Path({directory!r})
+
+async def reward(args, sample, **kwargs):
+    with (DIRECTORY / "scored").open("a") as file:
+        file.write(sample.prompt + "\\n")
+    if sample.prompt == "34>" and not (DIRECTORY / "failed").exists():
+        while (DIRECTORY / "out.jsonl.part").read_text().count("\\n") < 2:
+            await asyncio.sleep(0.01)
+        (DIRECTORY / "failed").touch()
+        raise ValueError("no reward")
+    return 1.0
+"""
+
+
+def samples(index: int) -> list[Sample]:
+    values = {"tokens": [1, 2, index], "response_length": 1, "rollout_log_probs": [-0.5], "reward": {"a": 1.0}}
+    return [Sample(index=index, group_index=index, metadata={"k": index}, status=Sample.Status.COMPLETED, **values)]
+
+
+def test_a_command_that_ended_early_goes_on_where_it_was(
+    checkpoint: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output, reward = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "reward.py"
+    prompts.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("12>", "34>")))
+    reward.write_text(REWARD.format(directory=str(tmp_path)))
+    flags = (
+        f"--hf-checkpoint {checkpoint} --prompts {prompts} --output {output} --custom-rm-path {reward}:reward "
+        f"--rollout-external-engine-addrs 127.0.0.1:{engine.port}"
+    ).split()
+    with pytest.raises(ValueError, match="no reward"):
+        main(["generate", *flags])
+    told = capsys.readouterr().err
+    assert f"1 of 2 prompts answered, in {output}.part: the same command goes on from there" in told
+    assert not output.exists()
+
+    assert main(["generate", *flags, "--rollout-temperature", "0.5"]) == 2
+    assert "with other settings" in capsys.readouterr().err
+
+    assert main(["generate", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["rollout/raw_reward"] == 1.0
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["12>", "34>"]
+    assert (tmp_path / "scored").read_text().splitlines() == ["12>", "34>", "34>"]
+    assert not (tmp_path / "out.jsonl.part").exists()
+
+
+def test_a_line_that_was_cut_off_is_answered_again(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    kept = KeptGroups(output, "a")
+    kept.add(1, samples(1))
+    kept.add(0, samples(0))
+    kept.close()
+    kept.path.write_bytes(kept.path.read_bytes()[:-3])
+    again = KeptGroups(output, "a")
+    assert list(again.groups) == [1] and again.groups[1][0].metadata == {"k": 1}
+    again.add(0, samples(0))
+    assert [group[0].index for group in again.finish()] == [0, 1]
+    again.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert [json.loads(line)["tokens"] for line in output.read_text().splitlines()] == [[1, 2, 0], [1, 2, 1]]
+
+
+def test_what_others_keep_beside_the_output_stays(tmp_path: Path) -> None:
+    output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    part.write_text("mine\n")
+    for overwrite in (False, True):
+        with pytest.raises(InvalidSetting, match=r"there is no out.jsonl.part of somebody else"):
+            KeptGroups(output, "a", overwrite=overwrite)
+    assert part.read_text() == "mine\n"
+    part.write_text(json.dumps({"format": FORMAT, "identity": "b"}) + "\n")
+    with pytest.raises(InvalidSetting, match="holds answers to other prompts"):
+        KeptGroups(output, "a")
+    first = KeptGroups(output, "a", overwrite=True)
+    with pytest.raises(InvalidSetting, match="a file that no other process writes"):
+        KeptGroups(output, "a")
+    first.close()
+
+
+def test_samples_are_written_as_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    check_output(path, overwrite=False)
+    write_samples(path, [*samples(0), *samples(1), Sample(prompt=[{"role": "user", "content": "x"}])])
+    rows = pq.read_table(path).to_pylist()
+    assert [row["index"] for row in rows] == [0, 1, None]
+    assert rows[0]["tokens"] == [1, 2, 0] and np.allclose(rows[0]["rollout_log_probs"], [-0.5])
+    assert json.loads(rows[1]["reward"]) == {"a": 1.0} and json.loads(rows[1]["metadata"]) == {"k": 1}
+    assert json.loads(rows[2]["prompt"])[0]["content"] == "x"
