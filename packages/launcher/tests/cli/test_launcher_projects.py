@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from slime.converters.convert import to_hf
 from slime.launcher import cli
 from slime.launcher.cli import export
-from slime.launcher.cli.chat import Conversation
+from slime.launcher.cli.chat import Conversation, most_tokens
 from slime.launcher.cli.evaluate import collect, evaluation_settings, score, words_of
 from slime.launcher.cli.export import model_of, name_of
 from slime.launcher.cli.init import write_project
@@ -357,6 +357,11 @@ def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
         conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, has_template=False)
         with pytest.raises(EngineError, match="the engine does not answer: IncompleteRead"):
             list(conversation.answer("x"))
+
+
+def test_an_answer_may_be_as_long_as_in_the_run(make_run: MakeRun, tmp_path: Path) -> None:
+    assert most_tokens(make_run("--rollout-max-response-len", "7")) == 7
+    assert most_tokens(tmp_path) == 512
 
 
 def test_a_system_message_needs_a_chat_template() -> None:

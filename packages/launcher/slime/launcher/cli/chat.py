@@ -12,10 +12,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.launcher.cli.recorded_run import is_run, read_run
 from slime.launcher.config.help import CommandParser
 from slime.rollout.engines.registry import KINDS
 from slime.types.errors import ConfigError, EngineError, InvalidSetting, SlimeError
 from slime.types.settings import build
+
+# Tokens of an answer of a model that comes from no run.
+MOST_TOKENS = 512
 
 
 def parser(command: str) -> CommandParser:
@@ -28,7 +32,10 @@ def parser(command: str) -> CommandParser:
     reader.add_argument("model", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
     reader.add_argument("--system", metavar="TEXT", help="System message (default: none)")
     reader.add_argument("--temperature", type=float, default=1.0, metavar="X", help="Sampling temperature; 0 is greedy")
-    reader.add_argument("--max-tokens", type=int, default=512, metavar="N", help="Maximum tokens per answer")
+    reader.add_argument(
+        "--max-tokens", type=int, metavar="N",
+        help=f"Maximum tokens per answer (default: the run's --rollout-max-response-len; {MOST_TOKENS} for a model)",
+    )  # fmt: skip
     reader.add_argument("--engine", choices=tuple(KINDS), default="embedded", help="Engine to start")
     return reader
 
@@ -38,10 +45,11 @@ def main(command: str, argv: Sequence[str]) -> int:
         options = parser(command).parse_strict(argv)
         if options.temperature < 0:
             raise InvalidSetting.must_be("--temperature", "at least 0", got=options.temperature)
-        if options.max_tokens < 1:
+        if options.max_tokens is not None and options.max_tokens < 1:
             raise InvalidSetting.must_be("--max-tokens", "at least 1", got=options.max_tokens)
+        max_tokens = options.max_tokens or most_tokens(Path(options.model))
         with engine(model_directory(options.model), options.engine) as conversation:
-            conversation.params = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+            conversation.params = {"temperature": options.temperature, "max_tokens": max_tokens}
             conversation.start(options.system)
             if sys.stdin.isatty():
                 talk(conversation)
@@ -56,6 +64,12 @@ def main(command: str, argv: Sequence[str]) -> int:
         print(f"slime: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def most_tokens(path: Path) -> int:
+    """Returns how many tokens an answer may have: as many as in the run at `path`, if there is one."""
+    limit = read_run(path).settings.get("rollout_max_response_len") if is_run(path) else None
+    return limit if isinstance(limit, int) and limit > 0 else MOST_TOKENS
 
 
 def model_directory(text: str, name: str = "RUN|MODEL") -> str:

@@ -135,7 +135,7 @@ def push(hub: Any, path: Path, name: str, *, private: bool = False) -> str:
         else:
             api.upload_file(repo_id=name, path_or_fileobj=path, path_in_repo=path.name)
     except Exception as error:  # the library also raises errors of its HTTP client
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         raise Unavailable(
             f"--push {name}: the upload failed: {reason}. It needs a network and a token that may write "
             f"(HF_TOKEN, or `hf auth login`); {path} is complete, and --push can be repeated",

@@ -145,7 +145,7 @@ def _library(package: str, setting: str) -> Any:
 
 
 def _not_fetched(flag: str, text: str, name: HubName, error: Exception, kind: str) -> MissingFile:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     options: Mapping[str, str] = {"--repo-type": kind, "--revision": name.revision or ""}
     words = "".join(f" {option} {value}" for option, value in options.items() if value)
     file = "/FILE" if kind else ""
