@@ -295,6 +295,7 @@ def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
         ({"hf_checkpoint": "other"}, InvalidSetting, "hf_checkpoint and model cannot be used together"),
         ({"lr": object()}, InvalidSetting, "lr: a file of settings cannot hold a object"),
         ({"data": [{"input": object()}]}, InvalidSetting, "data must be a file, a name on the Hub, or rows"),
+        ({"num_rolout": 1}, UnknownFlag, "^unknown key 'num_rolout'; did you mean num_rollout"),
     ],
 )
 def test_wrong_settings_raise_before_anything_starts(

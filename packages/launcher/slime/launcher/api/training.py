@@ -18,7 +18,7 @@ from slime.launcher.api.trained_run import TrainedRun
 from slime.launcher.config import run_config
 from slime.launcher.platform.signals import terminate_as_interrupt
 from slime.launcher.runner.ray_job import module_path, run_attached
-from slime.types.errors import InvalidSetting
+from slime.types.errors import ConfigError, InvalidSetting
 from slime.types.files import write_whole
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
@@ -64,7 +64,14 @@ def train(
     config = inputs.directory / "settings.yaml"
     write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
     # Parsed here as well, so that wrong settings are exceptions; the process could only print them.
-    run_config.parse([str(config)])
+    try:
+        run_config.parse([str(config)])
+    except ConfigError as error:
+        # The file is ours; who called gave arguments.
+        raise error.restore(
+            error.message.removeprefix(f"--config {config}: "),
+            field=error.field, value=error.value, expected=error.expected,
+        ) from None  # fmt: skip
     command = [sys.executable, "-m", "slime.launcher.cli", "train-async" if asynchronous else "train", str(config)]
     with terminate_as_interrupt():
         run_attached(command, "the training", {"PYTHONPATH": module_path()}, show=None if _on_our_output() else print)
