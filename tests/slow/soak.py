@@ -147,13 +147,30 @@ def main() -> int:
         problem = problem or ("the run ended" if run.ended else "")
         lasted, steps = time.monotonic() - began, run.steps
         memory.stop()
+        # Before the run is stopped, since hours of curves must not hang on how it ends.
+        lines, grown = report(options, memory.curves, seconds, lasted, steps, problem)
+        write(options.output, memory.curves, lines)
+        print("\n".join(lines + run.lines[-10:] if problem else lines), flush=True)
         if not run.ended:
             # A shell that starts this in the background has it ignore SIGINT, and the run inherits that.
             run.process.terminate()
             run.process.wait(HANG_SECONDS)
-    slopes = {
-        name: slope for name, curve in memory.curves.items() if (slope := growth(curve, options.warm_up)) is not None
-    }
+    return 1 if problem or grown else 0
+
+
+def report(
+    options: argparse.Namespace,
+    curves: dict[str, list[Point]],
+    seconds: dict[str, list[float]],
+    lasted: float,
+    steps: int,
+    problem: str,
+) -> tuple[list[str], dict[str, float]]:
+    """Returns the lines of report.md, and the growth in MiB an hour of the processes that grew too much.
+
+    seconds: those that each process took to be back; lasted: those of the whole soak.
+    """
+    slopes = {name: slope for name, curve in curves.items() if (slope := growth(curve, options.warm_up)) is not None}
     grown = {name: slope for name, slope in slopes.items() if slope > options.most_growth}
     lines = [
         f"# {lasted / 3600:.2f} hours under random kills (seed {options.seed})",
@@ -169,13 +186,11 @@ def main() -> int:
         "|---|---|---|---|",
         *(
             f"| {name} | {(curve[-1][0] - curve[0][0]) / 60:.1f} | {curve[-1][1]:.0f} | {slopes[name]:+.1f} |"
-            for name, curve in sorted(memory.curves.items())
+            for name, curve in sorted(curves.items())
             if name in slopes
         ),
     ]
-    write(options.output, memory.curves, lines)
-    print("\n".join(lines + run.lines[-10:] if problem else lines))
-    return 1 if problem or grown else 0
+    return lines, grown
 
 
 if __name__ == "__main__":
