@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def test_a_run_is_told_once_that_it_computes_prompts_again_for_each_sample(
     fixed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
     for cut, told in ({}, 0), ({"use_dynamic_batch_size": False, "micro_batch_size": 12}, 0), (fixed, 1):
         runner = Runner(make_settings(model, **cut))
-        for step in range(2):
+        # Samples of equal rewards are skipped: the first step computes nothing.
+        runner.run(0, [replace(sample, reward=1.0) for sample in samples])
+        for step in (1, 2):
             runner.run(step, samples)
         assert caplog.text.count("times the tokens that are needed") == told, cut
 

@@ -39,7 +39,7 @@ from slime.types.errors import InvalidField
 from slime.types.sample import Sample
 
 log = logging.getLogger(__name__)
-# From this many times the tokens that shared prompts leave to compute, a run is told so.
+# Above this many times the tokens that shared prompts leave to compute, a run is told so.
 MUCH_REPEATED = 1.25
 
 
@@ -149,10 +149,11 @@ class TrainStep:
         """Says once how much is computed again because micro-batches of a fixed size part the samples of a prompt."""
         if self._advised or self.settings.use_dynamic_batch_size or self.ranks.rank:
             return
-        self._advised = True
         computed = sum(lengths.cost(batch) for update in shares for batch in update)
         needed = sum(lengths.cost([position for batch in update for position in batch]) for update in shares)
-        if computed >= MUCH_REPEATED * needed:
+        # A step whose samples are all skipped computes nothing, and says nothing of later steps.
+        self._advised = needed > 0
+        if computed > MUCH_REPEATED * needed:
             log.warning(
                 "--micro-batch-size %d: %.1f times the tokens that are needed, with a prompt for each sample. "
                 "--use-dynamic-batch-size with --max-tokens-per-gpu computes a prompt once for its group",
