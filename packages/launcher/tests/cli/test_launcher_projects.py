@@ -8,9 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from slime.converters.convert import to_hf
 from slime.launcher import cli
 from slime.launcher.cli import export
-from slime.launcher.cli.chat import Conversation, most_tokens
+from slime.launcher.cli.chat import most_tokens
 from slime.launcher.cli.evaluate import collect, evaluation_settings, score, words_of
 from slime.launcher.cli.export import model_of, name_of
 from slime.launcher.cli.init import write_project
@@ -36,7 +34,7 @@ from slime.launcher.run_directory.state import RunState
 from slime.rollout.metrics import evaluation_metrics
 from slime.rollout.recordings.rollouts import record_evaluation
 from slime.types import Sample
-from slime.types.errors import EngineError, InvalidSetting, MissingFile
+from slime.types.errors import InvalidSetting, MissingFile
 
 NUM_GPUS = 0
 
@@ -339,34 +337,9 @@ def test_a_hub_that_does_not_answer_is_told(project: Path, tmp_path: Path) -> No
     assert "--push can be repeated" in done.stderr and (tmp_path / "hf" / "config.json").is_file()
 
 
-def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
-    class Engine(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.send_response(200)
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            self.wfile.write(b'80\r\ndata: {"choices": []}\n')
-            self.close_connection = True
-
-        def log_message(self, *_: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Engine) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, has_template=False)
-        with pytest.raises(EngineError, match="the engine does not answer: IncompleteRead"):
-            list(conversation.answer("x"))
-
-
 def test_an_answer_may_be_as_long_as_in_the_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert most_tokens(make_run("--rollout-max-response-len", "7")) == 7
     assert most_tokens(tmp_path) == 512
-
-
-def test_a_system_message_needs_a_chat_template() -> None:
-    with pytest.raises(InvalidSetting, match="--system requires a model with a chat template"):
-        Conversation("http://127.0.0.1:1", None, has_template=False).start("Be brief.")
 
 
 @pytest.mark.parametrize(

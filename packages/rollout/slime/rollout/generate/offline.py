@@ -12,7 +12,7 @@ from typing import Any
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import run_iteration
-from slime.rollout.generate.output_file import KeptGroups, Progress, check_output
+from slime.rollout.generate.output_file import KeptGroups, ProgressLine, check_output
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
 from slime.rollout.prompts.tokenizer import has_chat_template
@@ -37,7 +37,7 @@ class _PromptsOfFile(MemorySource):
     def __init__(self, rows: list[dict[str, Any]], n_samples: int, kept: KeptGroups) -> None:
         super().__init__(rows, n_samples)
         self._kept = kept
-        self.progress: Progress | None = None
+        self.progress: ProgressLine | None = None
 
     def complete(self, samples: list[Sample], leased: list[Sample] | None = None) -> None:
         super().complete(samples, leased)
@@ -94,7 +94,7 @@ def _generate(settings: RolloutSettings, rows: list[dict[str, Any]], kept: KeptG
         fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
         left = [group for group in fitting if group[0].group_index not in kept.groups]
         source.add_samples(left)
-        source.progress = Progress(len(fitting), len(kept.groups))
+        source.progress = ProgressLine(len(fitting), len(kept.groups))
         call = RolloutCall(0, len(left))
         CALL.set(call)
         started = time.monotonic()

@@ -148,7 +148,7 @@ class KeptGroups:
                 self.path.unlink(missing_ok=True)
 
 
-class Progress:
+class ProgressLine:
     """Says on standard error how many prompts are answered: in one line on a terminal, else in a line now and then."""
 
     def __init__(self, total: int, answered: int) -> None:

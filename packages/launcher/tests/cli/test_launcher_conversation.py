@@ -1,0 +1,38 @@
+"""Conversations of `slime chat` with an engine; test_launcher_projects.py has its arguments, tests/e2e whole chats."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from slime.launcher.cli.chat import Conversation
+from slime.types.errors import EngineError, InvalidSetting
+
+NUM_GPUS = 0
+
+
+def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
+    class Engine(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b'80\r\ndata: {"choices": []}\n')
+            self.close_connection = True
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, has_template=False)
+        with pytest.raises(EngineError, match="the engine does not answer: IncompleteRead"):
+            list(conversation.answer("x"))
+
+
+def test_a_system_message_needs_a_chat_template() -> None:
+    with pytest.raises(InvalidSetting, match="--system requires a model with a chat template"):
+        Conversation("http://127.0.0.1:1", None, has_template=False).start("Be brief.")
