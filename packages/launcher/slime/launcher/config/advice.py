@@ -188,7 +188,10 @@ EFFECTS = (
     ),
     Effect(("kl_loss_type",), "--use-kl-loss or --kl-coef", _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS)),
     Effect(("use_unbiased_kl",), "--use-kl-loss", _any(_on("use_kl_loss"), _OWN_LOSS)),
-    Effect(("ref_load",), "--use-kl-loss or --kl-coef", _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS)),
+    Effect(
+        ("ref_load",), "--use-kl-loss or --kl-coef (the run starts from --load or --hf-checkpoint)",
+        _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS),
+    ),
     Effect(
         ("lr_decay_iters",), "--lr-decay-style or --lr-warmup-fraction",
         lambda args: args["lr_decay_style"] != "constant" or args["lr_warmup_fraction"],

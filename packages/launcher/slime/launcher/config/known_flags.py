@@ -24,11 +24,12 @@ PLANNED: dict[str, str] = {
     "no family of models here has linear or sparse attention": """qwen-gdn-backend allgather-cp freeze-indexer
         use-gated-attention""",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
+    "the trainer has one attention, for packed rows": "attn-implementation",
     "engines read the files of a weight update as soon as rank 0 has written them": (
         "custom-update-weight-post-write-path"
     ),
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
-        sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
+        sglang-router-ip sglang-router-port use-distributed-post http-proxy use-slime-router""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
