@@ -1,17 +1,17 @@
 """Samples a second from client to client: the buffer beside Ray's object store and bare SQLite.
 
     python benchmarks/buffer/peers.py [--json] [--groups 256] [--samples 8] [--tokens 1024 4096] [--producers 2]
-        [--repeats 5]
+        [--batch 16] [--repeats 5]
 
 `--producers` processes each hand over groups of `--samples` samples, and one process takes all of them, as arrays or
 lists of its own. Every process is an actor of one Ray cluster on this machine, whatever way the samples go:
 
-    buffer, process   lease, complete; then seal, read, acknowledge and commit steps of 32 groups
-    buffer, power     the same with --buffer-durability power: every group waits for the disk
+    buffer, process   lease and complete `--batch` groups; then seal, read, acknowledge and commit steps of 32 groups
+    buffer, power     the same with --buffer-durability power: every completion waits for the disk
     Ray, lists        ray.put of a group whose fields are lists of numbers, then ray.get
     Ray, numpy        the same with numpy arrays
-    SQLite, NORMAL    a transaction for each group, encoded by our codec, with synchronous = NORMAL, then SELECT
-    SQLite, FULL      the same with synchronous = FULL: every group waits for the disk
+    SQLite, NORMAL    a transaction for `--batch` groups, encoded by our codec, with synchronous = NORMAL, then SELECT
+    SQLite, FULL      the same with synchronous = FULL: every transaction waits for the disk
 
 Ray's ways lose every sample with the process that put it; SQLite has no leases, checks and steps. The ways take turns.
 A ratio is that of the buffer's throughput to a peer's in the same repeat, a buffer that waits for the disk beside a
@@ -87,25 +87,34 @@ class ClientProcess:
             self.databases[way].execute(f"PRAGMA synchronous = {way.split()[-1]}")
         return self.databases[way]
 
-    def produce(self, way: str, groups: int, consumer: Any) -> None:
+    def produce(self, way: str, groups: int, batch: int, consumer: Any) -> None:
         taken = []
-        for _ in range(groups):
+        while groups:
+            batch = min(batch, groups)
             if way in BUFFERS:
-                (lease,) = self.client(way).lease_groups(1, wait_seconds=60)
-                for sample, values in zip(lease.group.samples, self.group, strict=True):
-                    sample.__dict__.update(values, status=Sample.Status.COMPLETED)
-                self.client(way).complete_group(lease.token, lease.group.samples)
+                batch = self.complete(self.client(way), batch)
             elif way.startswith("Ray"):
                 group = self.lists if way.endswith("lists") else self.group
                 # In a list, so that the consumer and not Ray gets what the reference names.
-                taken.append(consumer.take.remote([ray.put(group)]))
+                taken += [consumer.take.remote([ray.put(group)]) for _ in range(batch)]
             else:
-                encoded = [(encode_sample(Sample(prompt="1 + 12", **values)),) for values in self.group]
                 connection = self.database(way)
                 connection.execute("BEGIN IMMEDIATE")
-                connection.executemany("INSERT INTO samples (sample) VALUES (?)", encoded)
+                for _ in range(batch):
+                    encoded = [(encode_sample(Sample(prompt="1 + 12", **values)),) for values in self.group]
+                    connection.executemany("INSERT INTO samples (sample) VALUES (?)", encoded)
                 connection.execute("COMMIT")
+            groups -= batch
         ray.get(taken, timeout=SECONDS)
+
+    def complete(self, client: BufferClient, batch: int) -> int:
+        """Leases up to `batch` groups and completes them; returns their number."""
+        leases = client.lease_groups(batch, wait_seconds=60)
+        for lease in leases:
+            for sample, values in zip(lease.group.samples, self.group, strict=True):
+                sample.__dict__.update(values, status=Sample.Status.COMPLETED)
+        client.complete_groups([(lease.token, lease.group.samples) for lease in leases])
+        return len(leases)
 
     def take(self, references: list[Any]) -> None:
         (group,) = ray.get(references)
@@ -169,7 +178,10 @@ def measure(options: argparse.Namespace, tokens: int, directory: Path) -> dict[s
                     opened[way].add_prompts([f"{repeat}-{number}" for number in range(options.groups)])
                 started = time.perf_counter()
                 calls = [consumer.consume.remote(way, repeat * steps, options.groups)]
-                calls += [each.produce.remote(way, n, consumer) for each, n in zip(producers, shares, strict=True)]
+                calls += [
+                    each.produce.remote(way, n, options.batch, consumer)
+                    for each, n in zip(producers, shares, strict=True)
+                ]
                 ray.get(calls, timeout=2 * SECONDS)
                 if repeat:
                     speeds.append(options.groups * options.samples / (time.perf_counter() - started))
@@ -194,6 +206,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="Samples of a group (default: 8)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="Of a sample (default: 1024 4096)")
     parser.add_argument("--producers", type=int, default=2, help="Processes that hand over groups (default: 2)")
+    parser.add_argument("--batch", type=int, default=16, help="Groups that a producer has at once (default: 16)")
     parser.add_argument("--repeats", type=int, default=5, help="Repeats of each way (default: 5)")
     options = parser.parse_args()
     if options.groups < GROUPS_OF_STEP or options.groups % GROUPS_OF_STEP:

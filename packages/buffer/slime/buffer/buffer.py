@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from slime.buffer.detached import DetachedSteps
 from slime.buffer.filters import BufferFilter
 from slime.buffer.groups.evaluation import EvaluationSets, read_evaluation_files
+from slime.buffer.groups.handed_in import HandedIn
 from slime.buffer.groups.leases import Leased, Leases
 from slime.buffer.groups.place import place_lines, restore_place
 from slime.buffer.groups.prompts import Prompts
@@ -173,12 +174,12 @@ class Buffer:
             self.run_lock.check(writer)
             return self.leases.renew(tokens, ttl)
 
-    def complete(self, writer: WriterId, token: str, samples: Sequence[sample_pb2.Sample]) -> bool:
-        """Completes a group, see `Leases.complete`; returns whether this token had completed it before."""
-        return self.leases.complete(token, samples, lambda: self.run_lock.check(writer))
+    def complete(self, writer: WriterId, handed_in: Sequence[HandedIn]) -> list[bool]:
+        """Completes groups, see `Leases.complete`; returns for each whether its token had completed it before."""
+        return self.leases.complete(handed_in, lambda: self.run_lock.check(writer))
 
-    def give_back(self, writer: WriterId, token: str, samples: Sequence[sample_pb2.Sample]) -> None:
-        self.leases.give_back(token, samples, lambda: self.run_lock.check(writer))
+    def give_back(self, writer: WriterId, handed_in: HandedIn) -> None:
+        self.leases.give_back(handed_in, lambda: self.run_lock.check(writer))
 
     def reject(self, writer: WriterId, token: str, reason: str) -> None:
         with self.store.transaction():

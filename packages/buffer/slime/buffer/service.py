@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Self
 
 import grpc
 
 from slime.buffer.buffer import WAITING_CALLS, Buffer
+from slime.buffer.groups.handed_in import read_group, read_groups
 from slime.buffer.groups.prompts import encode_prompt, prompt_of_message
 from slime.buffer.groups.run_lock import WriterId
 from slime.buffer.groups.samples import group_message
@@ -22,7 +24,7 @@ from slime.types.codec import encode_list
 from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
-from slime.v1 import buffer_pb2, buffer_pb2_grpc, sample_pb2
+from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 SERVICE_NAME = "slime.v1.BufferService"
 # A stream holds a thread for as long as its client likes, as a waiting call does. The limits leave threads for others.
@@ -42,6 +44,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self.buffer = buffer
         settings = buffer.settings
         held = 2 * max(settings.max_group_mb, settings.max_prompts_mb) << 20
+        self._most_bytes = settings.max_group_mb << 20
         self._incoming = Streams(INCOMING_STREAMS, STREAM_SECONDS, held)
         self._outgoing = Streams(OUTGOING_STREAMS, STREAM_SECONDS)
 
@@ -113,40 +116,34 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         self, requests: Iterator[buffer_pb2.ReturnGroupRequest], context: Any
     ) -> buffer_pb2.ReturnGroupResponse:
         with self._incoming.open(context) as taken:
-            self.buffer.give_back(*self._handed_in(requests, taken))
+            writer, requests = self._begun(requests)
+            self.buffer.give_back(writer, read_group(requests, taken, self._most_bytes))
         return buffer_pb2.ReturnGroupResponse()
 
     def CompleteGroup(
         self, requests: Iterator[buffer_pb2.CompleteGroupRequest], context: Any
     ) -> buffer_pb2.CompleteGroupResponse:
         with self._incoming.open(context) as taken:
-            duplicate = self.buffer.complete(*self._handed_in(requests, taken))
+            writer, requests = self._begun(requests)
+            (duplicate,) = self.buffer.complete(writer, [read_group(requests, taken, self._most_bytes)])
         return buffer_pb2.CompleteGroupResponse(duplicate=duplicate)
 
-    def _handed_in(
-        self, requests: Iterator[Any], taken: Callable[[int], None]
-    ) -> tuple[WriterId, str, list[sample_pb2.Sample]]:
-        """Reads (writer, token, samples) of a stream whose last message commits. Raises InvalidField for any other."""
-        writer, token, committed = WriterId("", 0), "", False
-        samples: list[sample_pb2.Sample] = []
-        size, limit = 0, self.buffer.settings.max_group_mb << 20
-        for number, request in enumerate(requests):
-            if committed:
-                raise InvalidField("commit", "a message after the one with commit", "commit in the last message")
-            if number == 0:
-                writer, token = _writer(request), request.lease_token
-                self.buffer.run_lock.check(writer)
-            size += request.ByteSize()
-            if size > limit:
-                raise InvalidField(
-                    "samples", f"more than {limit} bytes", f"a group of at most {limit >> 20} MiB (--max-group-mb)"
-                )
-            taken(request.ByteSize())
-            samples.extend(request.samples)
-            committed = request.commit
-        if not committed:
-            raise InvalidField("commit", False, "true in the last message of the stream: nothing was stored")
-        return writer, token, samples
+    def CompleteGroups(
+        self, requests: Iterator[buffer_pb2.CompleteGroupsRequest], context: Any
+    ) -> buffer_pb2.CompleteGroupsResponse:
+        with self._incoming.open(context) as taken:
+            writer, parts = self._begun(part for request in requests for part in request.parts)
+            duplicates = self.buffer.complete(writer, read_groups(parts, taken, self._most_bytes))
+        return buffer_pb2.CompleteGroupsResponse(duplicates=duplicates)
+
+    def _begun(self, messages: Iterator[Any]) -> tuple[WriterId, Iterator[Any]]:
+        """Returns the writer in the first message, and all messages. Raises StaleWriter before the others are read."""
+        first = next(messages, None)
+        if first is None:
+            return WriterId("", 0), iter(())
+        writer = _writer(first)
+        self.buffer.run_lock.check(writer)
+        return writer, chain([first], messages)
 
     def RejectGroup(self, request: buffer_pb2.RejectGroupRequest, context: Any) -> buffer_pb2.RejectGroupResponse:
         self.buffer.reject(_writer(request), request.lease_token, _short("reason", request.reason))

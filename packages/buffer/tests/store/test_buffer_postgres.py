@@ -18,6 +18,7 @@ from postgres_server import PostgresServer, missing, postgres_server
 
 from slime.buffer.buffer import Buffer
 from slime.buffer.cli import main
+from slime.buffer.groups.handed_in import HandedIn
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import postgres_session
@@ -249,8 +250,8 @@ def test_a_commit_whose_answer_is_lost_keeps_its_samples(settings, postgres):
 
         connection.execute = answer_lost
         with pytest.raises(Unavailable, match="does not answer"):
-            buffer.complete(writer, leased.group.token or "", samples)
-        assert buffer.complete(writer, leased.group.token or "", samples) is True
+            buffer.complete(writer, [HandedIn(leased.group.token or "", samples)])
+        assert buffer.complete(writer, [HandedIn(leased.group.token or "", samples)]) == [True]
         assert buffer.seal(writer, 0, 1, wait=0, caller=Caller())
         assert len(list(buffer.read_step(0, [0], ""))) == 1
 

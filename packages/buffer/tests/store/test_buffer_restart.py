@@ -16,6 +16,7 @@ import pytest
 from buffer_samples import complete, finish
 
 from slime.buffer.buffer import Buffer
+from slime.buffer.groups.handed_in import HandedIn
 from slime.buffer.groups.prompts import encode_prompt
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
@@ -293,7 +294,7 @@ def test_a_lease_that_ends_while_its_group_is_written(settings):
         buffer.payloads.write = slow  # type: ignore[method-assign]
         with pytest.raises(LeaseLost):
             samples = finish(map(sample_from_proto, leased.samples))
-            buffer.complete(writer, leased.group.token or "", list(map(sample_to_proto, samples)))
+            buffer.complete(writer, [HandedIn(leased.group.token or "", list(map(sample_to_proto, samples)))])
         assert buffer.store.payload_names() == set()
         assert not list(Path(settings["buffer_dir"]).glob("payloads/*/*"))
     finally:

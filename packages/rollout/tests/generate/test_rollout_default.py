@@ -251,6 +251,28 @@ def test_a_group_whose_lease_expired_is_completed_under_a_new_one():
     assert [group.group_index for group in buffer.waiting] == [3] and not buffer.leased
 
 
+@pytest.mark.parametrize("wrong", ["nothing", "a sample", "a lease"])
+def test_groups_that_a_function_returns_are_completed_in_one_call_or_one_by_one(wrong: str):
+    buffer = FakeBuffer(prompt_groups(4, 1))
+    with LeasedDataSource(buffer, worker_id="test") as source:
+        groups = source.get_samples(3)
+        for number, (sample,) in enumerate(groups):
+            sample.tokens, sample.response, sample.response_length = [3, 4, 1], "2", 2
+            sample.reward, sample.status = (
+                float("nan") if wrong == "a sample" and number else 1.0,
+                Sample.Status.COMPLETED,
+            )
+        if wrong == "a lease":
+            expire(buffer)
+        if wrong == "a sample":
+            with pytest.raises(InvalidField, match="reward"):
+                source.complete_rest(groups)
+        else:
+            source.complete_rest(groups)
+    assert buffer.calls_with_several == 1
+    assert sorted(buffer.completed) == ([0] if wrong == "a sample" else [0, 1, 2]) and not buffer.leased
+
+
 def test_a_group_that_is_leased_again_while_it_is_worked_on_is_not_begun_twice():
     buffer = FakeBuffer(prompt_groups(2, 1))
     with LeasedDataSource(buffer, worker_id="test") as source:

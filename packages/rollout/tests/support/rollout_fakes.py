@@ -228,6 +228,7 @@ class FakeBuffer:
         self.returned: list[tuple[int, list[Sample]]] = []
         self.rejected: list[tuple[int, str]] = []
         self.renewed: list[str] = []
+        self.calls_with_several = 0
         self.run = Writer("run", 1)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -270,6 +271,14 @@ class FakeBuffer:
         validate_samples(samples, validate_finished)
         self.completed[self._end(token).group_index] = list(samples)
         return False
+
+    def complete_groups(self, groups: list[tuple[str, list[Sample]]]) -> list[bool]:
+        self.calls_with_several += 1
+        for token, samples in groups:
+            validate_samples(samples, validate_finished)
+            if token not in self.leased:
+                raise LeaseLost(f"no lease {token}", field="lease_token", value=token)
+        return [self.complete_group(token, samples) for token, samples in groups]
 
     def reject_group(self, token: str, reason: str) -> None:
         self.rejected.append((self._end(token).group_index, reason))

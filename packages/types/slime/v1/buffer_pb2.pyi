@@ -208,6 +208,18 @@ class CompleteGroupResponse(_message.Message):
     duplicate: bool
     def __init__(self, duplicate: bool = ...) -> None: ...
 
+class CompleteGroupsRequest(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[CompleteGroupRequest]
+    def __init__(self, parts: _Optional[_Iterable[_Union[CompleteGroupRequest, _Mapping]]] = ...) -> None: ...
+
+class CompleteGroupsResponse(_message.Message):
+    __slots__ = ("duplicates",)
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    duplicates: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, duplicates: _Optional[_Iterable[bool]] = ...) -> None: ...
+
 class RejectGroupRequest(_message.Message):
     __slots__ = ("writer", "lease_token", "reason")
     WRITER_FIELD_NUMBER: _ClassVar[int]

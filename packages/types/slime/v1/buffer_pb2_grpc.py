@@ -69,6 +69,11 @@ class BufferServiceStub(object):
                 request_serializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupResponse.FromString,
                 _registered_method=True)
+        self.CompleteGroups = channel.stream_unary(
+                '/slime.v1.BufferService/CompleteGroups',
+                request_serializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupsRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupsResponse.FromString,
+                _registered_method=True)
         self.RejectGroup = channel.unary_unary(
                 '/slime.v1.BufferService/RejectGroup',
                 request_serializer=slime_dot_v1_dot_buffer__pb2.RejectGroupRequest.SerializeToString,
@@ -192,6 +197,14 @@ class BufferServiceServicer(object):
 
     def CompleteGroup(self, request_iterator, context):
         """Completes a group: a header, its samples, then commit. Completing twice is the same as once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompleteGroups(self, request_iterator, context):
+        """Completes several groups, all of them or none. A group is what CompleteGroup takes, in one part or more; the part
+        after a commit begins the next group. Cheaper than a call for each: one call and one transaction.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -339,6 +352,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.CompleteGroup,
                     request_deserializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupRequest.FromString,
                     response_serializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupResponse.SerializeToString,
+            ),
+            'CompleteGroups': grpc.stream_unary_rpc_method_handler(
+                    servicer.CompleteGroups,
+                    request_deserializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupsRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_buffer__pb2.CompleteGroupsResponse.SerializeToString,
             ),
             'RejectGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.RejectGroup,
@@ -605,6 +623,33 @@ class BufferService(object):
             '/slime.v1.BufferService/CompleteGroup',
             slime_dot_v1_dot_buffer__pb2.CompleteGroupRequest.SerializeToString,
             slime_dot_v1_dot_buffer__pb2.CompleteGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteGroups(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/slime.v1.BufferService/CompleteGroups',
+            slime_dot_v1_dot_buffer__pb2.CompleteGroupsRequest.SerializeToString,
+            slime_dot_v1_dot_buffer__pb2.CompleteGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slime.buffer.filters import BufferFilter
+from slime.buffer.groups.handed_in import HandedIn
 from slime.buffer.groups.pacing import Deadlines, oldest_version, unsealed_groups
 from slime.buffer.groups.prompts import Prompts
 from slime.buffer.groups.samples import expand, samples_of
@@ -188,64 +190,70 @@ class Leases:
                 self.store.update_groups([group.group_index], expires_at=self.clock() + seconds)
         return lost
 
-    def complete(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> bool:
-        """Completes a group; returns whether its token had done so before. Raises LeaseLost, InvalidField, OutOfSpace.
+    def complete(self, handed_in: Sequence[HandedIn], authorise: Callable[[], None]) -> list[bool]:
+        """Completes groups, all of them or none; returns for each whether its token had done so before.
 
-        authorise: raises StaleWriter if the caller may not write.
+        authorise: raises StaleWriter if the caller may not write. Raises LeaseLost, InvalidField, OutOfSpace.
         """
-        return self._hand_in(token, messages, authorise, "complete")
+        return self._hand_in(handed_in, authorise, "complete")
 
-    def give_back(self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None]) -> None:
-        """Makes the group READY with `messages` as its samples; without any, as it was leased."""
-        self._hand_in(token, messages, authorise, "return")
+    def give_back(self, handed_in: HandedIn, authorise: Callable[[], None]) -> None:
+        """Makes the group READY with these samples as its own; without any, as it was leased."""
+        self._hand_in([handed_in], authorise, "return")
 
-    def _hand_in(
-        self, token: str, messages: Sequence[sample_pb2.Sample], authorise: Callable[[], None], ended_by: str
-    ) -> bool:
+    def _hand_in(self, handed_in: Sequence[HandedIn], authorise: Callable[[], None], ended_by: str) -> list[bool]:
         # Checked first, so that no payload is written for a lost lease.
         with self.store.lock:
             authorise()
-            group = self._leased(token, ended_by)
-        if group is None:
-            return True
-        columns: dict[str, object] = {}
-        if messages or ended_by == "complete":
-            # Outside the transaction: it takes long, and others need not wait for it.
-            samples = check_samples(group, messages, finished=ended_by == "complete", rules=self.rules)
-            parts = [message.SerializeToString() for message in messages]
-            if ended_by == "complete":
-                columns["summaries"] = encode_summaries(messages, samples)
-                if (oldest := oldest_of(samples)) is not None:
-                    columns["weight_version"] = oldest
-            columns["payload"] = self.payloads.write(group.group_index, parts)
-            columns["sizes"] = [len(part) for part in parts]
-            columns["checksums"] = [zlib.crc32(part) for part in parts]
+            leased = [self._leased(each.token, ended_by) for each in handed_in]
+        # Outside the transaction: it takes long, and others need not wait for it.
+        checked = [
+            _checked(group, each.samples, ended_by, self.rules, f"groups[{position}]." if len(handed_in) > 1 else "")
+            for position, (group, each) in enumerate(zip(leased, handed_in, strict=True))
+        ]
+        columns = [of_group for of_group, _ in checked]
         try:
+            for group, (of_group, parts) in zip(leased, checked, strict=True):
+                if group is not None and parts:
+                    of_group["payload"] = self.payloads.write(group.group_index, parts)
+            self.payloads.flush([of_group["payload"] for of_group in columns if "payload" in of_group])
             with self.store.transaction():
                 authorise()
-                # The lease may have ended meanwhile.
-                group = self._leased(token, ended_by)
-                if group is not None:
-                    state = State.COMPLETED if ended_by == "complete" else State.READY
-                    self._end(group, ended_by, state=state, **columns)
-                    # A step may also have waited for a group that is given back.
-                    for topic in [COMPLETED] if ended_by == "complete" else [READY, COMPLETED]:
-                        self.wake(topic, 1)
+                # A lease may have ended meanwhile.
+                ended = [
+                    self._end_leased(each.token, ended_by, of_group)
+                    for each, of_group in zip(handed_in, columns, strict=True)
+                ]
+                count = sum(group is not None for group in ended)
+                # A step may also have waited for a group that is given back.
+                for topic in [COMPLETED] if ended_by == "complete" else [READY, COMPLETED]:
+                    if count:
+                        self.wake(topic, count)
         except Unavailable:
             # The state may name the payload: a connection that breaks does not say whether the transaction took place.
             raise
         except BaseException:
             self._delete(columns)
             raise
-        if group is None:
-            self._delete(columns)
-        elif group.payload is not None and "payload" in columns:
-            self.payloads.delete(group.payload)
-        return group is None
+        for group, of_group in zip(ended, columns, strict=True):
+            if group is None:
+                self._delete([of_group])
+            elif group.payload is not None and "payload" in of_group:
+                self.payloads.delete(group.payload)
+        return [group is None for group in ended]
 
-    def _delete(self, columns: dict[str, object]) -> None:
-        if "payload" in columns:
-            self.payloads.delete(str(columns["payload"]))
+    def _end_leased(self, token: str, ended_by: str, columns: Mapping[str, Any]) -> Group | None:
+        """Ends a lease with what was handed in; returns the group as it was, None if its lease was ended before."""
+        group = self._leased(token, ended_by)
+        if group is not None:
+            state = State.COMPLETED if ended_by == "complete" else State.READY
+            self._end(group, ended_by, state=state, **columns)
+        return group
+
+    def _delete(self, columns: Iterable[Mapping[str, Any]]) -> None:
+        for of_group in columns:
+            if "payload" in of_group:
+                self.payloads.delete(of_group["payload"])
 
     def reject(self, token: str, reason: str) -> str | None:
         """Rejects a group; returns the payload to delete once the transaction is over. Inside a transaction.
@@ -315,3 +323,32 @@ class Leases:
         """Returns the seconds until the next lease expires; None if no lease runs."""
         next_expiry = self.store.next_expiry()
         return None if next_expiry is None else max(0.0, next_expiry - self.clock())
+
+
+def _checked(
+    group: Group | None, messages: Sequence[sample_pb2.Sample], ended_by: str, rules: CompletionRules, prefix: str
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Checks what is handed in for a group; returns columns of its row and the encoded samples.
+
+    Both are empty where there is nothing to store. prefix: of the fields that errors name. Raises InvalidField.
+    """
+    finished = ended_by == "complete"
+    if group is None or not (messages or finished):
+        return {}, []
+    try:
+        samples = check_samples(group, messages, finished=finished, rules=rules)
+    except InvalidField as error:
+        if not prefix:
+            raise
+        field, message = f"{prefix}{error.field}", f"{prefix}{error.message}"
+        raise InvalidField(field, error.value, error.expected, message) from None
+    parts = [message.SerializeToString() for message in messages]
+    columns: dict[str, Any] = {
+        "sizes": [len(part) for part in parts],
+        "checksums": [zlib.crc32(part) for part in parts],
+    }
+    if finished:
+        columns["summaries"] = encode_summaries(messages, samples)
+        if (oldest := oldest_of(samples)) is not None:
+            columns["weight_version"] = oldest
+    return columns, parts

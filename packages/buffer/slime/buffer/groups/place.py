@@ -122,6 +122,7 @@ def _restore_group(line: dict[str, Any], store: Store, prompts: Prompts, payload
     )
     if samples:
         group.payload = payloads.write(group.group_index, samples)
+        payloads.flush([group.payload])
     store.insert_groups([group])
 
 

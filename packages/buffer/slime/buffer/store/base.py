@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +230,10 @@ class Payloads(ABC):
     @abstractmethod
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
         """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace, and leaves nothing behind then."""
+
+    def flush(self, names: Collection[str]) -> None:  # noqa: B027
+        """Makes payloads survive a power cut where that was asked for and `write` does not; call it before the state
+        names them. Raises OutOfSpace."""
 
     @abstractmethod
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -1,8 +1,8 @@
 """Payloads as files: one file per group, written under a temporary name and renamed.
 
 A file is never written again: a group that is returned and completed later gets a new file, and the old one is deleted
-once the state names the new one. With `fsync` the file and its directory reach the disk before `write` returns; without
-it, a completed group survives the death of the process but not a power cut, after which `read` raises DataLoss.
+once the state names the new one. With `fsync` files and their directories reach the disk before `flush` returns;
+without it, a completed group survives the death of the process but not a power cut, after which `read` raises DataLoss.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slime.buffer.store.base import Payloads
-from slime.types.errors import DataLoss, InvalidFile, OutOfSpace
+from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, counted
 from slime.types.files import whole_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -56,29 +56,41 @@ class FilePayloads(Payloads):
         path = self.directory / name
         partial = path.with_name(path.name + ".part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
+            try:
+                file = open(partial, "wb")
+            except FileNotFoundError:  # the first group of its directory
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = open(partial, "wb")
+            with file:
                 file.writelines(parts)
-                if self.fsync:
-                    file.flush()
-                    os.fsync(file.fileno())
             os.rename(partial, path)
-            if self.fsync:
-                _fsync_directory(path.parent)
-                _fsync_directory(self.directory)
         except OSError as error:
             partial.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             if error.errno in FULL:
-                size = sum(map(len, parts))
-                raise OutOfSpace(
-                    f"group {group_index}: no space for {size} bytes in {self.directory}: {error.strerror}",
-                    field="buffer_dir",
-                    value=str(self.directory),
-                    expected=f"{size} bytes free",
-                ) from error
+                raise self._out_of_space(f"group {group_index}", sum(map(len, parts)), error) from error
             raise
         return name
+
+    def flush(self, names: Collection[str]) -> None:
+        if not self.fsync or not names:
+            return
+        paths = [self.directory / name for name in names]
+        try:
+            # All files before any directory: the disk then has several writes to order.
+            for path in (*paths, *sorted({path.parent for path in paths}), self.directory):
+                _fsync(path)
+        except OSError as error:
+            if error.errno in FULL:
+                size = sum(path.stat().st_size for path in paths)
+                raise self._out_of_space(counted(len(paths), "group"), size, error) from error
+            raise
+
+    def _out_of_space(self, what: str, size: int, error: OSError) -> OutOfSpace:
+        return OutOfSpace(
+            f"{what}: no space for {size} bytes in {self.directory}: {error.strerror}",
+            field="buffer_dir", value=str(self.directory), expected=f"{size} bytes free",
+        )  # fmt: skip
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         path = self.directory / name
@@ -160,7 +172,8 @@ def group_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _fsync_directory(path: Path) -> None:
+def _fsync(path: Path) -> None:
+    """Flushes a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

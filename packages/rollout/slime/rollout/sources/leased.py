@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -36,6 +36,7 @@ class BufferCalls(Protocol):
     def renew_leases(self, tokens: list[str], ttl_seconds: float) -> list[str]: ...
     def return_group(self, token: str, samples: list[Sample]) -> None: ...
     def complete_group(self, token: str, samples: list[Sample]) -> bool: ...
+    def complete_groups(self, groups: list[tuple[str, list[Sample]]]) -> list[bool]: ...
     def reject_group(self, token: str, reason: str) -> None: ...
 
 
@@ -188,36 +189,49 @@ class LeasedDataSource:
         one that is left, in order. Padding (group_index -1) is left out. Raises InvalidField for more groups than were
         leased.
         """
-        call = CALL.get()
         done = {id(sample) for samples in self.completed for sample in samples}
+        named: dict[int, list[Sample]] = {}
         unnamed = []
         for group in groups:
             if not group or id(group[0]) in done or group[0].group_index == -1:
                 continue
             index = self.find(group)
-            if index is None:
+            if index is None or index in named:
                 unnamed.append(group)
-                continue
-            self._complete_as(index, group)
-            if call is not None:
-                call.advance()
-        left = self.leased_groups()
+            else:
+                named[index] = group
+        left = [index for index in self.leased_groups() if index not in named]
         if len(unnamed) > len(left):
-            raise InvalidField(
-                "samples", len(groups), f"at most {len(groups) - len(unnamed) + len(left)}, as were leased"
-            )
-        for group, index in zip(unnamed, left, strict=False):
-            self._complete_as(index, group)
+            most = len(groups) - len(unnamed) + len(left)
+            raise InvalidField("samples", len(groups), f"at most {most}, as were leased")
+        self._complete_all([*named.items(), *zip(left, unnamed, strict=False)])
+
+    def _complete_all(self, groups: list[tuple[int, list[Sample]]]) -> None:
+        """Completes (index, samples) in one call; one by one where the buffer does not take all of them."""
+        call = CALL.get()
+        if len(groups) > 1:
+            with self._calling():
+                handed_in = []
+                for index, samples in groups:
+                    lease = self._leases[index]
+                    _fill(lease, index, samples)
+                    handed_in.append((lease.token, samples))
+                with suppress(LeaseLost, InvalidField):
+                    self.buffer.complete_groups(handed_in)
+                    for index, samples in groups:
+                        self.completed.append(samples)
+                        self.forget(index)
+                        if call is not None:
+                            call.advance()
+                    return
+        for index, samples in groups:
+            self._complete_as(index, samples)
             if call is not None:
                 call.advance()
 
     def _complete_as(self, index: int, samples: list[Sample]) -> None:
         def complete(lease: _Lease) -> None:
-            for position, sample in enumerate(samples):
-                sample.group_index = index
-                if sample.index is None and position < len(lease.samples):
-                    sample.index = lease.samples[position].index
-                _finish(sample)
+            _fill(lease, index, samples)
             self.buffer.complete_group(lease.token, samples)
             self.completed.append(samples)
 
@@ -330,6 +344,15 @@ class LeasedDataSource:
                     self.buffer.renew_leases(tokens, self.ttl_seconds)
                 except SlimeError as error:
                     log.warning("leases could not be renewed: %s", error)
+
+
+def _fill(lease: _Lease, index: int, samples: list[Sample]) -> None:
+    """Sets group, index and what else a user's function may have left open."""
+    for position, sample in enumerate(samples):
+        sample.group_index = index
+        if sample.index is None and position < len(lease.samples):
+            sample.index = lease.samples[position].index
+        _finish(sample)
 
 
 def _finish(sample: Sample) -> None:

@@ -22,7 +22,6 @@ from slime.types.clients.buffer_records import (
     Stats,
     StoredGroup,
     chunk_messages,
-    chunk_samples,
     info_from_proto,
     prompt_to_proto,
     state_name,
@@ -30,7 +29,8 @@ from slime.types.clients.buffer_records import (
     stats_from_proto,
     summary_from_proto,
 )
-from slime.types.codec import encode_list, group_from_proto, sample_from_proto
+from slime.types.clients.handing_in import CompletingCall, calls_of, messages_of
+from slime.types.codec import group_from_proto, sample_from_proto
 from slime.types.errors import Busy, DeadlineExceeded
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings
@@ -147,6 +147,25 @@ class BufferClient(Client):
         validate_samples(samples, partial(validate_finished, reward_required=False))
         request, answer = buffer_pb2.CompleteGroupRequest, buffer_pb2.CompleteGroupResponse
         return self._hand_in("CompleteGroup", request, answer, token, samples).duplicate
+
+    def complete_groups(self, groups: Sequence[tuple[str, Sequence[Sample]]]) -> list[bool]:
+        """Completes groups of (lease token, finished samples); returns for each what `complete_group` does.
+
+        Groups of up to 16 MiB together are one call, which stores all of them or none; more are several calls. Raises
+        as `complete_group`, naming groups[POSITION]. Repeating it changes nothing for groups that are stored already.
+        """
+        for position, (_, samples) in enumerate(groups):
+            with CompletingCall(position, 1, []).naming_groups():
+                validate_samples(samples, partial(validate_finished, reward_required=False))
+        duplicates: list[bool] = []
+        for call in calls_of(groups, self._writer()):
+            with call.naming_groups():
+                if call.parts:
+                    answer = self._send("CompleteGroups", buffer_pb2.CompleteGroupsResponse, call.messages)
+                    duplicates += answer.duplicates
+                else:
+                    duplicates.append(self.complete_group(*groups[call.first]))
+        return duplicates
 
     def reject_group(self, token: str, reason: str) -> None:
         self._call(
@@ -284,18 +303,11 @@ class BufferClient(Client):
 
     def _hand_in(self, name: str, request: Any, answer: Any, token: str, samples: Sequence[Sample]) -> Any:
         """Calls the method `name` with the group of a lease; returns its answer."""
-        header = request(writer=self._writer(), lease_token=token).SerializeToString()
+        header = request(writer=self._writer(), lease_token=token)
+        return self._send(name, answer, lambda: messages_of(header, samples))
 
-        def messages() -> Iterator[bytes]:
-            # A message costs about a millisecond, so a small group is sent as one, header and commit included.
-            message = header
-            for number, chunk in enumerate(chunk_samples(samples)):
-                if number:
-                    yield message
-                    message = b""
-                message += encode_list(request, "samples", chunk)
-            yield message + request(commit=True).SerializeToString()
-
+    def _send(self, name: str, answer: Any, messages: Callable[[], Iterator[bytes]]) -> Any:
+        """Calls the method `name` with encoded messages, which `messages` makes again for each attempt."""
         begun = messages()
         message, path = next(begun), f"/{SERVICE_NAME}/{name}"
         if next(begun, None) is None:

@@ -187,15 +187,16 @@ def stats_from_proto(answer: buffer_pb2.GetStatsResponse) -> Stats:
 
 def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> Iterator[list[bytes]]:
     """Yields encoded samples in lists of about `max_bytes`; a larger sample is a list of its own."""
-    yield from _chunks(map(encode_sample, samples), len, max_bytes)
+    yield from chunks(map(encode_sample, samples), len, max_bytes)
 
 
 def chunk_messages(messages: Iterable[M], max_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
     """Yields `messages` in lists of about `max_bytes`; a larger message is a list of its own."""
-    yield from _chunks(messages, lambda message: message.ByteSize(), max_bytes)
+    yield from chunks(messages, lambda message: message.ByteSize(), max_bytes)
 
 
-def _chunks(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+def chunks(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yields `items` in lists of about `max_bytes`; a larger item is a list of its own."""
     chunk: list[T] = []
     size = 0
     for item in items:

@@ -32,6 +32,7 @@ CALLERS: dict[str, frozenset[Role]] = {
     "/slime.v1.BufferService/RenewLeases": _ROLLOUT,
     "/slime.v1.BufferService/ReturnGroup": _ROLLOUT,
     "/slime.v1.BufferService/CompleteGroup": _ROLLOUT,
+    "/slime.v1.BufferService/CompleteGroups": _ROLLOUT,
     "/slime.v1.BufferService/RejectGroup": _ROLLOUT,
     "/slime.v1.BufferService/RequeueGroups": _TRAIN,
     "/slime.v1.BufferService/SealStep": _TRAIN,

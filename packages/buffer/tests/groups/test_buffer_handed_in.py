@@ -1,0 +1,157 @@
+"""Several groups completed in one call, over real gRPC: all of them or none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import grpc
+import pytest
+from buffer_samples import finish
+
+from slime.buffer.groups import handed_in
+from slime.buffer.groups.leases import Leases
+from slime.types.clients import handing_in
+from slime.types.errors import InvalidField, LeaseLost, StaleWriter
+from slime.v1 import buffer_pb2, buffer_pb2_grpc
+
+pytestmark = pytest.mark.stores
+
+
+@pytest.fixture
+def client(connected):
+    client = connected(n_samples_per_prompt=2)
+    client.add_prompts(["a", "b", "c", "d"])
+    return client
+
+
+def finished(leases):
+    return [(lease.token, finish(lease.group.samples)) for lease in leases]
+
+
+def test_groups_are_completed_in_one_call_and_a_second_time_without_effect(client):
+    groups = finished(client.lease_groups(3))
+    assert client.complete_groups(groups[:1]) == [False]
+    assert client.complete_groups(groups) == [True, False, False]
+    assert client.complete_groups([]) == []
+    client.seal_step(0, 3)
+    assert client.complete_groups(groups) == [True, True, True]
+    assert [sample.index for sample in client.read_step(0, range(6))] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_token_that_occurs_twice_completes_its_group_once(client):
+    (group,) = finished(client.lease_groups(1))
+    assert client.complete_groups([group, group]) == [False, True]
+    assert client.stats().groups["completed"] == 1
+
+
+@pytest.mark.stores("sqlite")
+@pytest.mark.parametrize("wrong", ["sample", "index", "lease"])
+def test_one_wrong_group_leaves_all_of_them_as_they_were(connected, tmp_path: Path, wrong: str):
+    client = connected(n_samples_per_prompt=2, buffer_dir=str(tmp_path / "buffer"))
+    client.add_prompts(["a", "b", "c"])
+    groups = finished(client.lease_groups(3))
+    if wrong == "sample":
+        groups[1][1][0].reward = float("nan")
+        error, field = InvalidField, "groups[1].samples[0].reward"
+    elif wrong == "index":
+        groups[1][1][1].index = 77
+        error, field = InvalidField, "groups[1].samples[1].index"
+    else:
+        client.reject_group(groups[2][0], "no")
+        error, field = LeaseLost, "lease_token"
+    with pytest.raises(error) as raised:
+        client.complete_groups(groups)
+    assert raised.value.field == field
+    assert client.stats().groups["completed"] == 0
+    assert not [path for path in tmp_path.glob("buffer/payloads/*/*") if path.is_file()]
+
+
+def test_a_writer_of_an_earlier_incarnation_is_refused(client):
+    groups = finished(client.lease_groups(2))
+    earlier, _ = client.writer, client.open_run("run")
+    client.writer = earlier
+    with pytest.raises(StaleWriter):
+        client.complete_groups(groups)
+
+
+@pytest.mark.stores("sqlite")
+def test_more_than_fits_a_call_takes_several_whose_errors_count_all_groups(client, monkeypatch):
+    groups = finished(client.lease_groups(4))
+    one = sum(map(len, handing_in.messages_of(buffer_pb2.CompleteGroupRequest(lease_token=groups[0][0]), groups[0][1])))
+    monkeypatch.setattr(handing_in, "CALL_BYTES", int(2.5 * one))
+    # The third does not fit a call at all.
+    for sample in groups[2][1]:
+        sample.response = "x" * 3 * one
+    counts = [(call.first, call.count, bool(call.parts)) for call in handing_in.calls_of(groups, client._writer())]
+    assert counts == [(0, 2, True), (2, 1, False), (3, 1, True)]
+    for position in (2, 3):
+        index, groups[position][1][0].index = groups[position][1][0].index, 77
+        with pytest.raises(InvalidField) as raised:
+            client.complete_groups(groups)
+        assert raised.value.field == f"groups[{position}].samples[0].index"
+        groups[position][1][0].index = index
+    assert client.complete_groups(groups) == [True, True, True, False]
+
+
+@pytest.mark.stores("sqlite")
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_groups_that_survive_a_power_cut_are_on_the_disk_before_the_state_names_them(
+    connected, tmp_path: Path, monkeypatch, durability: str
+):
+    client = connected(n_samples_per_prompt=2, buffer_dir=str(tmp_path / "buffer"), buffer_durability=durability)
+    client.add_prompts(["a", "b", "c"])
+    groups = finished(client.lease_groups(3))
+    synced: list[str] = []
+    fsync, end_leased = os.fsync, Leases._end_leased
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def end(leases: Leases, *arguments):
+        synced.append("state")
+        return end_leased(leases, *arguments)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Leases, "_end_leased", end)
+    client.complete_groups(groups)
+    files = sorted(str(path) for path in tmp_path.glob("buffer/payloads/*/*"))
+    shard, directory = str(Path(files[0]).parent), str(tmp_path / "buffer" / "payloads")
+    before = [path for path in synced[: synced.index("state")] if path.startswith(directory)]
+    assert (sorted(before[:3]), before[3:]) == ((files, [shard, directory]) if durability == "power" else ([], []))
+
+
+@pytest.mark.stores("sqlite")
+def test_parts_that_make_no_whole_groups_are_refused(client, monkeypatch):
+    groups = finished(client.lease_groups(3))
+    (call,) = handing_in.calls_of(groups, client._writer())
+    (message,) = (buffer_pb2.CompleteGroupsRequest.FromString(each) for each in call.messages())
+    parts = list(message.parts)
+    with grpc.insecure_channel(client.address) as channel:
+        stub = buffer_pb2_grpc.BufferServiceStub(channel)
+
+        def refusal(*messages):
+            with pytest.raises(grpc.RpcError) as raised:
+                stub.CompleteGroups(iter(messages))
+            return raised.value.details()
+
+        assert "nothing was stored" in refusal(
+            buffer_pb2.CompleteGroupsRequest(parts=parts[:2]), buffer_pb2.CompleteGroupsRequest(parts=[open_(parts[2])])
+        )
+        assert "one group or more" in refusal(buffer_pb2.CompleteGroupsRequest())
+        monkeypatch.setattr(handed_in, "MOST_GROUPS", 2)
+        assert "at most 2 in a call" in refusal(message)
+        monkeypatch.setattr(handed_in, "MOST_BYTES", parts[0].ByteSize() + 1)
+        assert "or a single group" in refusal(message)
+    assert client.stats().groups["completed"] == 0
+    monkeypatch.undo()
+    assert client.complete_groups(groups) == [False] * 3
+
+
+def open_(part):
+    """Returns the part without its commit."""
+    copy = buffer_pb2.CompleteGroupRequest()
+    copy.CopyFrom(part)
+    copy.commit = False
+    return copy
