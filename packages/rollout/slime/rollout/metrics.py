@@ -5,16 +5,34 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
+from slime.types.sample.status import SampleStatus
 
 
-def rollout_metrics(groups: Sequence[Sequence[Sample]], args: RolloutSettings) -> dict[str, float]:
+class Generated(Protocol):
+    """The fields of a sample that its metrics come from; a summary of the buffer has them too."""
+
+    @property
+    def rollout_id(self) -> int | None: ...
+    @property
+    def response_length(self) -> int: ...
+    @property
+    def reward(self) -> float | dict[str, Any] | None: ...
+    @property
+    def status(self) -> SampleStatus: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    @property
+    def weight_versions(self) -> list[str]: ...
+
+
+def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings) -> dict[str, float]:
     """Returns the metrics of an iteration. groups: flat lists of samples. The segments that one sample
     fanned out into count as one reward.
 
@@ -41,9 +59,9 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: RolloutSettings) -
         "rollout/response_lengths": float(lengths.mean()),
         "rollout/response_lengths/max": float(lengths.max()),
         "rollout/response_lengths/min": float(lengths.min()),
-        "rollout/truncated_ratio": _share(sample.status is Sample.Status.TRUNCATED for sample in samples),
+        "rollout/truncated_ratio": _share(sample.status is SampleStatus.TRUNCATED for sample in samples),
     }
-    failed = _share(sample.status is Sample.Status.FAILED for sample in samples)
+    failed = _share(sample.status is SampleStatus.FAILED for sample in samples)
     if failed:
         metrics["rollout/failed_ratio"] = failed
     versions = [int(version) for sample in samples for version in sample.weight_versions if str(version).isdigit()]
@@ -57,7 +75,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], args: RolloutSettings) -
     return metrics | agent_metrics(samples)
 
 
-def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+def agent_metrics(samples: Iterable[Generated]) -> dict[str, float]:
     """Returns metrics of the episodes of agents; empty where there were none.
 
     rollout/agents/episodes, /failed   numbers of episodes
@@ -65,7 +83,7 @@ def agent_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     rollout/agents/branches            segments that begin inside another one
     rollout/agents/drifted_turns       turns whose history was encoded again, and gave other tokens
     """
-    episodes: dict[Any, list[Sample]] = {}
+    episodes: dict[Any, list[Generated]] = {}
     for sample in samples:
         session = sample.metadata.get("gateway_session_id") if isinstance(sample.metadata, dict) else None
         if session is not None:
@@ -155,7 +173,7 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     return rates
 
 
-def _rewards(group: Sequence[Sample], args: RolloutSettings) -> list[float]:
+def _rewards(group: Sequence[Generated], args: RolloutSettings) -> list[float]:
     values: dict[Any, float] = {}
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
@@ -166,7 +184,7 @@ def _rewards(group: Sequence[Sample], args: RolloutSettings) -> list[float]:
     return list(values.values())
 
 
-def _reward(sample: Sample, args: RolloutSettings) -> Any:
+def _reward(sample: Generated, args: RolloutSettings) -> Any:
     """Returns the reward, or its entry `args.reward_key`; None where there is none.
 
     A sample that failed before it was scored is left out of the metrics. If it is to be trained on, the buffer or the

@@ -12,7 +12,6 @@ from slime.buffer.groups.pacing import STALE
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources.own import RETURNED
-from slime.types import Sample
 from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
@@ -57,15 +56,8 @@ def staleness_metrics(step: int, oldest_versions: Sequence[int]) -> dict[str, fl
     return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages))}
 
 
-def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[Sample]]:
-    """Returns the groups of a step; their samples have no tokens."""
-    groups: dict[int, list[Sample]] = {}
+def sealed_groups(sealed: Sequence[SampleSummary]) -> list[list[SampleSummary]]:
+    groups: dict[int, list[SampleSummary]] = {}
     for summary in sealed:
-        versions = {summary.oldest_weight_version, summary.newest_weight_version} - {-1}
-        sample = Sample(
-            group_index=summary.group_index, index=summary.index, rollout_id=summary.rollout_id,
-            response_length=summary.response_length, reward=summary.reward, status=summary.status,
-            metadata=summary.metadata, weight_versions=[str(version) for version in sorted(versions)],
-        )  # fmt: skip
-        groups.setdefault(summary.group_index, []).append(sample)
+        groups.setdefault(summary.group_index, []).append(summary)
     return list(groups.values())

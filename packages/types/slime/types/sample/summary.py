@@ -27,6 +27,11 @@ class SampleSummary:
     newest_weight_version: int = -1
     non_generation_time: float = 0.0
 
+    @property
+    def weight_versions(self) -> list[str]:
+        """The oldest and the newest weight version, as a sample names them; one if they are equal."""
+        return [str(version) for version in sorted({self.oldest_weight_version, self.newest_weight_version} - {-1})]
+
     @classmethod
     def of(cls, sample: Sample) -> SampleSummary:
         """Summarizes a sample whose indexes are set; leaves the weight versions at -1."""
